@@ -1,0 +1,77 @@
+"""The RL algorithm: estimators and losses by the names that users of verl know."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engines.config.base import StrictModel
+
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class FilterGroupsConfig(StrictModel):
+    """DAPO dynamic sampling (arXiv:2503.14476): groups of equal scores carry no gradient."""
+
+    enable: bool = False
+    max_num_gen_batches: int = Field(default=4, ge=1)
+    """Generation batches one step may spend to fill itself; then it trains on what it has."""
+
+
+class OverlongConfig(StrictModel):
+    """DAPO soft overlong punishment: a linear penalty in the last `buffer_length` tokens."""
+
+    enable: bool = False
+    buffer_length: int = Field(default=16, ge=1)
+    penalty_factor: float = Field(default=1.0, ge=0)
+
+
+class AlgorithmConfig(StrictModel):
+    """One policy-gradient algorithm, put together from registered parts."""
+
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    """False is Dr. GRPO (arXiv:2503.20783), to be paired with `seq-mean-token-sum-norm`."""
+    loss_mode: str = "vanilla"
+    clip_ratio: float = Field(default=0.2, gt=0)
+    clip_ratio_low: float | None = Field(default=None, gt=0)
+    """null uses `clip_ratio`."""
+    clip_ratio_high: float | None = Field(default=None, gt=0)
+    """null uses `clip_ratio`; DAPO's clip-higher is 0.28."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Dual-clip bound for negative advantages (arXiv:1912.09729)."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Constant divisor of `seq-mean-token-sum-norm`; null uses `max_new_tokens`."""
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = Field(default=0.001, ge=0)
+    kl_loss_type: str = "low_var_kl"
+    """`kl`|`k1`, `abs`, `mse`|`k2`, `low_var_kl`|`k3`; a trailing `+` takes the k2 gradient."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    options: dict[str, Any] = {}
+    """Options of the estimator or loss, validated by it."""
+
+    @model_validator(mode="after")
+    def _check_clip(self) -> "AlgorithmConfig":
+        low = self.clip_ratio_low or self.clip_ratio
+        if low >= 1:
+            raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the ratio is clipped at 1 - it)")
+        return self
+
+
+class RewardConfig(StrictModel):
+    """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+
+    function: str = "exact"
+    """A registered name (`exact`, `math`) or `path/to/file.py:name`."""
+    kwargs: dict[str, Any] = {}
+    """Extra keyword arguments of the function."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline of one sample; a sample that misses it is unscored, not 0."""
+    max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
+    """Share of unscored samples in a step above which the run stops."""
+    num_workers: int = Field(default=1, ge=1)
+    """Scoring processes."""

@@ -1,0 +1,76 @@
+"""Where the rows come from and how they are cut into splits.
+
+The row schema after preprocessing (parquet): `data_source`, `prompt` (messages), `ability`,
+`reward_model.style`, `reward_model.ground_truth`, `extra_info`; supervised rows: `messages`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engines.config.base import StrictModel
+
+Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
+
+
+class ArithmeticConfig(StrictModel):
+    """Generated arithmetic problems whose answers are checked by rule.
+
+    Every problem belongs to one split by a hash of its text, so the splits cannot overlap.
+    """
+
+    operations: tuple[Operation, ...] = ("add",)
+    num_digits: int = Field(default=2, ge=1, le=6)
+    """Digits of the larger operands: the level of difficulty."""
+    zero_pad: bool = True
+    """Write every operand and answer with the same number of digits."""
+    reverse_answer: bool = True
+    """Least significant digit first, so that carries are known when a digit is written."""
+    num_sft: int = Field(default=4096, ge=1)
+    num_rl: int = Field(default=4096, ge=1)
+    num_eval: int = Field(default=512, ge=1)
+
+
+class SourceConfig(StrictModel):
+    """One file, directory or hub data set, and the layout its rows have."""
+
+    format: str = "rows"
+    """`rows` (the row schema), `messages` (supervised rows), or a preprocessor: `gsm8k`, `math`,
+    `dapo_math_17k`."""
+    path: str
+    """A .parquet, .json or .jsonl file, a directory of such files, or a hub id."""
+    split: str = "train"
+    """Split of a hub data set; ignored for files."""
+    revision: str | None = None
+    """Commit of a hub data set."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take the first `limit` rows after the seeded shuffle; null takes all."""
+    options: dict[str, Any] = {}
+    """Options of the preprocessor, validated by the preprocessor itself."""
+
+
+class DataConfig(StrictModel):
+    """The data of a pipeline: either generated, or read from sources."""
+
+    arithmetic: ArithmeticConfig | None = None
+    """Generate the data; excludes the sources below."""
+    sft: tuple[SourceConfig, ...] = ()
+    rl: tuple[SourceConfig, ...] = ()
+    evaluation: tuple[SourceConfig, ...] = ()
+    max_prompt_length: int = Field(default=512, ge=1)
+    """Tokens of a prompt, chat template included."""
+    on_overlong: Literal["error", "drop"] = "error"
+    """What happens to a prompt longer than `max_prompt_length`; dropped ones are counted."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What happens to a row that breaks the schema; dropped ones are counted."""
+    allow_overlap: bool = False
+    """Permit evaluation prompts that also occur in the training splits."""
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> "DataConfig":
+        sources = bool(self.sft or self.rl or self.evaluation)
+        if self.arithmetic and sources:
+            raise ValueError("arithmetic and sources were both given; remove one of the two")
+        if not self.arithmetic and not sources:
+            raise ValueError("no data; set arithmetic, or the sources sft, rl and evaluation")
+        return self

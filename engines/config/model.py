@@ -1,0 +1,65 @@
+"""Which language model is trained: a Hugging Face one, or one made from scratch."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from engines.config.base import StrictModel
+
+
+class ArchitectureConfig(StrictModel):
+    """The shape of a model that is made from scratch (`model.init: random`)."""
+
+    model_type: str = "qwen3"
+    """Any causal-LM architecture that transformers builds from a config (`qwen3`, `llama`, ...)."""
+    hidden_size: int = Field(default=128, ge=8)
+    num_layers: int = Field(default=2, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=4)
+    intermediate_size: int = Field(default=384, ge=8)
+    tie_word_embeddings: bool = True
+    rope_theta: float = Field(default=10_000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "ArchitectureConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}; grouped attention needs whole groups"
+            )
+        return self
+
+
+class TokenizerConfig(StrictModel):
+    """The tokenizer trained on the data for a model made from scratch."""
+
+    kind: Literal["character", "bpe"] = "character"
+    """`character` gives one token per character, so digits never merge; `bpe` is byte-level."""
+    vocab_size: int = Field(default=512, ge=16)
+    """Upper bound for `bpe`; `character` uses exactly the characters that occur."""
+
+
+class ModelConfig(StrictModel):
+    """The model that the pipeline starts from."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` loads `path`; `random` builds `architecture` with a tokenizer trained on the data."""
+    path: str | None = None
+    """A model directory or a hub id; needed when `init` is `pretrained`."""
+    revision: str | None = None
+    """Commit of the hub repository. A hub id without a revision is resolved once and recorded."""
+    architecture: ArchitectureConfig = ArchitectureConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    max_length: int = Field(default=2048, ge=8)
+    """Context in tokens, prompt and response together; at most what the model was built for."""
+    chat_template: str | None = None
+    """Jinja template that replaces the tokenizer's own."""
+
+    @model_validator(mode="after")
+    def _check_path(self) -> "ModelConfig":
+        if self.init == "pretrained" and not self.path:
+            raise ValueError("path is missing; give a directory or a hub id, or set init: random")
+        if self.init == "random" and self.path:
+            raise ValueError(f"path {self.path!r} contradicts init: random; remove one of the two")
+        return self

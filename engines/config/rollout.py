@@ -1,0 +1,33 @@
+"""How completions are sampled."""
+
+from typing import Any
+
+from pydantic import Field
+
+from engines.config.base import StrictModel
+
+
+class SamplingConfig(StrictModel):
+    """The sampling distribution. Reported logprobs are those of this distribution."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 switches it off."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+
+
+class RolloutConfig(StrictModel):
+    """The rollout engine and its capacity."""
+
+    engine: str = "transformers"
+    """Name in the RolloutRegistry."""
+    dtype: str | None = None
+    """null uses `training.dtype`."""
+    max_num_sequences: int = Field(default=256, ge=1)
+    """Sequences decoded together."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of one batch of requests."""
+    options: dict[str, Any] = {}
+    """Options of the chosen engine."""

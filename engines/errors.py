@@ -1,0 +1,47 @@
+"""The data plane's part of the exception tree; imports without torch.
+
+    infra.errors.PipelineError
+    ├── ConfigError (infra.errors)
+    │   └── UnknownPluginError        no plugin of that name; lists what is registered
+    ├── EngineError
+    │   ├── NonFiniteError            NaN or inf before an optimizer step, on any rank
+    │   ├── CheckpointError           a checkpoint is absent, incomplete or of another run
+    │   ├── WeightSyncError           served weights are not the trained ones
+    │   ├── WorkerError               a rank died or does not answer
+    │   └── RolloutError              a rollout engine broke a promise of its interface
+    └── RewardError                   a reward function itself is broken (not one sample)
+"""
+
+from infra.errors import ConfigError, PipelineError
+
+
+class UnknownPluginError(ConfigError):
+    """No plugin of that name is registered; the text lists those that are."""
+
+
+class EngineError(PipelineError):
+    """Base of the errors of the engine library."""
+
+
+class NonFiniteError(EngineError):
+    """A loss, gradient, reward, advantage or logprob is NaN or infinite."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint is absent, incomplete, damaged or belongs to another run."""
+
+
+class WeightSyncError(EngineError):
+    """The weights a rollout engine serves are not the weights that were trained."""
+
+
+class WorkerError(EngineError):
+    """A worker rank died, or did not answer before its deadline."""
+
+
+class RolloutError(EngineError):
+    """A rollout engine broke a promise of its interface."""
+
+
+class RewardError(PipelineError):
+    """A reward function is broken as a whole, or too many samples could not be scored."""

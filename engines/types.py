@@ -1,0 +1,230 @@
+"""The data plane's boundary types: frozen, with shapes.
+
+Letters: B sequences, T tokens of all sequences laid end to end, V vocabulary, D model width.
+
+Alignment, everywhere: the value of a per-token column at position t speaks of *predicting*
+token t from the tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`,
+and the first position of every sequence has no prediction: its logprob is 0 and its loss mask 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B sequences laid end to end, without padding.
+
+    Attributes:
+        input_ids_T: (T,) int64.
+        cu_seqlens: (B + 1,) int32, cumulative lengths; starts at 0, ends at T.
+        columns: per-token columns by name, each (T,) float32 unless said otherwise. The names
+            in use: `loss_mask` (1 where the token is trained on), `advantages`, `old_logprobs`
+            (training engine, before the update), `rollout_logprobs`, `ref_logprobs`.
+    """
+
+    input_ids_T: Tensor
+    cu_seqlens: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if int(self.cu_seqlens[-1]) != self.input_ids_T.numel():
+            raise ValueError(
+                f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, tokens are {self.input_ids_T.numel()}"
+            )
+        for name, column in self.columns.items():
+            if column.shape != self.input_ids_T.shape:
+                raise ValueError(
+                    f"column {name}: {tuple(column.shape)} != {tuple(self.input_ids_T.shape)}"
+                )
+
+    @staticmethod
+    def from_sequences(
+        input_ids: Sequence[Sequence[int]], **columns: Sequence[Sequence[float]]
+    ) -> "TokenBatch":
+        """Lay sequences end to end; each column holds one list per sequence, of its length."""
+        lengths = [len(ids) for ids in input_ids]
+        for name, rows in columns.items():
+            if [len(row) for row in rows] != lengths:
+                raise ValueError(f"column {name} does not have the lengths of input_ids")
+        return TokenBatch(
+            torch.tensor([t for ids in input_ids for t in ids], dtype=torch.int64),
+            torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            {
+                name: torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+                for name, rows in columns.items()
+            },
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids_T.numel()
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """(B,) int32 lengths of the sequences."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def sequence_index_T(self) -> Tensor:
+        """(T,) int64: which sequence each token belongs to."""
+        index = torch.arange(self.num_sequences, device=self.input_ids_T.device)
+        return index.repeat_interleave(self.lengths_B.to(torch.int64))
+
+    @property
+    def position_ids_T(self) -> Tensor:
+        """(T,) int64: position of each token inside its sequence."""
+        starts_T = self.cu_seqlens[:-1].to(torch.int64)[self.sequence_index_T]
+        return torch.arange(self.num_tokens, device=self.input_ids_T.device) - starts_T
+
+    def select(self, sequences: Sequence[int]) -> "TokenBatch":
+        """The named sequences, in the given order."""
+        bounds = self.cu_seqlens.tolist()
+        take = torch.cat(
+            [torch.arange(bounds[i], bounds[i + 1]) for i in sequences]
+            or [torch.empty(0, dtype=torch.int64)]
+        ).to(self.input_ids_T.device)
+        lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)])
+        return TokenBatch(
+            self.input_ids_T[take],
+            lengths.cumsum(0).to(torch.int32).to(self.cu_seqlens.device),
+            {name: column[take] for name, column in self.columns.items()},
+        )
+
+    def with_columns(self, **columns: Tensor) -> "TokenBatch":
+        """The same tokens with columns added or replaced."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """The same batch on another device."""
+        return TokenBatch(
+            self.input_ids_T.to(device),
+            self.cu_seqlens.to(device),
+            {name: column.to(device) for name, column in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """What a forward pass yields for a `TokenBatch`.
+
+    Attributes:
+        logprobs_T: (T,) float32, with gradient while training; 0 at the first token of a sequence.
+        entropy_T: (T,) float32 of the predicting distribution, or None when it was not asked for.
+        values_T: (T,) float32 of a value model, else None.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None = None
+    values_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """Denominators of a loss over one optimizer step: all ranks, all micro-batches.
+
+    Attributes:
+        num_tokens: tokens with loss mask 1.
+        num_sequences: sequences with at least one such token.
+    """
+
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch.
+
+    Attributes:
+        loss: scalar; this micro-batch's share of the global loss, i.e. a sum divided by a
+            *global* count. Summed over micro-batches and ranks it is the loss of the step.
+            The engine applies the backend's data-parallel factor; a loss function never does.
+        metrics: scalars that, like the loss, sum to their value over micro-batches and ranks.
+        maxima: scalars of which the largest over micro-batches and ranks is meant.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainMetrics:
+    """Result of one optimizer step, equal on every rank.
+
+    Attributes:
+        loss: global loss.
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate of this step.
+        num_tokens: tokens processed (not only those in the loss).
+        metrics: everything the loss function reported, reduced.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The sampling distribution of one request; reported logprobs are of this distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One prompt, sampled `num_samples` times.
+
+    Attributes:
+        request_id: stable name of the prompt within the run (`round=1/step=3/prompt=17`).
+        prompt_ids: token ids of the prompt, at least one.
+        seeds: one seed per sample, derived from (run seed, round, prompt id, sample index), so
+            that sampling does not depend on scheduling.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples asked for."""
+        return len(self.seeds)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample.
+
+    Attributes:
+        request_id: the request it answers.
+        sample_index: index into the request's seeds.
+        token_ids: sampled tokens, the end-of-sequence token included when it was sampled.
+        logprobs: of each sampled token under the sampling distribution.
+        policy_versions: version of the weights that sampled each token.
+        finish_reason: `stop` (end-of-sequence), `length` or `abort`.
+    """
+
+    request_id: str
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: str

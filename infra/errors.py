@@ -1,0 +1,88 @@
+"""The root of the exception tree, and the errors of the floor that stores and runs things.
+
+    PipelineError                     everything this project raises on purpose
+    ├── ConfigError                   the user's input is wrong: one line, exit code 2
+    ├── ArtifactError
+    │   ├── ArtifactNotFoundError     nothing was published under that name
+    │   └── ArtifactCorruptError      it was published, and does not verify now
+    ├── JobError
+    │   ├── JobFailedError            the Ray job ended without its output
+    │   └── JobSubmitError            Ray refused the job, or cannot be reached
+    ├── ServiceError                  a server we start or need does not answer
+    └── DeadlineError                 a wait ran out; says what it waited for
+
+`engines.errors` continues the tree for the data plane. An `OSError` that is not
+"file not found" is never translated: a failing disk must not look like a missing file.
+"""
+
+EXIT_USER_ERROR = 2
+"""Exit code of every process that stops because of a `ConfigError`."""
+
+
+class PipelineError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(PipelineError):
+    """The user's input is wrong.
+
+    Its text is one line: ``path.to.field: got X; need Y; do Z``. The parts may be omitted
+    where they add nothing, the path may not.
+
+    Args:
+        path: where the value stands, as the user wrote it (``rl.group_size``, ``train.jsonl:7``).
+        problem: what is wrong and what to do about it.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {' '.join(problem.split())}")
+        self.path = path
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
+        return (ConfigError, (self.path, self.problem))
+
+
+class ArtifactError(PipelineError):
+    """Base of the errors about published artifacts."""
+
+
+class ArtifactNotFoundError(ArtifactError):
+    """Nothing was published under that name."""
+
+
+class ArtifactCorruptError(ArtifactError):
+    """A published artifact no longer verifies: names the file and both digests."""
+
+
+class JobError(PipelineError):
+    """Base of the errors about Ray jobs."""
+
+
+class JobFailedError(JobError):
+    """A Ray job ended without publishing its output; carries the tail of its log."""
+
+
+class JobSubmitError(JobError):
+    """Ray refused a job or cannot be reached."""
+
+
+class ServiceError(PipelineError):
+    """A server that we start or need does not answer."""
+
+
+class DeadlineError(PipelineError):
+    """A wait ran out of time.
+
+    Args:
+        waited_for: what did not happen, in words.
+        deadline_s: how long the wait was, in seconds.
+    """
+
+    def __init__(self, waited_for: str, deadline_s: float) -> None:
+        super().__init__(f"gave up after {deadline_s:g} s waiting for {waited_for}")
+        self.waited_for = waited_for
+        self.deadline_s = deadline_s
+
+    def __reduce__(self) -> tuple[type["DeadlineError"], tuple[str, float]]:
+        return (DeadlineError, (self.waited_for, self.deadline_s))
