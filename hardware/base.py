@@ -1,5 +1,103 @@
 """Every question about a device has one answer: its platform.
 
 Nothing outside `hardware/` branches on a device's name. Torch is imported by the platforms'
-own files when a method needs it, never to list or detect what is there without it.
+own files when a method needs it, so platforms can be listed and named without it.
+To add one: a subclass in its own file and one `PlatformRegistry.register` line, or an entry
+point of the group `rlhf.plugins` named ``platform.<name>``.
 """
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a platform can be used here, and why (not)."""
+
+    ok: bool
+    reason: str
+
+
+class PlatformBase(ABC):
+    """One kind of accelerator, or the CPU.
+
+    Attributes:
+        device_name: torch's device type (`cpu`, `cuda`, `npu`, ...).
+        vendor_name: who makes it; two vendors may share a device type.
+        communication_backend: torch.distributed backend of its collectives.
+        visible_devices_env: environment variable that limits what a process sees; None has none.
+        ray_resource: Ray's name of the resource.
+        supports_ipc: whether two processes can share one device allocation.
+        default_dtype: name of the compute dtype that suits the device.
+    """
+
+    device_name: str
+    vendor_name: str
+    communication_backend: str
+    visible_devices_env: str | None
+    ray_resource: str
+    supports_ipc: bool
+    default_dtype: str
+
+    @abstractmethod
+    def is_available(self) -> Availability:
+        """Whether a device of this platform can be used by this process."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Devices this process can see."""
+
+    @abstractmethod
+    def device(self) -> "torch.device":
+        """The device that this process computes on."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Choose the device of this process."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done everything queued so far."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed every random generator that tensor operations may draw from."""
+
+    @abstractmethod
+    def rng_state(self) -> "Mapping[str, Tensor]":
+        """State of those generators: name to uint8 tensor on the CPU."""
+
+    @abstractmethod
+    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+        """Undo to `rng_state`; names that the platform does not know are ignored."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Return unused device memory to the system."""
+
+    @abstractmethod
+    def memory_allocated_bytes(self) -> int:
+        """Memory in use now: by tensors on an accelerator, by the process on a CPU."""
+
+    @abstractmethod
+    def max_memory_allocated_bytes(self) -> int:
+        """The largest value of `memory_allocated_bytes` since the process started."""
+
+    @abstractmethod
+    def ray_resource_options(self, num_devices: int) -> dict[str, object]:
+        """Keyword arguments of a Ray actor or task that needs so many devices."""
+
+    @abstractmethod
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Environment variables that a rollout engine's process needs on this platform."""
+
+    @abstractmethod
+    def profiler_range(self, name: str) -> AbstractContextManager[object]:
+        """Mark a span of work for the device's profiler."""

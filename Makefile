@@ -1,0 +1,72 @@
+# Two commands for a newcomer: `make quickstart` and `make test`. Each sets up .venv by itself
+# from plain python3 and pip; nothing else is needed.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+# The PyTorch project's own index; asked only when the configured index has no CPU build.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: quickstart test test-slow lint format types bench lock docs up down clean
+.DEFAULT_GOAL := quickstart
+
+$(STAMP): infra/locks/core.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else \
+	  "python: got %d.%d; need 3.11 or 3.12; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement infra/locks/core.lock || \
+	  $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
+	    --requirement infra/locks/core.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+quickstart: $(STAMP)  ## the whole pipeline on CPU: data, SFT, RL, merge, evaluation, promotion
+	$(BIN)/rlhf run quickstart $(ARGS)
+
+test: $(STAMP)  ## everything but the tests marked slow
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(STAMP)  ## style, import contracts, docstrings, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pydoclint infra tasks flows engines hardware
+	$(BIN)/codespell README.md docs infra tasks flows engines hardware tests
+
+types: $(STAMP)  ## static types
+	$(BIN)/basedpyright
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## ours and the peer in one run, as ratios
+	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+lock:  ## resolve pyproject.toml anew and rewrite the lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet "torch==2.13.0+cpu" setuptools ".[dev,s3]" || \
+	  .venv-lock/bin/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
+	    "torch==2.13.0+cpu" setuptools ".[dev,s3]"
+	{ head -3 infra/locks/core.lock; .venv-lock/bin/python -m pip freeze --all \
+	  | grep -vE '^(rlhf-pipeline|pip)\b' | sort -f; } > .venv-lock/core.lock
+	mv .venv-lock/core.lock infra/locks/core.lock
+	rm -rf .venv-lock build
+
+docs: $(STAMP)  ## the reference pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+up: $(STAMP)  ## Prefect server and worker, Ray head and MLflow on loopback
+	$(BIN)/rlhf up
+
+down: $(STAMP)
+	$(BIN)/rlhf down
+
+clean:
+	rm -rf $(VENV) build ./*.egg-info

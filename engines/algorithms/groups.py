@@ -1,0 +1,43 @@
+"""Statistics over groups: the samples that answer one prompt.
+
+Promises: groups may differ in size and stand in any order (samples that could not be scored are
+absent); sums are in float64 and do not depend on what other groups hold.
+Letters: B samples, P groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Statistics of each group, all (P,) float64; a group without samples has zeros.
+
+    Attributes:
+        count_P: number of samples.
+        mean_P: mean score.
+        std_P: unbiased (n - 1) standard deviation; 0 for a single sample.
+        equal_P: bool, all scores of the group are exactly equal.
+    """
+
+    count_P: Tensor
+    mean_P: Tensor
+    std_P: Tensor
+    equal_P: Tensor
+
+
+def group_statistics(scores_B: Tensor, group_index_B: Tensor, num_groups: int) -> GroupStatistics:
+    """Count, mean, standard deviation and equality of each group's scores."""
+    scores_B = scores_B.to(torch.float64)
+    zeros_P = torch.zeros(num_groups, dtype=torch.float64, device=scores_B.device)
+    count_P = zeros_P.index_add(0, group_index_B, torch.ones_like(scores_B))
+    mean_P = zeros_P.index_add(0, group_index_B, scores_B) / count_P.clamp(min=1)
+    deviation_B = scores_B - mean_P[group_index_B]
+    variance_P = zeros_P.index_add(0, group_index_B, deviation_B.square()) / (count_P - 1).clamp(
+        min=1
+    )
+    lowest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amin", include_self=False)
+    highest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amax", include_self=False)
+    return GroupStatistics(count_P, mean_P, variance_P.sqrt(), lowest_P == highest_P)

@@ -1,0 +1,141 @@
+"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference.
+
+Promises: every term is aggregated with the same mode over global counts; metrics are shares that
+add up, over micro-batches and ranks, to their value for the step. Without an `old_logprobs`
+column the batch is taken as exactly on-policy (one update per batch): the ratio is 1 and its
+gradient is that of REINFORCE.
+Does not promise: advantages, reference logprobs or scores; those are columns made beforehand.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.algorithms import ppo_clip  # noqa: F401  (registers itself)
+from engines.algorithms.aggregation import aggregate, token_mean
+from engines.algorithms.kl import kl_estimate
+from engines.algorithms.registry import POLICY_LOSSES, PolicyLossInputs, TokenLoss
+from engines.config.algorithm import AlgorithmConfig
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+
+    An object of plain data, so that it travels to other processes; the functions are looked up
+    by name where it runs.
+
+    Attributes:
+        algorithm: the configuration.
+        max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
+        needs_entropy: entropy is measured in every step, with coefficient 0 too: its collapse is
+            the first sign of a failing run.
+    """
+
+    algorithm: AlgorithmConfig
+    max_new_tokens: int
+    needs_entropy: bool = True
+
+    @property
+    def required_columns(self) -> frozenset[str]:
+        """Columns the batch must carry."""
+        part = POLICY_LOSSES.get(self.algorithm.loss_mode, "rl.algorithm.loss_mode")
+        reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
+        return part.columns | {"loss_mask"} | reference
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """This micro-batch's share of the loss and metrics of the step."""
+        missing = sorted(self.required_columns - batch.columns.keys())
+        if missing:
+            raise ValueError(
+                f"loss {self.algorithm.loss_mode} needs the columns {missing}; the batch has "
+                f"{sorted(batch.columns)}"
+            )
+        mask_T = batch.columns["loss_mask"] > 0
+        old_logprobs_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
+        policy = self._policy_loss(outputs, old_logprobs_T, mask_T, batch)
+        loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
+        metrics = {"actor/pg_loss": loss.detach()}
+        for name, values_T in policy.token_metrics.items():
+            metrics[name] = token_mean(values_T.detach(), mask_T, counts)
+        if outputs.entropy_T is not None:
+            metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
+        if self.algorithm.entropy_coeff:
+            loss = loss - self._entropy_bonus(outputs, mask_T, batch, counts)
+        if self.algorithm.use_kl_loss:
+            kl = self._aggregate(self._kl_T(outputs, batch), mask_T, batch, counts)
+            metrics["actor/kl_loss"] = kl.detach()
+            loss = loss + self.algorithm.kl_loss_coef * kl
+        mismatch, maxima = rollout_mismatch(old_logprobs_T, batch, mask_T, counts)
+        return LossOutput(loss, {**metrics, **mismatch}, maxima)
+
+    def _policy_loss(
+        self, outputs: ModelOutputs, old_logprobs_T: Tensor, mask_T: Tensor, batch: TokenBatch
+    ) -> TokenLoss:
+        part = POLICY_LOSSES.get(self.algorithm.loss_mode, "rl.algorithm.loss_mode")
+        return part.function(
+            PolicyLossInputs(
+                logprobs_T=outputs.logprobs_T,
+                old_logprobs_T=old_logprobs_T,
+                advantages_T=batch.columns["advantages"],
+                mask_T=mask_T,
+                batch=batch,
+                algorithm=self.algorithm,
+                options=part.own_options(self.algorithm.options, "rl.algorithm.options"),
+            )
+        )
+
+    def _entropy_bonus(
+        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
+    ) -> Tensor:
+        if outputs.entropy_T is None:
+            raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
+        entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
+        return self.algorithm.entropy_coeff * entropy
+
+    def _kl_T(self, outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
+        return kl_estimate(
+            self.algorithm.kl_loss_type,
+            outputs.logprobs_T,
+            batch.columns["ref_logprobs"],
+            "rl.algorithm.kl_loss_type",
+        )
+
+    def _aggregate(
+        self, values_T: Tensor, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
+    ) -> Tensor:
+        scale = self.algorithm.loss_scale_factor or float(self.max_new_tokens)
+        return aggregate(values_T, mask_T, batch, counts, self.algorithm.loss_agg_mode, scale)
+
+
+def rollout_mismatch(
+    logprobs_T: Tensor, batch: TokenBatch, mask_T: Tensor, counts: GlobalCounts
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far the sampler's logprobs are from the trainer's, for the same tokens and weights.
+
+    Args:
+        logprobs_T: (T,) of the training engine, before the update.
+        batch: with the column `rollout_logprobs`; without it there is nothing to report.
+        mask_T: (T,) bool, the sampled tokens that are trained on.
+        counts: denominators over all micro-batches and ranks.
+
+    Returns:
+        The share of `mismatch/logprob_abs_mean`, and the maximum `mismatch/logprob_abs_max`.
+    """
+    if "rollout_logprobs" not in batch.columns:
+        return {}, {}
+    difference_T = (logprobs_T.detach() - batch.columns["rollout_logprobs"]).abs()
+    largest = torch.where(mask_T, difference_T, 0.0).amax()
+    return (
+        {"mismatch/logprob_abs_mean": token_mean(difference_T, mask_T, counts)},
+        {"mismatch/logprob_abs_max": largest},
+    )
+
+
+def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
+    """The loss function of the configured algorithm."""
+    return PolicyObjective(algorithm, max_new_tokens)

@@ -1,0 +1,29 @@
+"""The loss of supervised fine-tuning."""
+
+from dataclasses import dataclass
+
+from engines.algorithms.aggregation import token_mean
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+
+
+@dataclass(frozen=True)
+class SupervisedLoss:
+    """Mean negative log-likelihood of the tokens with loss mask 1, over the whole step.
+
+    Attributes:
+        needs_entropy: never.
+    """
+
+    needs_entropy: bool = False
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """This micro-batch's share of the mean."""
+        mask_T = batch.columns["loss_mask"] > 0
+        return LossOutput(token_mean(-outputs.logprobs_T, mask_T, counts))
+
+
+def sft_loss_fn() -> SupervisedLoss:
+    """The loss function of the SFT stage."""
+    return SupervisedLoss()

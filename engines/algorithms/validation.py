@@ -1,0 +1,47 @@
+"""Checks of an algorithm's configuration that need the registries, before anything is loaded."""
+
+from engines.algorithms import advantage, policy_objective  # noqa: F401  (register their parts)
+from engines.algorithms.registry import (
+    ADVANTAGES,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    parse_options,
+)
+from engines.config.algorithm import AlgorithmConfig
+from infra.errors import ConfigError
+
+
+def validate_algorithm(
+    algorithm: AlgorithmConfig,
+    *,
+    group_size: int | None = None,
+    max_new_tokens: int | None = None,
+    path: str = "rl.algorithm",
+) -> None:
+    """Refuse a configuration that names unknown parts or cannot work.
+
+    Args:
+        algorithm: what to check.
+        group_size: samples per prompt, when known.
+        max_new_tokens: length limit of a response, when known.
+        path: where the configuration stands, for the error text.
+
+    Raises:
+        ConfigError: one line that says what is wrong and what to do.
+    """
+    estimator = ADVANTAGES.get(algorithm.adv_estimator, f"{path}.adv_estimator")
+    loss = POLICY_LOSSES.get(algorithm.loss_mode, f"{path}.loss_mode")
+    KL_ESTIMATORS.get(algorithm.kl_loss_type.removesuffix("+"), f"{path}.kl_loss_type")
+    parse_options(algorithm.options, [estimator.options, loss.options], f"{path}.options")
+    if estimator.group_relative and group_size is not None and group_size < 2:
+        raise ConfigError(
+            f"{path.rpartition('.')[0] or path}.group_size",
+            f"got {group_size}; need at least 2 with adv_estimator {estimator.name!r}, which "
+            "compares the samples of one prompt; raise it, or choose another estimator",
+        )
+    overlong = algorithm.overlong
+    if overlong.enable and max_new_tokens is not None and overlong.buffer_length > max_new_tokens:
+        raise ConfigError(
+            f"{path}.overlong.buffer_length",
+            f"got {overlong.buffer_length}; need at most max_new_tokens {max_new_tokens}; lower it",
+        )

@@ -1,0 +1,126 @@
+"""How a call on a group of workers reaches its ranks, declared once on the worker's method.
+
+A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and
+puts the results back in the original order, so the caller never learns how many ranks there
+are. Ranks that share a data-parallel place (tensor or pipeline parallel) get the same share.
+Does not promise: equal numbers of sequences per rank, or that every rank gets one.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engines.types import RolloutRequest, TokenBatch
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Parts = list[list[int]]
+
+
+class Dispatch(Enum):
+    """What a call does with its arguments and results."""
+
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same arguments; the result is rank 0's, all being equal."""
+    SPLIT = "split"
+    """The first argument is split over the data-parallel ranks, the others are copied."""
+    RANK_ZERO = "rank_zero"
+    """Only rank 0 is called; the method must not use a collective."""
+
+
+def dispatch(mode: Dispatch) -> Callable[[Method], Method]:
+    """Declare how a worker's method is called on a group."""
+
+    def declare(method: Method) -> Method:
+        vars(method)["dispatch_mode"] = mode
+        return method
+
+    return declare
+
+
+def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
+    """The declared mode of a method.
+
+    Raises:
+        TypeError: the method was never declared, so it is not for the group to call.
+    """
+    mode = getattr(method, "dispatch_mode", None)
+    if not isinstance(mode, Dispatch):
+        raise TypeError(f"{method!r} has no @dispatch: a group cannot call it")
+    return mode
+
+
+def partition(weights: Sequence[int], num_parts: int) -> Parts:
+    """Assign items to parts of nearly equal weight: heaviest first, each to the lightest part.
+
+    Args:
+        weights: weight of each item.
+        num_parts: how many parts to make.
+
+    Returns:
+        For each part its item indices, ascending. Every part gets an item when there are enough.
+    """
+    loads = [(0, 0, part) for part in range(num_parts)]
+    parts: Parts = [[] for _ in range(num_parts)]
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        load, count, part = min(loads)
+        parts[part].append(item)
+        loads[part] = (load + weights[item], count + 1, part)
+    return [sorted(items) for items in parts]
+
+
+def split_plan(value: object, num_parts: int) -> Parts:
+    """The items of a `TokenBatch` (its sequences) or of a list that each part takes.
+
+    Raises:
+        TypeError: the value is neither.
+    """
+    if isinstance(value, TokenBatch):
+        return partition(value.lengths_B.tolist(), num_parts)
+    if isinstance(value, list | tuple):
+        return partition([_weight(item) for item in value], num_parts)
+    raise TypeError(f"cannot split a {type(value).__name__} over ranks")
+
+
+def take(value: Any, items: Sequence[int]) -> Any:
+    """The named items of a `TokenBatch` or list, in that order."""
+    return value.select(items) if isinstance(value, TokenBatch) else [value[i] for i in items]
+
+
+def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
+    """Undo a split on the results.
+
+    Args:
+        value: the argument that was split.
+        parts: the plan it was split by.
+        results: one result per part: a list with one entry per item, a per-token (T,) tensor
+            of the part's tokens, or anything else, which must be equal on every rank.
+
+    Returns:
+        The list or tensor in the order of `value`; anything else as the first part gave it.
+
+    Raises:
+        ValueError: a part returned another number of entries than it was given.
+    """
+    first = results[0]
+    if not isinstance(first, list | Tensor):
+        return first
+    entries: dict[int, Any] = {}
+    for items, result in zip(parts, results, strict=True):
+        pieces = result
+        if isinstance(result, Tensor):
+            if not isinstance(value, TokenBatch):
+                raise ValueError("a tensor came back for something that has no tokens")
+            pieces = result.split(value.lengths_B[items].tolist())
+        entries.update(zip(items, pieces, strict=True))
+    ordered = [entries[i] for i in range(len(entries))]
+    return torch.cat(ordered) if isinstance(first, Tensor) else ordered
+
+
+def _weight(item: object) -> int:
+    """Tokens a request may cost; 1 for anything else."""
+    if isinstance(item, RolloutRequest):
+        return len(item.prompt_ids) + item.num_samples * item.sampling.max_new_tokens
+    return 1

@@ -1,0 +1,45 @@
+"""A worker group of one rank inside the caller's process: no Ray, and a debugger works.
+
+Errors of the worker reach the caller unchanged.
+"""
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from engines.controller.dispatch import dispatch_mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Closable(Protocol):
+    """What a group asks of its worker beside the methods it calls."""
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class InProcessGroup:
+    """A `WorkerGroup` of world size 1: every dispatch mode is a plain call."""
+
+    def __init__(self, worker: Closable) -> None:
+        self._worker: Closable | None = worker
+
+    @property
+    def world_size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the method on the one worker."""
+        dispatch_mode(method)
+        if self._worker is None:
+            raise RuntimeError(f"{method.__name__} was called on a closed group")
+        return method(self._worker, *args, **kwargs)
+
+    def close(self) -> None:
+        """Close the worker once."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

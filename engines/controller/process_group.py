@@ -1,0 +1,71 @@
+"""Joining the ranks of one worker group into a torch.distributed process group.
+
+The store's port is taken by the operating system on the machine of rank 0 and told to the
+others, so two groups that start together never meet on one port. Loopback unless told otherwise.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        host: address of rank 0's store.
+        port: its port.
+    """
+
+    host: str
+    port: int
+
+
+def open_store(world_size: int, timeout_s: float, host: str = LOOPBACK) -> dist.TCPStore:
+    """Rank 0's store, listening on a port of the operating system's choice."""
+    return dist.TCPStore(
+        host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )  # fmt: skip
+
+
+def join(
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+    *,
+    store: dist.TCPStore | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> None:
+    """Make this process a rank of the default process group.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        backend: `gloo`, `nccl` or what the platform names.
+        timeout_s: deadline of the meeting and of each collective.
+        store: rank 0's own store; the other ranks leave it out.
+        rendezvous: where the other ranks find that store.
+
+    Raises:
+        ValueError: neither a store nor a rendezvous was given.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        if rendezvous is None:
+            raise ValueError("a rank needs the store of rank 0, or where to find it")
+        store = dist.TCPStore(
+            rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=timeout
+        )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def leave() -> None:
+    """Undo `join`; harmless when this process is in no group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,255 @@
+"""A worker group of Ray actors, one per rank, and the one place that decides whether they live.
+
+Promises: every call has a deadline; a rank that dies, or whose heartbeat stops although its
+process is there (a stopped process, a machine that swaps), becomes a `WorkerError` that names
+the rank, the call and the last lines of its log; after such an error every rank is killed, so
+nobody waits in a collective for a dead peer.
+Does not promise: restarting ranks. The stage's step checkpoints are how work is kept.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from engines.controller.dispatch import Dispatch, collect, dispatch_mode, split_plan, take
+from engines.controller.rank_process import RankProcess, RankSettings
+from engines.errors import WorkerError
+from infra.errors import DeadlineError, PipelineError
+from infra.heartbeat import heartbeat_age_s
+
+P = ParamSpec("P")
+R = TypeVar("R")
+WorkerFactory = Callable[[], Any]
+
+POLL_S = 0.5
+SETTLE_S = 2.0
+"""After a first failure the other ranks may fail too; the one that died is the cause."""
+NUM_LOG_LINES = 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RayGroupOptions:
+    """How a group of actors is started and watched.
+
+    Attributes:
+        world_size: number of ranks.
+        backend: collective backend of the platform (`gloo`, `nccl`).
+        num_threads: CPU threads of one rank.
+        log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
+        resources: keyword arguments of `ray.remote` that reserve what one rank needs.
+        collective_timeout_s: deadline of one collective between ranks.
+        call_timeout_s: deadline of a call that `timeouts_s` does not name.
+        timeouts_s: deadlines by method name.
+        start_timeout_s: deadline for all ranks to run and meet.
+        heartbeat_s: how often a rank writes its heartbeat.
+        silence_s: a rank whose heartbeat is older is taken for dead.
+    """
+
+    world_size: int
+    backend: str
+    num_threads: int
+    log_dir: Path
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    collective_timeout_s: float = 600.0
+    call_timeout_s: float = 7200.0
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    start_timeout_s: float = 180.0
+    heartbeat_s: float = 1.0
+    silence_s: float = 60.0
+
+
+class RayWorkerGroup:
+    """A `WorkerGroup` over Ray actors. Ray must be connected.
+
+    Args:
+        factory: makes a rank's worker inside its actor, after the ranks have met.
+        options: how the actors are started and watched.
+    """
+
+    def __init__(self, factory: WorkerFactory, options: RayGroupOptions) -> None:
+        self._options = options
+        self._actors: list[Any] = []
+        self._places: list[int] = [0] * options.world_size
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start(factory)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._options.world_size
+
+    def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a `@dispatch` method on the ranks and return its collected result."""
+        name = method.__name__
+        if not self._actors:
+            raise WorkerError(f"{name} was called on a closed group")
+        deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
+        mode = dispatch_mode(method)
+        if mode is Dispatch.RANK_ZERO:
+            ref = self._actors[0].call.remote(name, args, kwargs)
+            return self._await({ref: 0}, name, deadline_s)[0]
+        if mode is Dispatch.ONE_TO_ALL:
+            calls = [(args, kwargs)] * self.world_size
+            return self._call_all(name, calls, deadline_s)[0]
+        whole, *rest = args
+        parts = split_plan(whole, max(self._places) + 1)
+        shares = [take(whole, items) for items in parts]
+        results = self._call_all(
+            name, [((shares[place], *rest), kwargs) for place in self._places], deadline_s
+        )
+        first_ranks = [self._places.index(place) for place in range(len(parts))]
+        return collect(whole, parts, [results[rank] for rank in first_ranks])
+
+    def close(self) -> None:
+        """Let every rank free its resources, then end the actors."""
+        if not self._actors:
+            return
+        try:
+            refs = {actor.stop.remote(): rank for rank, actor in enumerate(self._actors)}
+            self._await(refs, "stop", 30.0)
+        except (WorkerError, DeadlineError) as error:
+            logger.warning("a rank did not stop by itself: %s", error)
+        finally:
+            self._kill()
+
+    def _start(self, factory: WorkerFactory) -> None:
+        import ray
+
+        options = self._options
+        remote = ray.remote(max_restarts=0, max_task_retries=0, **options.resources)(RankProcess)
+        for rank in range(options.world_size):
+            settings = RankSettings(
+                rank=rank,
+                world_size=options.world_size,
+                backend=options.backend,
+                num_threads=options.num_threads,
+                log_path=self._log_path(rank),
+                heartbeat_path=self._heartbeat_path(rank),
+                heartbeat_s=options.heartbeat_s,
+                collective_timeout_s=options.collective_timeout_s,
+            )
+            self._heartbeat_path(rank).unlink(missing_ok=True)
+            environment = {
+                "OMP_NUM_THREADS": str(options.num_threads),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(options.world_size),
+            }
+            self._actors.append(
+                remote.options(name=None, runtime_env={"env_vars": environment}).remote(settings)
+            )
+        available = ray.cluster_resources()
+        asked = f"{options.world_size} ranks of {dict(options.resources)}; cluster has {available}"
+        start_s = options.start_timeout_s
+        meeting = self._await(
+            {self._actors[0].open_store.remote(): 0}, f"rank 0 to start ({asked})", start_s
+        )[0]
+        refs = {actor.join.remote(meeting): rank for rank, actor in enumerate(self._actors)}
+        self._await(refs, f"all ranks to meet ({asked})", start_s)
+        build = [actor.build.remote(factory) for actor in self._actors]
+        places = self._await(
+            {ref: rank for rank, ref in enumerate(build)}, "build", options.call_timeout_s
+        )
+        self._places = [places[rank] for rank in range(options.world_size)]
+
+    def _call_all(self, name: str, calls: list[tuple[Any, Any]], deadline_s: float) -> list[Any]:
+        refs = {
+            actor.call.remote(name, *call): rank
+            for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True))
+        }
+        results = self._await(refs, name, deadline_s)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _await(self, refs: dict[Any, int], what: str, deadline_s: float) -> dict[int, Any]:
+        """Results by rank; the only place that waits for ranks."""
+        import ray
+
+        pending = dict(refs)
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+        end = time.monotonic() + deadline_s
+        while pending and time.monotonic() < end:
+            ready, _ = ray.wait(list(pending), timeout=min(POLL_S, max(0.0, deadline_s)))
+            for ref in ready:
+                rank = pending.pop(ref)
+                try:
+                    results[rank] = ray.get(ref, timeout=deadline_s)
+                except ray.exceptions.RayError as error:
+                    if not failures:
+                        end = min(end, time.monotonic() + SETTLE_S)
+                    failures[rank] = error
+            silent = None if failures else self._silent_rank(pending.values())
+            if silent is not None:
+                self._fail(what, silent, f"no heartbeat for {self._options.silence_s:g} s")
+        if failures:
+            self._raise(what, failures)
+        if pending:
+            ranks = ", ".join(str(rank) for rank in sorted(pending.values()))
+            tail = self._tail(min(pending.values()))
+            self._kill()
+            raise DeadlineError(f"{what} on rank {ranks}{tail}", deadline_s)
+        return results
+
+    def _raise(self, what: str, failures: dict[int, Exception]) -> None:
+        """Report the failure that caused the others: a death before an exception."""
+        import ray
+
+        deaths = {
+            rank: error
+            for rank, error in failures.items()
+            if isinstance(error, ray.exceptions.RayActorError)
+        }
+        rank, error = next(iter((deaths or failures).items()))
+        if deaths:
+            self._fail(what, rank, "its process died", error)
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if isinstance(cause, PipelineError):
+            self._kill()
+            cause.add_note(f"raised on rank {rank} in {what}")
+            raise cause from None
+        self._fail(what, rank, f"{type(cause).__name__}: {cause}", error)
+
+    def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
+        tail = self._tail(rank)
+        self._kill()
+        raise WorkerError(
+            f"rank {rank} of {self.world_size} failed in {what}: {problem}{tail}"
+        ) from cause
+
+    def _silent_rank(self, ranks: Any) -> int | None:
+        """A rank that has beaten before and stopped; starting ranks have no heartbeat yet."""
+        ages = ((rank, heartbeat_age_s(self._heartbeat_path(rank))) for rank in ranks)
+        return next(
+            (rank for rank, age in ages if (age or -math.inf) > self._options.silence_s), None
+        )
+
+    def _tail(self, rank: int) -> str:
+        path = self._log_path(rank)
+        if not path.exists():
+            return ""
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+        return "".join(f"\n  rank {rank} | {line}" for line in lines)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._options.log_dir / f"rank-{rank}.log"
+
+    def _heartbeat_path(self, rank: int) -> Path:
+        return self._options.log_dir / f"rank-{rank}.heartbeat.json"
+
+    def _kill(self) -> None:
+        actors, self._actors = self._actors, []
+        if actors:
+            import ray
+
+            for actor in actors:
+                ray.kill(actor)

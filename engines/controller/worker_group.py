@@ -1,0 +1,35 @@
+"""The one interface through which a trainer reaches its workers, however many there are.
+
+    loss = workers.run(PolicyWorker.train_mini_batch, batch, loss_fn)
+
+The method itself is passed, not its name: the types of arguments and result are checked, and
+`@dispatch` on the method says how the call is spread. `InProcessGroup` is one rank in the
+caller's process; `ray_group.RayWorkerGroup` is many, each a Ray actor.
+"""
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class WorkerGroup(Protocol):
+    """A group of equal workers."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a `@dispatch` method on the group and return its collected result.
+
+        Raises:
+            WorkerError: a rank died or did not answer before its deadline.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every worker; harmless when repeated."""
+        ...

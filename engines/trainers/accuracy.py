@@ -1,0 +1,48 @@
+"""The two numbers of an evaluation: pass@k and the interval around a share. Pure, no torch."""
+
+from math import comb, sqrt
+from statistics import NormalDist
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias.
+
+    arXiv:2107.03374 eq. 1: ``1 - C(n - c, k) / C(n, k)``.
+
+    Args:
+        num_samples: n, samples drawn for the problem.
+        num_correct: c, how many of them are right.
+        k: size of the draw that is asked about, at most n.
+
+    Raises:
+        ValueError: k is not in [1, n], or c is not in [0, n].
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} of {num_correct} right out of {num_samples} is not defined")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def wilson_interval(num_correct: int, num_problems: int, confidence: float) -> tuple[float, float]:
+    """The score interval of a binomial share (Wilson 1927), without continuity correction.
+
+    Unlike the normal approximation it stays inside [0, 1] and is right near 0 and 1.
+
+    Args:
+        num_correct: successes.
+        num_problems: trials, at least 1.
+        confidence: coverage, e.g. 0.95.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: no trial, or more successes than trials.
+    """
+    if num_problems < 1 or not 0 <= num_correct <= num_problems:
+        raise ValueError(f"no interval for {num_correct} out of {num_problems}")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share = num_correct / num_problems
+    spread = z * sqrt(share * (1 - share) / num_problems + z * z / (4 * num_problems**2))
+    scale = 1 + z * z / num_problems
+    centre = share + z * z / (2 * num_problems)
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -1,0 +1,36 @@
+"""Where the wall time of a step or a job goes. No torch."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class PhaseClock:
+    """Wall seconds by phase; phases may repeat and must not nest."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the `with` block, an error's included, as `phase`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - start)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count time that was measured elsewhere."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of each phase so far."""
+        return dict(self._seconds)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started

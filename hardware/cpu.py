@@ -1,0 +1,93 @@
+"""The CPU as a platform of its own: asked for or the last resort, and always said so.
+
+One "device" per process; parallelism between processes goes over gloo.
+"""
+
+import resource
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from hardware.base import Availability, PlatformBase
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class CPUPlatform(PlatformBase):
+    """The host's processor. Memory figures are those of the whole process."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    communication_backend = "gloo"
+    visible_devices_env = None
+    ray_resource = "CPU"
+    supports_ipc = False
+    default_dtype = "float32"
+
+    def is_available(self) -> Availability:
+        """Always."""
+        return Availability(True, "a CPU is always there")
+
+    def device_count(self) -> int:
+        """Always 1: a process computes on its host."""
+        return 1
+
+    def device(self) -> "torch.device":
+        """The CPU."""
+        import torch
+
+        return torch.device("cpu")
+
+    def set_device(self, index: int) -> None:
+        """Accept every index: ranks on one host share the CPU."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for; CPU operations are done when they return."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's default generator."""
+        import torch
+
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> "Mapping[str, Tensor]":
+        """Torch's default generator as `cpu`."""
+        import torch
+
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+        """Restore torch's default generator."""
+        import torch
+
+        if "cpu" in state:
+            torch.set_rng_state(state["cpu"])
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def memory_allocated_bytes(self) -> int:
+        """Resident set size of this process."""
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    def max_memory_allocated_bytes(self) -> int:
+        """Largest resident set size of this process so far (Linux counts it in KiB)."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def ray_resource_options(self, num_devices: int) -> dict[str, object]:
+        """So many cores."""
+        return {"num_cpus": num_devices}
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        """None are needed."""
+        return {}
+
+    def profiler_range(self, name: str) -> AbstractContextManager[object]:
+        """A range of torch's own profiler."""
+        import torch
+
+        return torch.profiler.record_function(name)

@@ -1,0 +1,198 @@
+"""Every environment variable this project reads or sets, one line each.
+
+Promises: no other module of ours touches the process environment (a test greps for it), so this
+file is the whole list. An unset and an empty variable are the same thing.
+Does not promise: that a library already imported sees a value set later. `set_for_process` is
+for the few variables that a library reads when it loads, and is called before that.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.errors import ConfigError
+
+_declared: dict[str, "EnvVar"] = {}
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One environment variable.
+
+    Attributes:
+        name: as the shell knows it.
+        default: what `get` answers when it is unset or empty; None has no default.
+        description: one line for `rlhf doctor` and the documentation.
+        secret: its value must never be printed.
+    """
+
+    name: str
+    default: str | None
+    description: str
+    secret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name in _declared:
+            raise ValueError(f"environment variable {self.name} is declared twice")
+        _declared[self.name] = self
+
+    def get(self) -> str | None:
+        """Its value now, or the default."""
+        return os.environ.get(self.name) or self.default
+
+    def require(self) -> str:
+        """Its value now.
+
+        Raises:
+            ConfigError: it is unset or empty and has no default.
+        """
+        value = self.get()
+        if value is None:
+            raise ConfigError(
+                f"environment.{self.name}", f"not set; need {self.description}; export it"
+            )
+        return value
+
+    def get_int(self) -> int | None:
+        """Its value as an integer.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        value = self.get()
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(
+                f"environment.{self.name}", f"got {value!r}; need an integer"
+            ) from None
+
+    def get_bool(self) -> bool:
+        """Its value as a switch: 1/true/yes/on, or 0/false/no/off; unset is off.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        value = (self.get() or "0").strip().lower()
+        if value in {"1", "true", "yes", "on"}:
+            return True
+        if value in {"0", "false", "no", "off"}:
+            return False
+        raise ConfigError(f"environment.{self.name}", f"got {value!r}; need 1 or 0")
+
+
+# Ours.
+RLHF_HOME = EnvVar("RLHF_HOME", ".rlhf", "directory of the store, work files and services")
+RLHF_PLATFORM = EnvVar("RLHF_PLATFORM", None, "hardware platform by name, before any probe")
+RLHF_ENGINE_DEVICE = EnvVar("RLHF_ENGINE_DEVICE", None, "device name that picks a training engine")
+RLHF_ENGINE_VENDOR = EnvVar("RLHF_ENGINE_VENDOR", None, "vendor name that picks a training engine")
+RLHF_USE_EXTERNAL_MODULES = EnvVar(
+    "RLHF_USE_EXTERNAL_MODULES", None, "comma-separated modules that register plugins on import"
+)
+RLHF_STAGE_THREADS = EnvVar("RLHF_STAGE_THREADS", None, "CPU threads of a job's process")
+RLHF_DEBUG = EnvVar("RLHF_DEBUG", None, "1 prints the traceback of user errors too")
+RLHF_FAULTS = EnvVar("RLHF_FAULTS", None, "armed fault points, for tests (see infra/faults.py)")
+
+# Addresses and credentials of the services we talk to.
+RAY_ADDRESS = EnvVar("RAY_ADDRESS", None, "address of an existing Ray cluster's job server")
+RAY_AUTH_MODE = EnvVar("RAY_AUTH_MODE", None, "`token` switches Ray's authentication on")
+RAY_AUTH_TOKEN_PATH = EnvVar("RAY_AUTH_TOKEN_PATH", None, "file that holds Ray's token")
+RAY_AUTH_TOKEN = EnvVar("RAY_AUTH_TOKEN", None, "Ray's token itself", secret=True)
+PREFECT_HOME = EnvVar("PREFECT_HOME", None, "directory of Prefect's database and results")
+PREFECT_API_URL = EnvVar("PREFECT_API_URL", None, "address of the Prefect server; unset: embedded")
+PREFECT_API_AUTH_STRING = EnvVar(
+    "PREFECT_API_AUTH_STRING", None, "user:password of the Prefect server", secret=True
+)
+MLFLOW_TRACKING_URI = EnvVar("MLFLOW_TRACKING_URI", None, "address of the MLflow server")
+MLFLOW_TRACKING_TOKEN = EnvVar(
+    "MLFLOW_TRACKING_TOKEN", None, "bearer token of the MLflow server", secret=True
+)
+HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", secret=True)
+HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
+
+# Read by libraries when they load; set by us for our own processes.
+TOKENIZERS_PARALLELISM = EnvVar(
+    "TOKENIZERS_PARALLELISM", None, "false keeps tokenizers from threading in forked workers"
+)
+OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", None, "threads of OpenMP, read when torch loads")
+MKL_NUM_THREADS = EnvVar("MKL_NUM_THREADS", None, "threads of MKL, read when torch loads")
+CUBLAS_WORKSPACE_CONFIG = EnvVar(
+    "CUBLAS_WORKSPACE_CONFIG", None, ":4096:8 makes cuBLAS repeat bitwise"
+)
+CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", None, "CUDA devices this process may use")
+
+# The rendezvous of torch.distributed.
+RANK = EnvVar("RANK", None, "global rank of this process")
+LOCAL_RANK = EnvVar("LOCAL_RANK", None, "rank of this process on its host")
+WORLD_SIZE = EnvVar("WORLD_SIZE", None, "number of ranks")
+MASTER_ADDR = EnvVar("MASTER_ADDR", None, "host of rank 0")
+MASTER_PORT = EnvVar("MASTER_PORT", None, "port of rank 0")
+
+
+def home() -> Path:
+    """Directory of everything this project keeps, absolute; it may not exist yet."""
+    return Path(RLHF_HOME.require()).expanduser().absolute()
+
+
+def child_environment(**extra: str | None) -> dict[str, str]:
+    """A copy of this process's environment for a child process.
+
+    Args:
+        extra: variables to set in the copy; None removes one.
+    """
+    environment = dict(os.environ)
+    for name, value in extra.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    return environment
+
+
+def set_for_process(name: str, value: str | None) -> None:
+    """Set a variable of this process, and so of its later children; None unsets it.
+
+    For variables that a library reads when it loads: call it before the import.
+
+    Args:
+        name: must be declared in this file.
+        value: the new value.
+    """
+    if name not in _declared:
+        raise KeyError(f"{name} is not declared in infra/env.py; add its line")
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def all_variables() -> tuple[EnvVar, ...]:
+    """Every declared variable, in the order of this file."""
+    return tuple(_declared.values())
+
+
+def values_of_secrets(name_parts: Iterable[str]) -> Iterator[str]:
+    """Values, in this process's environment, of variables whose name looks like a secret.
+
+    Args:
+        name_parts: a variable is a secret if its upper-case name contains one of these between
+            underscores (``KEY`` matches ``AWS_ACCESS_KEY_ID``, not ``KEYBOARD``), or if it is
+            declared as secret here.
+    """
+    parts = set(name_parts)
+    for name, value in os.environ.items():
+        declared = _declared.get(name)
+        if value and ((declared and declared.secret) or parts & set(name.upper().split("_"))):
+            yield value
+
+
+def snapshot() -> Mapping[str, str]:
+    """Declared variables that are set now, secrets masked; for reports and bug reports."""
+    return {
+        variable.name: "***" if variable.secret else os.environ[variable.name]
+        for variable in _declared.values()
+        if os.environ.get(variable.name)
+    }

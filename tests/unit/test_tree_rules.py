@@ -1,0 +1,76 @@
+"""Rules of the tree that no linter knows: sizes, names, unsafe calls, waits without a deadline."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 100
+BANNED_NAMES = ("utils", "common", "helpers", "manager", "misc")
+UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "torch.load", "os.system"}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a name or attribute chain, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sizes_and_names(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES
+    assert path.stem not in BANNED_NAMES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+def test_no_unsafe_calls() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+        for path in SOURCES
+        for name, node in calls(path)
+        if name in UNSAFE_CALLS
+        or any(k.arg == "shell" and getattr(k.value, "value", None) is True for k in node.keywords)
+        or any(
+            k.arg == "trust_remote_code" and getattr(k.value, "value", None) is not False
+            for k in node.keywords
+        )
+    ]
+    assert not found
+
+
+def test_every_ray_wait_has_a_deadline() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for name, node in calls(path)
+        if name in {"ray.get", "ray.wait"} and "timeout" not in {k.arg for k in node.keywords}
+    ]
+    assert not found
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.name != "__init__.py" and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    ]
+    assert not missing
