@@ -194,7 +194,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError("--set", f"got {override!r}; need path.to.key=value")
+        raise ConfigError("--set", f"got {dotted!r}; need path.to.key=value")
     value = parse_yaml(text, f"--set {dotted}")
     level: Any = data
     for depth, key in enumerate(keys):

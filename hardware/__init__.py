@@ -1,0 +1,1 @@
+"""Every question about a device has one answer here: the platforms."""

@@ -42,10 +42,10 @@ class PlatformRegistry:
             target: its class as ``module:Class``.
 
         Raises:
-            ConfigError: the name is taken by another class.
+            ConfigError: the name is taken.
         """
         taken = self._targets.get(name)
-        if taken is not None and taken != target:
+        if taken is not None:
             raise ConfigError(
                 _SETTING, f"{name!r} is registered by both {taken} and {target}; uninstall one"
             )

@@ -7,13 +7,14 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.errors import ConfigError
 
 _declared: dict[str, "EnvVar"] = {}
+_PLACES = frozenset({"PATH", "FILE", "DIR", "URL", "MODE"})
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,40 @@ MLFLOW_TRACKING_TOKEN = EnvVar(
     "MLFLOW_TRACKING_TOKEN", None, "bearer token of the MLflow server", secret=True
 )
 HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", secret=True)
+HF_HOME = EnvVar("HF_HOME", None, "directory of the Hugging Face cache")
 HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
 
 # Read by libraries when they load; set by us for our own processes.
+RAY_JOB_STOP_WAIT_TIME_S = EnvVar(
+    "RAY_JOB_STOP_WAIT_TIME_S",
+    None,
+    "seconds from SIGTERM to SIGKILL of a stopped Ray job",
+)
+RAY_USAGE_STATS_ENABLED = EnvVar("RAY_USAGE_STATS_ENABLED", None, "0 keeps Ray from phoning home")
+PREFECT_SERVER_ALLOW_EPHEMERAL_MODE = EnvVar(
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", None, "true lets a flow start its own Prefect server"
+)
+PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS = EnvVar(
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", None, "patience with that server's start"
+)
+PREFECT_RESULTS_DEFAULT_SERIALIZER = EnvVar(
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER", None, "json: Prefect's own default is pickle"
+)
+PREFECT_SERVER_ANALYTICS_ENABLED = EnvVar(
+    "PREFECT_SERVER_ANALYTICS_ENABLED", None, "false keeps Prefect from phoning home"
+)
+PREFECT_LOGGING_LEVEL = EnvVar("PREFECT_LOGGING_LEVEL", None, "level of Prefect's own log lines")
+MLFLOW_HTTP_REQUEST_MAX_RETRIES = EnvVar(
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES",
+    None,
+    "1 keeps a dead server from blocking for minutes",
+)
+MLFLOW_HTTP_REQUEST_TIMEOUT = EnvVar(
+    "MLFLOW_HTTP_REQUEST_TIMEOUT", None, "seconds one MLflow request may take"
+)
+MLFLOW_SERVER_ENABLE_JOB_EXECUTION = EnvVar(
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION", None, "false spares the MLflow server its job workers"
+)
 TOKENIZERS_PARALLELISM = EnvVar(
     "TOKENIZERS_PARALLELISM", None, "false keeps tokenizers from threading in forked workers"
 )
@@ -174,18 +206,22 @@ def all_variables() -> tuple[EnvVar, ...]:
     return tuple(_declared.values())
 
 
-def values_of_secrets(name_parts: Iterable[str]) -> Iterator[str]:
-    """Values, in this process's environment, of variables whose name looks like a secret.
+def values_of_secrets(name_parts: Collection[str]) -> Iterator[str]:
+    """Values, in this process's environment, of the variables that hold a secret.
 
     Args:
-        name_parts: a variable is a secret if its upper-case name contains one of these between
-            underscores (``KEY`` matches ``AWS_ACCESS_KEY_ID``, not ``KEYBOARD``), or if it is
-            declared as secret here.
+        name_parts: an undeclared variable holds one if its upper-case name has one of these
+            between underscores (``KEY`` is in ``AWS_SECRET_ACCESS_KEY``, not in ``KEYBOARD``) and
+            does not end like the name of a place (``_PATH``, ``_FILE``, ``_DIR``, ``_URL``).
     """
-    parts = set(name_parts)
     for name, value in os.environ.items():
         declared = _declared.get(name)
-        if value and ((declared and declared.secret) or parts & set(name.upper().split("_"))):
+        if declared is not None:
+            is_secret = declared.secret
+        else:
+            parts = name.upper().split("_")
+            is_secret = parts[-1] not in _PLACES and not set(name_parts).isdisjoint(parts)
+        if value and is_secret:
             yield value
 
 

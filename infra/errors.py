@@ -5,6 +5,7 @@
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
     │   └── ArtifactCorruptError      it was published, and does not verify now
+    ├── JournalError                  a journal is damaged before its last record
     ├── JobError
     │   ├── JobFailedError            the Ray job ended without its output
     │   └── JobSubmitError            Ray refused the job, or cannot be reached
@@ -53,6 +54,10 @@ class ArtifactNotFoundError(ArtifactError):
 
 class ArtifactCorruptError(ArtifactError):
     """A published artifact no longer verifies: names the file and both digests."""
+
+
+class JournalError(PipelineError):
+    """A journal is damaged where a killed writer cannot have damaged it; names the byte."""
 
 
 class JobError(PipelineError):

@@ -7,7 +7,7 @@ first. Does not promise whitening across the batch: that belongs to an estimator
 import torch
 from torch import Tensor
 
-from engines.algorithms import grpo  # noqa: F401  (registers itself)
+from engines.algorithms import grpo  # noqa: F401  (registers itself; static, so that the source digest sees it)
 from engines.algorithms.registry import ADVANTAGES, AdvantageInputs
 from engines.config.algorithm import AlgorithmConfig
 from engines.errors import NonFiniteError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms import ppo_clip  # noqa: F401  (registers itself)
+from engines.algorithms import ppo_clip  # noqa: F401  (registers itself; static, so that the source digest sees it)
 from engines.algorithms.aggregation import aggregate, token_mean
 from engines.algorithms.kl import kl_estimate
 from engines.algorithms.registry import POLICY_LOSSES, PolicyLossInputs, TokenLoss

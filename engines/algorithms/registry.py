@@ -3,13 +3,15 @@
 Promises: a part is one pure function under one or more names, with its paper, the batch columns
 it needs and the schema of its options; a name is registered once, a second time is refused; an
 unknown name is a `ConfigError` that lists what exists and the nearest match.
-Does not promise: that a part was imported. The built-in ones are, by `engines.algorithms`.
-To add a part: one file with a decorated function, and its import in `engines/algorithms`.
+Does not promise: that a part's module was imported; entry points of `rlhf.plugins` are, when
+their name is asked for.
+To add a part: one file with a decorated function, its import in the module that dispatches to it
+(a static one: a stage's source digest follows those) and its line in `engines.config.plugins`.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
+from engines.config.plugins import ENTRY_POINT_GROUP, PluginKind, unknown_name
 from engines.errors import UnknownPluginError
 from engines.types import TokenBatch
 from infra.errors import ConfigError
@@ -58,10 +61,10 @@ class Registry(Generic[PartFn]):
     """Parts of one kind by name.
 
     Args:
-        kind: what the parts are, in words, for error texts.
+        kind: the configuration key that names a part; also the prefix of entry points.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: PluginKind) -> None:
         self.kind = kind
         self._parts: dict[str, Part[PartFn]] = {}
 
@@ -122,16 +125,11 @@ class Registry(Generic[PartFn]):
             UnknownPluginError: no such part; names the nearest one.
         """
         if name not in self._parts:
-            raise UnknownPluginError(path, unknown_name(self.kind, name, self.names()))
+            for entry in entry_points(group=ENTRY_POINT_GROUP, name=f"{self.kind}.{name}"):
+                entry.load()  # importing the module registers its parts here
+        if name not in self._parts:
+            raise UnknownPluginError(path, unknown_name(name, self.names()))
         return self._parts[name]
-
-
-def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
-    """The problem text for a name that does not exist: what exists, and the nearest match."""
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listed = ", ".join(known) if known else "none"
-    remedy = f"; did you mean {nearest[0]!r}?" if nearest else "; choose one of them"
-    return f"got {name!r}; need a registered {kind}: {listed}{remedy}"
 
 
 @dataclass(frozen=True)
@@ -194,9 +192,9 @@ AdvantageFn = Callable[[AdvantageInputs], Tensor]
 PolicyLossFn = Callable[[PolicyLossInputs], TokenLoss]
 KLFn = Callable[[Tensor, Tensor], Tensor]
 
-ADVANTAGES: Registry[AdvantageFn] = Registry("advantage estimator")
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
-KL_ESTIMATORS: Registry[KLFn] = Registry("KL estimator")
+ADVANTAGES: Registry[AdvantageFn] = Registry("adv_estimator")
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("loss_mode")
+KL_ESTIMATORS: Registry[KLFn] = Registry("kl_loss_type")
 
 
 def parse_options(
@@ -218,7 +216,7 @@ def parse_options(
     known = sorted({key for schema in schemas for key in schema.model_fields})
     for key in options:
         if key not in known:
-            raise ConfigError(f"{path}.{key}", unknown_name("option", key, known))
+            raise ConfigError(f"{path}.{key}", unknown_name(key, known))
     parsed: list[StrictModel] = []
     for schema in schemas:
         own = {key: value for key, value in options.items() if key in schema.model_fields}

@@ -1,0 +1,1 @@
+"""Checkpoints: sharded state, the store of step checkpoints, export to Hugging Face."""

@@ -35,12 +35,14 @@ class SourceConfig(StrictModel):
     """One file, directory or hub data set, and the layout its rows have."""
 
     format: str = "rows"
-    """`rows` (the row schema), `messages` (supervised rows), or a preprocessor: `gsm8k`, `math`,
-    `dapo_math_17k`."""
+    """`rows` (the row schema), `messages` (supervised rows), `columns` (a question and an answer
+    column), or a preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`."""
     path: str
     """A .parquet, .json or .jsonl file, a directory of such files, or a hub id."""
     split: str = "train"
-    """Split of a hub data set; ignored for files."""
+    """Split to read where file or folder names tell splits apart; ignored for a single file."""
+    subset: str | None = None
+    """Folder inside a directory or hub data set (`main` of GSM8K); null reads all of it."""
     revision: str | None = None
     """Commit of a hub data set."""
     limit: int | None = Field(default=None, ge=1)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from engines.data.packing import partition_balanced
 from engines.types import RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -52,25 +53,6 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
     return mode
 
 
-def partition(weights: Sequence[int], num_parts: int) -> Parts:
-    """Assign items to parts of nearly equal weight: heaviest first, each to the lightest part.
-
-    Args:
-        weights: weight of each item.
-        num_parts: how many parts to make.
-
-    Returns:
-        For each part its item indices, ascending. Every part gets an item when there are enough.
-    """
-    loads = [(0, 0, part) for part in range(num_parts)]
-    parts: Parts = [[] for _ in range(num_parts)]
-    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, count, part = min(loads)
-        parts[part].append(item)
-        loads[part] = (load + weights[item], count + 1, part)
-    return [sorted(items) for items in parts]
-
-
 def split_plan(value: object, num_parts: int) -> Parts:
     """The items of a `TokenBatch` (its sequences) or of a list that each part takes.
 
@@ -78,15 +60,24 @@ def split_plan(value: object, num_parts: int) -> Parts:
         TypeError: the value is neither.
     """
     if isinstance(value, TokenBatch):
-        return partition(value.lengths_B.tolist(), num_parts)
+        return partition_balanced(value.lengths_B.tolist(), num_parts)
     if isinstance(value, list | tuple):
-        return partition([_weight(item) for item in value], num_parts)
+        return partition_balanced([_weight(item) for item in value], num_parts)
     raise TypeError(f"cannot split a {type(value).__name__} over ranks")
 
 
 def take(value: Any, items: Sequence[int]) -> Any:
-    """The named items of a `TokenBatch` or list, in that order."""
-    return value.select(items) if isinstance(value, TokenBatch) else [value[i] for i in items]
+    """The named items of a `TokenBatch` or list, in that order.
+
+    A rank without a sequence still takes part in every collective: it gets a copy of the
+    shortest one that trains on nothing, and its results are dropped by `collect`.
+    """
+    if not isinstance(value, TokenBatch):
+        return [value[i] for i in items]
+    if items:
+        return value.select(items)
+    filler = value.select([int(torch.argmin(value.lengths_B))])
+    return filler.with_columns(loss_mask=torch.zeros(filler.num_tokens))
 
 
 def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
@@ -109,6 +100,8 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         return first
     entries: dict[int, Any] = {}
     for items, result in zip(parts, results, strict=True):
+        if not items:
+            continue
         pieces = result
         if isinstance(result, Tensor):
             if not isinstance(value, TokenBatch):

@@ -75,8 +75,9 @@ class RankProcess:
         )  # fmt: skip
 
     def build(self, factory: Callable[[], Any]) -> int:
-        """Make the worker; returns its data-parallel place."""
+        """Make the worker and initialize it; returns its data-parallel place."""
         self._worker = factory()
+        self._worker.initialize()
         return int(self._worker.data_parallel_rank)
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -28,16 +28,18 @@ class RolloutEngine(ABC):
         """Sample every request; yield each completion as soon as it is finished.
 
         Raises:
-            RolloutError: before the first weight update, or when a prompt leaves no room for
-                `max_new_tokens` in the context.
+            RolloutError: before the first confirmed weight update, or when a prompt leaves no
+                room for `max_new_tokens` in the context.
+            DeadlineError: samples are unfinished after `rollout.timeout_s`.
         """
 
     @abstractmethod
     async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
-        """Take new weights by Hugging Face name and serve them as `version`.
+        """Take new weights by Hugging Face name, to be served as `version`.
 
         Streams: holds at most one incoming tensor at a time beside its own copy. Requests in
-        flight must have been drained, paused or aborted by the caller.
+        flight must have been drained, paused or aborted by the caller. From the first tensor
+        until `finish_update` the engine refuses to sample, also after an error.
 
         Returns:
             The digest of the weights as the engine now holds them
@@ -45,6 +47,19 @@ class RolloutEngine(ABC):
 
         Raises:
             WeightSyncError: a name is unknown, missing, repeated, or has another shape.
+        """
+
+    @abstractmethod
+    async def finish_update(self, version: int, digest: str) -> None:
+        """Confirm the last `update_weights`: from now on tokens are sampled from `version`.
+
+        Args:
+            version: the version given to `update_weights`.
+            digest: digest of the weights as the sender computed it.
+
+        Raises:
+            WeightSyncError: no such update is pending, or the digest is not the engine's own;
+                the engine goes on refusing.
         """
 
     @abstractmethod

@@ -1,0 +1,1 @@
+"""Training engines: one contract, one implementation per backend."""

@@ -1,0 +1,53 @@
+"""Starting the worker group of a policy: in this process, or as Ray actors.
+
+Ray is imported only when more than one rank is asked for.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+from engines.controller.in_process import InProcessGroup
+from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
+from engines.controller.worker_group import WorkerGroup
+from hardware.registry import detect
+
+RAY_ADDRESS = "auto"
+MARGIN_S = 120.0
+"""A rank reports its own time-out; the group waits this much longer for it."""
+
+
+def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
+    """Start `training.num_workers` ranks and initialize them.
+
+    Args:
+        spec: what each rank builds.
+        log_dir: where Ray ranks write logs and heartbeats.
+
+    Raises:
+        WorkerError: a rank died while it started.
+        DeadlineError: the ranks did not fit into the cluster or did not meet in time.
+    """
+    training = spec.training
+    if training.num_workers == 1:
+        worker = PolicyWorker(spec)
+        worker.initialize()
+        return InProcessGroup(worker)
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=RAY_ADDRESS, log_to_driver=False, configure_logging=False)
+    platform, _ = detect(spec.platform)
+    num_threads = training.num_threads or max(1, (os.cpu_count() or 1) // training.num_workers)
+    timeout_s = training.collective_timeout_s
+    options = RayGroupOptions(
+        world_size=training.num_workers,
+        backend=platform.communication_backend,
+        num_threads=num_threads,
+        log_dir=log_dir,
+        resources=platform.ray_resource_options(1),
+        collective_timeout_s=timeout_s,
+        timeouts_s={"generate": (spec.rollout.timeout_s if spec.rollout else 0.0) + MARGIN_S},
+    )
+    return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)

@@ -1,0 +1,195 @@
+"""One rank of the policy: its share of the trained model, and a rollout engine that serves it.
+
+Promises: nothing is sampled from weights that were not synced and verified; a rank samples its
+share of the prompts, and since every sample has its own seed the samples do not depend on how
+many ranks there are. The reference model exists only when it was asked for.
+Does not know: rewards, advantages, data, or where checkpoints are kept.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from engines.config.rollout import RolloutConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.controller.dispatch import Dispatch, dispatch
+from engines.errors import RolloutError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.registry import create_rollout_engine
+from engines.training.base import BaseEngine, LossFn
+from engines.training.registry import create_engine
+from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
+from engines.weight_sync.base import SyncReport
+from engines.weight_sync.in_process import InProcessCheckpointEngine
+from hardware.registry import detect
+from infra.errors import DeadlineError
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a rank builds; plain data, so that it travels to other processes.
+
+    Attributes:
+        model_dir: Hugging Face directory of the policy; its weights are read unless a
+            checkpoint is given.
+        checkpoint_dir: sharded checkpoint to start from, or None.
+        restore_optimizer: take the optimizer's state from that checkpoint too.
+        reference_checkpoint_dir: sharded checkpoint of the frozen reference, or None for none.
+        training: backend and numerics.
+        optimizer: of the policy.
+        total_num_steps: optimizer steps the schedule spans.
+        rollout: engine that samples, or None when nothing is sampled.
+        platform: name for `hardware.registry.detect`.
+        seed: of whatever the backend draws.
+    """
+
+    model_dir: Path
+    checkpoint_dir: Path | None
+    restore_optimizer: bool
+    reference_checkpoint_dir: Path | None
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    total_num_steps: int
+    rollout: RolloutConfig | None
+    platform: str
+    seed: int
+
+
+class PolicyWorker:
+    """The worker of a policy group; `initialize` before anything else."""
+
+    def __init__(self, spec: PolicySpec) -> None:
+        self._spec = spec
+        self._platform, _ = detect(spec.platform)
+        self._policy = self._create_engine(spec.optimizer)
+        self._reference: BaseEngine | None = None
+        self._rollout: RolloutEngine | None = None
+        self._loop = asyncio.new_event_loop()
+
+    def initialize(self) -> None:
+        """Build the models and load their weights. Collective."""
+        spec = self._spec
+        self._policy.initialize(load_weights=spec.checkpoint_dir is None)
+        if spec.checkpoint_dir is not None:
+            self._policy.load_checkpoint(spec.checkpoint_dir, optimizer=spec.restore_optimizer)
+        if spec.reference_checkpoint_dir is not None:
+            self._reference = self._create_engine(None)
+            self._reference.initialize(load_weights=False)
+            self._reference.load_checkpoint(spec.reference_checkpoint_dir, optimizer=False)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of a split call this rank takes."""
+        return self._policy.data_parallel_rank
+
+    @dispatch(Dispatch.SPLIT)
+    def train_mini_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
+        """One optimizer step on the whole batch."""
+        with self._policy.train_mode():
+            return self._policy.train_batch(batch, loss_fn)
+
+    @dispatch(Dispatch.SPLIT)
+    def infer_logprobs(self, batch: TokenBatch) -> Tensor:
+        """Logprobs of the policy as it is now: (T,) float32 on the CPU."""
+        with self._policy.eval_mode():
+            return self._policy.infer_batch(batch).logprobs_T
+
+    @dispatch(Dispatch.SPLIT)
+    def infer_reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """Logprobs of the frozen reference: (T,) float32 on the CPU."""
+        if self._reference is None:
+            raise ValueError("this worker was built without a reference model")
+        with self._reference.eval_mode():
+            return self._reference.infer_batch(batch).logprobs_T
+
+    @dispatch(Dispatch.SPLIT)
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        """Sample every request.
+
+        Returns:
+            For each request its completions, in the order of its seeds.
+
+        Raises:
+            DeadlineError: the batch was not finished in `rollout.timeout_s`.
+            RolloutError: a sample came back twice or not at all.
+        """
+        if self._spec.rollout is None or self._rollout is None:
+            raise RolloutError("nothing can be sampled before the first weight sync")
+        timeout_s = self._spec.rollout.timeout_s
+        sampling = asyncio.wait_for(_drain(self._rollout, requests), timeout_s)
+        try:
+            return self._loop.run_until_complete(sampling)
+        except TimeoutError as error:
+            raise DeadlineError(f"{len(requests)} prompts to be sampled", timeout_s) from error
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> SyncReport:
+        """Serve the policy's weights as `version`; verified by digest. Collective."""
+        if self._spec.rollout is None:
+            raise ValueError("this worker was built without a rollout engine")
+        dtype = self._spec.rollout.dtype or self._spec.training.dtype
+        if self._rollout is None:
+            self._rollout = create_rollout_engine(
+                self._spec.rollout.engine,
+                self._spec.model_dir,
+                self._spec.rollout,
+                dtype,
+                self._platform,
+            )
+        sender = InProcessCheckpointEngine(self._rollout, dtype)
+        return self._loop.run_until_complete(
+            sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
+        )
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """Write every rank's shard of weights and optimizer into `path`. Collective."""
+        self._policy.save_checkpoint(path, step)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> int:
+        """Continue from weights and optimizer in `path`; returns their step. Collective."""
+        return self._policy.load_checkpoint(path, optimizer=True)
+
+    def close(self) -> None:
+        """Free the rollout engine and the event loop."""
+        if self._rollout is not None and not self._loop.is_closed():
+            self._loop.run_until_complete(self._rollout.close())
+        self._loop.close()
+
+    def _create_engine(self, optimizer: OptimizerConfig | None) -> BaseEngine:
+        spec = self._spec
+        return create_engine(
+            "language_model",
+            spec.model_dir,
+            spec.training,
+            optimizer,
+            spec.total_num_steps,
+            self._platform,
+            spec.seed,
+        )
+
+
+async def _drain(
+    engine: RolloutEngine, requests: Sequence[RolloutRequest]
+) -> list[list[Completion]]:
+    """Completions by request and seed, whatever the order they finish in."""
+    by_id = {request.request_id: place for place, request in enumerate(requests)}
+    slots: list[list[Completion | None]] = [[None] * request.num_samples for request in requests]
+    async for completion in engine.generate(requests):
+        row = slots[by_id[completion.request_id]]
+        if row[completion.sample_index] is not None:
+            raise RolloutError(
+                f"{completion.request_id} sample {completion.sample_index} came back twice"
+            )
+        row[completion.sample_index] = completion
+    finished = [[completion for completion in row if completion is not None] for row in slots]
+    for request, row in zip(requests, finished, strict=True):
+        if len(row) != request.num_samples:
+            raise RolloutError(
+                f"{request.request_id}: {len(row)} of {request.num_samples} samples came back"
+            )
+    return finished

@@ -1,0 +1,131 @@
+"""Which files a data source means: a file, a directory, or a data set of the hub.
+
+Promises: files in the order of their relative names; in a directory that separates splits by
+file or folder name only the split asked for is read, so test rows never slip into training.
+Does not promise: a network; a hub id that cannot be reached is an error that says so.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.config.data import SourceConfig
+from infra.errors import ConfigError
+
+SUFFIXES = (".parquet", ".json", ".jsonl")
+_SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files of one source.
+
+    Attributes:
+        files: at least one.
+        revision: commit of a hub data set, None for local files.
+    """
+
+    files: tuple[Path, ...]
+    revision: str | None = None
+
+
+def resolve_source(source: SourceConfig, field: str, default_subset: str | None) -> SourceFiles:
+    """Find the files of a source, downloading a hub data set.
+
+    Args:
+        source: path, split, subset and revision.
+        field: the source's place in the configuration, for errors (`data.rl.0`).
+        default_subset: folder to read when the source names none and the folder exists.
+
+    Raises:
+        ConfigError: nothing is there, or nothing of the split.
+    """
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(
+                f"{field}.path", f"got {source.path!r}; need a {', '.join(SUFFIXES)} file"
+            )
+        return SourceFiles((path,))
+    if path.is_dir():
+        return SourceFiles(_files_of_split(path, source, field, default_subset))
+    if _HUB_ID.fullmatch(source.path) and path.suffix not in SUFFIXES:
+        root = _download(source, field)
+        return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
+    raise ConfigError(f"{field}.path", _absent(path))
+
+
+def _files_of_split(
+    root: Path, source: SourceConfig, field: str, default_subset: str | None
+) -> tuple[Path, ...]:
+    subset = source.subset
+    if subset is None and default_subset and (root / default_subset).is_dir():
+        subset = default_subset
+    top = root / subset if subset else root
+    files = sorted(
+        path.relative_to(root).as_posix()
+        for suffix in SUFFIXES
+        for path in top.rglob(f"*{suffix}")
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
+    )
+    if not files:
+        raise ConfigError(
+            f"{field}.{'subset' if source.subset else 'path'}",
+            f"no {', '.join(SUFFIXES)} file under {top}",
+        )
+    if any(_names_split(name, word) for name in files for word in (*_SPLIT_WORDS, source.split)):
+        chosen = [name for name in files if _names_split(name, source.split)]
+        if not chosen:
+            raise ConfigError(
+                f"{field}.split",
+                f"got {source.split!r}; no file under {top} is named after it; files: "
+                f"{_some(files)}",
+            )
+        files = chosen
+    return tuple(root / name for name in files)
+
+
+def _names_split(name: str, split: str) -> bool:
+    """Whether a word of the file's relative name is the split (`data/train-00000.parquet`)."""
+    return split in re.split(r"[/_.\-]", name)
+
+
+def _download(source: SourceConfig, field: str) -> Path:
+    # Heavy and needed by hub sources alone.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                source.path,
+                repo_type="dataset",
+                revision=source.revision,
+                allow_patterns=[f"*{suffix}" for suffix in SUFFIXES],
+                etag_timeout=_HUB_TIMEOUT_S,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise ConfigError(
+            f"{field}.path",
+            f"{source.path!r} is no local path (cwd is {Path.cwd()}) and the hub did not give it: "
+            f"{type(error).__name__}: {first_line}",
+        ) from None
+
+
+def _absent(path: Path) -> str:
+    text = f"{path} does not exist (cwd is {Path.cwd()}"
+    parent = path.parent
+    names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, names, n=3)
+    if similar:
+        text += f"; {len(similar)} similar: {', '.join(similar)}"
+    return f"{text})"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

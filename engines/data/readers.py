@@ -1,0 +1,194 @@
+"""Raw rows from .parquet, .json and .jsonl files, each with the place it was read from.
+
+Promises: rows come in file order, files in name order; a broken line or row is reported with its
+file and number (lines count from 1, parquet rows from 0), never skipped in silence; what is not
+a user's mistake (a failing disk) propagates as the `OSError` it is.
+Does not promise: that a row has the fields anybody needs.
+A .json file may hold a list of objects, one object, or one object per line.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from infra.errors import ConfigError
+
+_PARQUET_BATCH_ROWS = 1024
+_SHOWN_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as its file holds it.
+
+    Attributes:
+        place: `train.jsonl:7` or `train.parquet row 17`.
+        columns: values by name.
+        file: the file it came from.
+    """
+
+    place: str
+    columns: Mapping[str, Any]
+    file: Path
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used.
+
+    Attributes:
+        place: `train.jsonl:7` or `train.parquet row 17`.
+        problem: what is wrong, one line.
+        unreadable: the text is no JSON object at all; else it breaks the schema.
+    """
+
+    place: str
+    problem: str
+    unreadable: bool = False
+
+
+def read_file(path: Path) -> Iterator[RawRow | BadRow]:
+    """The rows of one file, by its suffix.
+
+    Raises:
+        ConfigError: the file as a whole is not what its suffix says.
+    """
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    return _read_json_lines(path)
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Column names of a parquet file.
+
+    Raises:
+        ConfigError: it is not a parquet file.
+    """
+    with _open_parquet(path) as file:
+        return list(file.schema_arrow.names)
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(str(path), f"not a parquet file ({error})") from None
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
+    with _open_parquet(path) as file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+            for columns in _batch_rows(batch):
+                place = f"{path.name} row {number}"
+                number += 1
+                if isinstance(columns, str):
+                    yield BadRow(place, columns, unreadable=True)
+                else:
+                    yield RawRow(place, columns, path)
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
+    """Rows of a batch; a row whose text is not UTF-8 comes as the description of its problem."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for place in range(batch.num_rows):
+        try:
+            yield batch.slice(place, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8"
+
+
+def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
+    """A list, one object, or (as many .json files are) one object per line."""
+    raw = path.read_bytes()
+    text = decode_utf8(raw)
+    if isinstance(text, BadRow):
+        line = raw[: int(text.place)].count(b"\n") + 1
+        raise ConfigError(f"{path.name}:{line}", text.problem)
+    try:
+        value = _loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Extra data"):
+            yield from _read_json_lines(path)
+            return
+        raise ConfigError(
+            f"{path.name}:{error.lineno}", _not_json(error, text.split("\n")[error.lineno - 1])
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(path), f"not JSON ({_reason(error)})") from None
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield _object_row(item, f"{path.name} row {number}", path)
+    else:
+        yield _object_row(value, path.name, path)
+
+
+def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            place = f"{path.name}:{number}"
+            if not raw.strip():
+                continue
+            text = decode_utf8(raw)
+            if isinstance(text, BadRow):
+                yield BadRow(place, text.problem, unreadable=True)
+                continue
+            try:
+                value = _loads(text)
+            except json.JSONDecodeError as error:
+                yield BadRow(place, _not_json(error, text), unreadable=True)
+            except (ValueError, RecursionError) as error:
+                yield BadRow(place, f"not JSON ({_reason(error)})", unreadable=True)
+            else:
+                yield _object_row(value, place, path)
+
+
+def decode_utf8(raw: bytes) -> str | BadRow:
+    """Text of one line or file, without a byte-order mark; or why it is none.
+
+    The `place` of a bad one is the offset of the byte, in bytes.
+    """
+    if raw.startswith(b"\xef\xbb\xbf"):
+        raw = raw[3:]
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
+        problem = f"byte 0x{raw[error.start]:02x} at column {column} is not UTF-8"
+        return BadRow(str(error.start), problem, unreadable=True)
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object_row(value: object, place: str, path: Path) -> RawRow | BadRow:
+    if isinstance(value, dict):
+        return RawRow(place, value, path)
+    return BadRow(place, f"a JSON {type(value).__name__}; need an object", unreadable=True)
+
+
+def _not_json(error: json.JSONDecodeError, line: str) -> str:
+    shown = line.strip()
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[:_SHOWN_CHARACTERS]}..."
+    return f"not JSON ({error.msg} at column {error.colno}): {shown}"
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -1,0 +1,22 @@
+"""Job `merge`: sharded policy checkpoint to a Hugging Face directory."""
+
+from engines.checkpoint.export import merge_checkpoint
+from engines.config.stages import MergeStageConfig
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.torch_setup import prepare_torch
+
+
+def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
+    """Write the policy's weights as safetensors beside its configuration and tokenizer."""
+    config = context.config
+    prepare_torch(context.runtime)
+    policy_dir = context.input("policy")
+    with context.clock("save"):
+        merge_checkpoint(policy_dir, context.output_dir, config.dtype, config.max_shard_bytes)
+    size_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*.safetensors"))
+    context.journal.progress(1, 1, f"{size_bytes / 1e6:.1f} MB of {config.dtype} weights")
+    return JobOutput("model", {"size_bytes": float(size_bytes)})
+
+
+if __name__ == "__main__":
+    run_job(MergeStageConfig, merge)

@@ -1,0 +1,35 @@
+"""What every job that computes with torch does first: choose the device, set the threads."""
+
+import logging
+
+import torch
+
+from engines.config.stages import Runtime
+from engines.config.training import TrainingConfig
+from hardware.base import PlatformBase
+from hardware.registry import detect
+from infra import env
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_torch(runtime: Runtime, training: TrainingConfig | None = None) -> PlatformBase:
+    """Detect the platform and say why; set this process's CPU threads.
+
+    Threads, first that is set: `runtime.num_threads`, `training.num_threads`,
+    RLHF_STAGE_THREADS, torch's own choice.
+
+    Args:
+        runtime: names the platform.
+        training: of the stage, if it trains.
+
+    Raises:
+        ConfigError: the platform asked for is not available.
+    """
+    platform, reason = detect(runtime.platform)
+    num_threads = runtime.num_threads or (training.num_threads if training else None)
+    num_threads = num_threads or env.RLHF_STAGE_THREADS.get_int()
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    logger.info("platform %s; %d threads", reason, torch.get_num_threads())
+    return platform

@@ -1,0 +1,252 @@
+"""A model is a Hugging Face directory on disk: found, checked, or made from scratch.
+
+Promises: a directory that passes `check_model_directory` has a config, a tokenizer and whole
+safetensors weights, needs no code of its own and holds the asked context; the check reads JSON
+and file headers only and costs milliseconds. A model made from scratch is bitwise the same for
+the same shape, tokenizer and seed.
+Does not promise: that transformers knows the architecture, or that the weights are finite.
+Torch and transformers are imported where they are used, so that a bad path costs no seconds.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.config.model import ArchitectureConfig, ModelConfig
+from infra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FIELD = "model.path"
+_INDEX = "model.safetensors.index.json"
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def create_random_model(
+    architecture: ArchitectureConfig, tokenizer_dir: Path, max_length: int, seed: int, out_dir: Path
+) -> None:
+    """Write a float32 model with random weights, its tokenizer and its generation config.
+
+    Args:
+        architecture: shape of the model.
+        tokenizer_dir: directory of the tokenizer; its length becomes the vocabulary.
+        max_length: context in tokens.
+        seed: the only source of randomness; the caller's generators are not touched.
+        out_dir: created; existing files of the same names are replaced.
+
+    Raises:
+        ConfigError: transformers has no causal LM of that type.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    tokenizer = load_tokenizer(tokenizer_dir)
+    special = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    try:
+        config = AutoConfig.for_model(
+            architecture.model_type,
+            vocab_size=len(tokenizer),
+            hidden_size=architecture.hidden_size,
+            num_hidden_layers=architecture.num_layers,
+            num_attention_heads=architecture.num_heads,
+            num_key_value_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            intermediate_size=architecture.intermediate_size,
+            tie_word_embeddings=architecture.tie_word_embeddings,
+            rope_theta=architecture.rope_theta,
+            max_position_embeddings=max_length,
+            **special,
+        )
+        config.dtype = torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(
+            "model.architecture", f"got model_type {architecture.model_type!r}; {error}"
+        ) from error
+    model.generation_config = GenerationConfig(**special)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+
+
+def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model directory.
+
+    Args:
+        path: a model or tokenizer directory.
+        chat_template: Jinja text that replaces the tokenizer's own template.
+
+    Raises:
+        ConfigError: there is no tokenizer that transformers can load without running its code.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_FIELD, f"no usable tokenizer in {path}: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def resolve_model(model: ModelConfig) -> Path:
+    """The checked local directory of a pretrained model, downloaded when it is a hub id.
+
+    Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
+
+    Raises:
+        ConfigError: the path or hub id leads nowhere, or the directory is not usable.
+    """
+    if model.path is None:
+        raise ConfigError(_FIELD, "missing; give a directory or a hub id")
+    path = Path(model.path).expanduser()
+    if not path.exists():
+        path = _download(model.path, model.revision)
+    check_model_directory(path, max_length=model.max_length)
+    return path
+
+
+def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
+    """Refuse a directory that cannot be trained from; imports neither torch nor transformers.
+
+    Args:
+        path: a Hugging Face model directory.
+        max_length: context that will be needed; None does not check it.
+
+    Raises:
+        ConfigError: what is missing, damaged or refused, and what to do.
+    """
+    if not path.is_dir():
+        raise ConfigError(_FIELD, f"{path} does not exist (cwd is {Path.cwd()}); give a directory")
+    config = _read_config(path)
+    for name, content in (
+        ("config.json", config),
+        ("tokenizer_config.json", _read_json(path / "tokenizer_config.json")),
+    ):
+        if "auto_map" in content:
+            raise ConfigError(
+                _FIELD,
+                f"{path}/{name} asks for code of its own (auto_map); refused; use a model "
+                "whose architecture transformers has",
+            )
+    _check_context(path, config, max_length)
+    for shard in _weight_files(path):
+        _check_shard(shard)
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            _FIELD, f"{path} has no tokenizer; copy tokenizer.json beside the weights"
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").exists():
+        names = sorted(entry.name for entry in path.iterdir())
+        held = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        inside = sorted(path.glob("*/hf/config.json")) or sorted(path.glob("*/config.json"))
+        hint = f" (a run? pass {inside[-1].parent})" if inside else ""
+        raise ConfigError(
+            _FIELD,
+            f"{path} is not a model directory: no config.json; it holds: {held or 'nothing'}{hint}",
+        )
+    return _read_json(path / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is absent."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(_FIELD, f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(_FIELD, f"{path} holds a {type(content).__name__}; need an object")
+    return content
+
+
+def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -> None:
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    names = ("max_position_embeddings", "n_positions")
+    context = next((c[name] for c in (config, nested) for name in names if name in c), None)
+    if max_length is not None and isinstance(context, int) and max_length > context:
+        raise ConfigError(
+            "model.max_length",
+            f"got {max_length}; need at most {context}, the context of {path}; lower it",
+        )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / _INDEX).exists():
+        weight_map = _read_json(path / _INDEX).get("weight_map", {})
+        shards = [path / name for name in sorted(set(weight_map.values()))]
+        for shard in shards:
+            if shard.resolve().parent != path.resolve() and not shard.is_symlink():
+                raise ConfigError(_FIELD, f"{path / _INDEX} names {shard.name} outside of {path}")
+            if not shard.exists():
+                raise ConfigError(
+                    _FIELD, f"{path / _INDEX} names {shard.name}, which is absent; copy it there"
+                )
+        if shards:
+            return shards
+    found = sorted(path.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise ConfigError(
+            _FIELD,
+            f"{path} holds only {', '.join(pickles)} (pickle can run code); refused; convert it to "
+            "safetensors with save_pretrained on a machine you can lose",
+        )
+    raise ConfigError(_FIELD, f"{path} holds no weights; need model.safetensors")
+
+
+def _check_shard(path: Path) -> None:
+    """Compare the size that a safetensors header promises with the file's."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        (header_bytes,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+        if not 0 < header_bytes <= _MAX_HEADER_BYTES:
+            raise ConfigError(_FIELD, f"{path} is not a safetensors file; copy it again")
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError as error:
+            raise ConfigError(_FIELD, f"{path}: damaged header ({error}); copy it again") from error
+    ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+    promised, actual = 8 + header_bytes + max(ends, default=0), path.stat().st_size
+    if promised != actual:
+        raise ConfigError(
+            _FIELD, f"{path}: header says {promised} bytes, file has {actual}; copy it again"
+        )
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    looks_local = hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1
+    if looks_local:
+        raise ConfigError(_FIELD, f"{hub_id} does not exist (cwd is {Path.cwd()})")
+    try:
+        folder = snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_PATTERNS)
+    except HFValidationError as error:
+        raise ConfigError(_FIELD, f"{hub_id} is neither a directory nor a hub id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            _FIELD,
+            f"{hub_id} is no directory here (cwd is {Path.cwd()}), and the hub did not give it "
+            f"(revision {revision or 'main'}): {type(error).__name__}; check the name, HF_TOKEN "
+            "and the network",
+        ) from error
+    return Path(folder)

@@ -1,0 +1,187 @@
+"""The attention function of a rollout model, and the two kinds of forward pass it serves.
+
+Prefill: P sequences laid end to end as one row of T tokens; each attends to itself alone, and
+its keys and values are fanned out to the cache rows of its samples. Decode: B rows of one token;
+each attends to its own cache row. In both, no token is ever padded inside the model's linear
+layers. Transformers hands the step through as the keyword `rollout_step`; a model that drops it
+is refused, never served with wrong attention.
+
+Letters: B cache rows, P sequences, T tokens, H query heads, G key-value heads, L positions, D
+head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engines.errors import RolloutError
+from engines.rollout.kv_cache import KVCache
+
+ATTENTION_NAME = "rollout_kv_cache"
+"""Name under which transformers finds `attend`."""
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """P sequences laid end to end.
+
+    Attributes:
+        cache: receives keys and values.
+        first_row: cache row of the first sample.
+        sequence_B: (B,) int64, the sequence that each new cache row starts from.
+        padded_PL: (P * L,) int64, the token at each place of the padded (P, L) form; places
+            behind a sequence's end repeat an arbitrary token, which causality hides.
+        packed_T: (T,) int64, the place in the padded form of each token.
+        position_T: (T,) int64, position of each token in its sequence.
+        last_P: (P,) int64, index of the last token of each sequence.
+    """
+
+    cache: KVCache
+    first_row: int
+    sequence_B: Tensor
+    padded_PL: Tensor
+    packed_T: Tensor
+    position_T: Tensor
+    last_P: Tensor
+
+    @staticmethod
+    def build(
+        cache: KVCache,
+        first_row: int,
+        lengths: Sequence[int],
+        num_samples: Sequence[int],
+        device: torch.device,
+    ) -> "PrefillStep":
+        """The step of sequences with these lengths, each fanned out to so many rows."""
+        length_P = torch.tensor(lengths)
+        end_P = length_P.cumsum(0)
+        place_L = torch.arange(max(lengths))
+        real_PL = place_L < length_P[:, None]
+        padded_PL = torch.where(real_PL, (end_P - length_P)[:, None] + place_L, 0)
+        return PrefillStep(
+            cache=cache,
+            first_row=first_row,
+            sequence_B=torch.arange(len(lengths))
+            .repeat_interleave(torch.tensor(num_samples))
+            .to(device),
+            padded_PL=padded_PL.flatten().to(device),
+            packed_T=real_PL.flatten().nonzero().squeeze(1).to(device),
+            position_T=place_L.expand_as(real_PL)[real_PL].to(device),
+            last_P=(end_P - 1).to(device),
+        )
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """(1, H, T, D) queries to (1, T, H, D) outputs; fills the cache rows."""
+        query, key, value = (self._pad(x) for x in (query, key, value))
+        self.cache.write_prefixes(
+            layer,
+            self.first_row,
+            key.index_select(0, self.sequence_B),
+            value.index_select(0, self.sequence_B),
+        )
+        out_PHLD = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out_PHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.packed_T)[None]
+
+    def _pad(self, x_1HTD: Tensor) -> Tensor:
+        """(1, H, T, D) to (P, H, L, D)."""
+        x_HTD = x_1HTD[0]
+        padded = x_HTD.index_select(1, self.padded_PL)
+        return padded.unflatten(1, (self.last_P.numel(), -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token of each of B cache rows.
+
+    Attributes:
+        cache: holds the rows.
+        position_B: (B,) int64, where the token stands in its row.
+        length: the longest row, this token included.
+        bias_B11L: (B, 1, 1, L) float32; 0 on a row's own positions and -inf behind them.
+    """
+
+    cache: KVCache
+    position_B: Tensor
+    length: int
+    bias_B11L: Tensor
+    _slots: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def build(cache: KVCache, position_B: Tensor, length: int) -> "DecodeStep":
+        """The step that puts one token at `position_B` of rows 0 .. B-1."""
+        place_L = torch.arange(length, device=position_B.device)
+        hidden_BL = place_L > position_B[:, None]
+        bias_BL = torch.zeros(hidden_BL.shape, device=position_B.device).masked_fill_(
+            hidden_BL, -torch.inf
+        )
+        return DecodeStep(cache, position_B, length, bias_BL[:, None, None])
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """(B, H, 1, D) queries to (B, 1, H, D) outputs.
+
+        The query heads of one key-value head stand as the rows of one matrix product, so keys
+        and values are read once and never repeated per query head.
+        """
+        num_rows, num_heads, _, width = query.shape
+        num_kv_heads = key.shape[1]
+        if num_kv_heads not in self._slots:
+            self._slots[num_kv_heads] = self.cache.slots(self.position_B, num_kv_heads)
+        keys, values = self.cache.append(layer, key, value, self._slots[num_kv_heads], self.length)
+        grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)) + self.bias_B11L
+        weights = scores.softmax(-1).to(values.dtype)
+        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, values.shape[-1])
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    rollout_step: PrefillStep | DecodeStep | None = None,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface; see `PrefillStep.attend` and `DecodeStep.attend`.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the cache layer.
+        query: (batch, H, tokens, D).
+        key: (batch, G, tokens, D).
+        value: (batch, G, tokens, D).
+        attention_mask: always None; the step knows what may be seen.
+        scaling: factor of the scores; None is `D ** -0.5`.
+        rollout_step: the forward pass this call belongs to.
+        **extra: what else the model passes on.
+
+    Raises:
+        RolloutError: the model lost `rollout_step`, or asks for attention we do not have.
+    """
+    if rollout_step is None:
+        raise RolloutError(f"{type(module).__name__} does not pass rollout_step to its attention")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extra.get(name) is not None:
+            raise RolloutError(f"{type(module).__name__} needs attention with {name}: not supported")
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise RolloutError(f"{type(module).__name__} has no layer_idx")
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return rollout_step.attend(layer, query, key, value, factor), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)

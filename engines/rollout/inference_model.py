@@ -1,0 +1,170 @@
+"""A transformers causal LM as the rollout engine holds it: own weights, own attention.
+
+Promises: built from a model directory's `config.json` alone, without drawing a random number;
+takes weights by the names of the model's parameters, each exactly once, in its own dtype, or
+raises; its digest is computed from what it really holds. Refuses at construction what its
+attention does not do: windows shorter than the context, recurrent layers, rotary embeddings that
+depend on the longest sequence of the batch.
+Does not promise support of every architecture; it needs one that takes its attention from
+transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
+from engines.weight_sync.checksum import combine, tensor_checksum
+from infra.errors import ConfigError
+
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class InferenceModel:
+    """The model behind a rollout engine.
+
+    Args:
+        hf_dir: model directory with `config.json`; weights in it are not read.
+        dtype: dtype of parameters and activations.
+        device: where it runs.
+
+    Raises:
+        ConfigError: no configuration there, or an architecture that is not supported.
+    """
+
+    def __init__(self, hf_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        if not (hf_dir / "config.json").is_file():
+            raise ConfigError("model.path", f"got {hf_dir}; need a directory with config.json")
+        config = AutoConfig.from_pretrained(
+            hf_dir, trust_remote_code=False, local_files_only=True
+        ).get_text_config()
+        _check_supported(config)
+        self.device = device
+        self.context_length: int = config.max_position_embeddings
+        self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
+        self.eos_token_ids = _eos_token_ids(hf_dir, config)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            )
+        model.tie_weights()
+        self._model: nn.Module = model.to(device).eval().requires_grad_(False)
+        self._parameters = dict(model.named_parameters())
+        self._tied = {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        } - self._parameters.keys()
+        self._shapes = {name: p.shape for name, p in self._parameters.items()}
+        self._dtype = dtype
+
+    def prefill(self, input_ids_T: Tensor, step: PrefillStep) -> Tensor:
+        """(P, V) logits behind each of P sequences whose (T,) tokens are laid end to end."""
+        return self._logits(input_ids_T[None], step.position_T[None], step, step.last_P)[0]
+
+    def decode(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
+        """(B, V) logits behind one more token of each row."""
+        return self._logits(input_ids_B[:, None], step.position_B[:, None], step, 0)[:, -1]
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> str:
+        """Overwrite every parameter.
+
+        Returns:
+            Digest of the parameters as they now stand in memory.
+
+        Raises:
+            WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
+        """
+        seen: set[str] = set()
+        with torch.no_grad():
+            for name, tensor in tensors:
+                self._check_incoming(name, tensor, seen)
+                self._parameters[name].copy_(tensor)
+                seen.add(name)
+        missing = sorted(self._parameters.keys() - seen)
+        if missing:
+            raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+        return combine((name, tensor_checksum(p)) for name, p in self._parameters.items())
+
+    def release(self) -> None:
+        """Free the memory of the parameters."""
+        for parameter in self._parameters.values():
+            parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)
+
+    def allocate(self) -> None:
+        """Undo `release`; the values are undefined until `load`."""
+        for name, parameter in self._parameters.items():
+            parameter.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.device)
+
+    def _logits(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        step: PrefillStep | DecodeStep,
+        logits_to_keep: Tensor | int,
+    ) -> Tensor:
+        return self._model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            rollout_step=step,
+        ).logits
+
+    def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
+        if name in self._tied:
+            raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
+        if name not in self._parameters:
+            raise WeightSyncError(f"the rollout model has no parameter {name}")
+        if name in seen:
+            raise WeightSyncError(f"{name} was sent twice")
+        if tensor.shape != self._shapes[name]:
+            raise WeightSyncError(
+                f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
+                f"{tuple(self._shapes[name])}"
+            )
+        if tensor.dtype != self._dtype:
+            raise WeightSyncError(f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}")
+
+
+def _check_supported(config: PretrainedConfig) -> None:
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    uses_window = "sliding_attention" in layer_types or (
+        getattr(config, "layer_types", None) is None and window is not None
+    )
+    unknown = layer_types - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise _unsupported(config, f"layers of type {', '.join(sorted(unknown))}")
+    if uses_window and (window is None or window < config.max_position_embeddings):
+        raise _unsupported(config, f"a sliding window of {window} tokens, shorter than the context")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in BATCH_DEPENDENT_ROPE:
+        raise _unsupported(config, f"rotary embedding of type {rope['rope_type']}")
+
+
+def _unsupported(config: PretrainedConfig, what: str) -> ConfigError:
+    return ConfigError(
+        "rollout.engine",
+        f"got transformers; the {config.model_type} model has {what}, which this engine does not "
+        "compute; choose another engine",
+    )
+
+
+def _eos_token_ids(hf_dir: Path, config: PretrainedConfig) -> frozenset[int]:
+    """What `generate` would stop at: generation_config.json, else config.json."""
+    source: GenerationConfig | PretrainedConfig = config
+    if (hf_dir / "generation_config.json").is_file():
+        source = GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
+    eos = source.eos_token_id
+    if eos is None:
+        return frozenset()
+    if isinstance(eos, int):
+        return frozenset([eos])
+    if all(isinstance(token, int) for token in eos):
+        return frozenset(eos)
+    raise RolloutError(f"{hf_dir}: eos_token_id {eos!r} is no list of token ids")

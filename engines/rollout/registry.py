@@ -1,0 +1,81 @@
+"""Rollout engines by name; a name's module is imported when it is asked for.
+
+Promises: built-in names come from `engines.config.plugins`, other distributions' from entry
+points of the group `rlhf.plugins` named ``rollout.<name>``, a program's own from `register`; an
+unknown name is an error that lists the known ones and the nearest.
+To add an engine: a class with the constructor of `TransformersEngine`, and one of the three.
+"""
+
+import importlib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name, usable_names
+from engines.config.rollout import RolloutConfig
+from engines.errors import UnknownPluginError
+from engines.rollout.base import RolloutEngine
+from hardware.base import PlatformBase
+
+PREFIX = "rollout."
+
+
+class RolloutRegistry:
+    """The rollout engines that can be named."""
+
+    _registered: dict[str, str] = {}
+
+    @classmethod
+    def register(cls, name: str, target: str) -> None:
+        """Make ``module:Class`` known as `name`.
+
+        Raises:
+            ValueError: the name is taken by another target, or `target` has no colon.
+        """
+        if ":" not in target:
+            raise ValueError(f"target {target!r}: need module:Class")
+        if cls.targets().get(name, target) != target:
+            raise ValueError(f"rollout engine {name!r} is already {cls.targets()[name]}")
+        cls._registered[name] = target
+
+    @classmethod
+    def targets(cls) -> dict[str, str]:
+        """Name to ``module:Class`` of every known engine."""
+        outside = {
+            entry.name.removeprefix(PREFIX): entry.value
+            for entry in entry_points(group=ENTRY_POINT_GROUP)
+            if entry.name.startswith(PREFIX)
+        }
+        built_in = {name: BUILT_IN["rollout"][name].target for name in usable_names("rollout")}
+        return {**outside, **cls._registered, **built_in}
+
+    @classmethod
+    def load(cls, name: str) -> type[RolloutEngine]:
+        """The class behind a name.
+
+        Raises:
+            UnknownPluginError: nobody registered that name.
+        """
+        targets = cls.targets()
+        if name not in targets:
+            raise UnknownPluginError("rollout.engine", unknown_name(name, list(targets)))
+        module, _, attribute = targets[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def create_rollout_engine(
+    name: str, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+) -> RolloutEngine:
+    """Build a rollout engine. It serves nothing before its first weight update.
+
+    Args:
+        name: name in the registry.
+        hf_dir: model directory.
+        rollout: capacity, deadline and options.
+        dtype: `float32` or `bfloat16`.
+        platform: where it runs.
+
+    Raises:
+        UnknownPluginError: nobody registered that name.
+        ConfigError: the engine cannot serve that model or those options.
+    """
+    return RolloutRegistry.load(name)(hf_dir, rollout, dtype, platform)

@@ -1,0 +1,236 @@
+"""The running batch: prefill of what joins, one token for every row, removal of what finished.
+
+Promises: between two calls every running sample has its prompt and all its sampled tokens but
+the last in the cache; a sample leaves in the call that finished it; a shared prompt is computed
+once for all samples of its request, also when they join at different times.
+Does not know requests, time or asyncio: samples in, samples out.
+
+Letters: B rows, P sequences, T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.errors import RolloutError
+from engines.rollout.attention import DecodeStep, PrefillStep
+from engines.rollout.inference_model import InferenceModel
+from engines.rollout.kv_cache import KVCache
+from engines.rollout.sampling import SamplingColumns, sample_tokens, stream_starts, uniforms
+from engines.rollout.scheduler import Prefix, Sample, fill_holes, prefill_chunks
+from engines.types import RolloutRequest
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """A computed prompt, kept while samples of its request still wait.
+
+    Attributes:
+        request: the request; compared by identity.
+        layers: (1, G, L, D) keys and values of each layer.
+        logits_1V: (1, V) behind the prompt.
+    """
+
+    request: RolloutRequest
+    layers: list[tuple[Tensor, Tensor]]
+    logits_1V: Tensor
+
+
+class RunningBatch:
+    """The samples that are decoded together.
+
+    Args:
+        model: the model; its weights may change only after `clear`.
+        max_num_sequences: largest number of rows.
+        max_prefill_tokens: token budget of one prefill, padding counted.
+    """
+
+    def __init__(
+        self, model: InferenceModel, max_num_sequences: int, max_prefill_tokens: int
+    ) -> None:
+        self._model = model
+        self._max_prefill_tokens = max_prefill_tokens
+        self._cache = KVCache(model.num_layers, max_num_sequences, model.context_length)
+        self._samples: list[Sample] = []
+        self._held: HeldPrompt | None = None
+        # Per row: last token, its position, length of the prompt, random stream, top-k.
+        self._ints_5B = torch.empty((5, 0), dtype=torch.int64, device=model.device)
+        # Per row: temperature, top-p.
+        self._floats_2B = torch.empty((2, 0), device=model.device)
+        self._longest = 0
+        self._any_greedy = self._any_filter = False
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """The running samples, in row order."""
+        return self._samples
+
+    @property
+    def cache_size_bytes(self) -> int:
+        """Memory of the key-value cache."""
+        return self._cache.size_bytes
+
+    @torch.inference_mode()
+    def join(self, prefixes: Sequence[Prefix], next_waiting: Sample | None) -> list[Sample]:
+        """Take samples in and draw the next token of each.
+
+        Args:
+            prefixes: what they continue.
+            next_waiting: the next sample in line; the prompt it needs is held for it.
+
+        Returns:
+            The samples that this token finished; they did not stay.
+        """
+        fresh: list[Prefix] = []
+        finished: list[Sample] = []
+        for prefix in prefixes:
+            if self._held and prefix.shared and prefix.samples[0].request is self._held.request:
+                finished += self._continue_held(self._held, prefix.samples)
+            else:
+                fresh.append(prefix)
+        wanted = next_waiting.request if next_waiting and not next_waiting.token_ids else None
+        if self._held and self._held.request is not wanted:
+            self._held = None
+        lengths = [len(prefix.token_ids) for prefix in fresh]
+        for chunk in prefill_chunks(lengths, self._max_prefill_tokens):
+            finished += self._prefill([fresh[index] for index in chunk], wanted)
+        return finished
+
+    @torch.inference_mode()
+    def decode(self) -> list[Sample]:
+        """Draw one more token of every row; returns the samples it finished."""
+        self._cache.reserve(len(self._samples), self._longest)
+        step = DecodeStep.build(self._cache, self._ints_5B[1], self._longest)
+        logits_BV = self._model.decode(self._ints_5B[0], step)
+        return self._draw(logits_BV, first_row=0)
+
+    @torch.inference_mode()
+    def remove(self, rows: Collection[int]) -> list[Sample]:
+        """Take rows out of the batch; returns their samples."""
+        leaving = set(rows)
+        if not leaving:
+            return []
+        removed = [self._samples[row] for row in sorted(leaving)]
+        order, movers, holes = fill_holes(len(self._samples), leaving)
+        self._cache.move(movers, holes, self._longest)
+        index = torch.tensor(order, dtype=torch.int64, device=self._model.device)
+        self._ints_5B = self._ints_5B.index_select(1, index)
+        self._floats_2B = self._floats_2B.index_select(1, index)
+        self._samples = [self._samples[row] for row in order]
+        self._longest = max((sample.num_tokens for sample in self._samples), default=0)
+        return removed
+
+    def clear(self) -> list[Sample]:
+        """Take everything out and forget all keys and values; returns the samples, row order."""
+        removed = self.remove(range(len(self._samples)))
+        self._held = None
+        return removed
+
+    def free(self) -> None:
+        """`clear`, and give the memory of the cache back."""
+        self.clear()
+        self._cache.free()
+
+    def _prefill(self, prefixes: Sequence[Prefix], wanted: RolloutRequest | None) -> list[Sample]:
+        """Compute the prefixes, put their samples into new rows and draw."""
+        first_row = len(self._samples)
+        samples = [sample for prefix in prefixes for sample in prefix.samples]
+        lengths = [len(prefix.token_ids) for prefix in prefixes]
+        self._cache.reserve(first_row + len(samples), max(lengths) + 1)
+        step = PrefillStep.build(
+            self._cache,
+            first_row,
+            lengths,
+            [len(prefix.samples) for prefix in prefixes],
+            self._model.device,
+        )
+        tokens = [token for prefix in prefixes for token in prefix.token_ids]
+        input_ids_T = torch.tensor(tokens, dtype=torch.int64, device=self._model.device)
+        logits_PV = self._model.prefill(input_ids_T, step)
+        row = first_row
+        for index, prefix in enumerate(prefixes):
+            if prefix.shared and prefix.samples[0].request is wanted:
+                layers = self._cache.read_row(row, lengths[index])
+                self._held = HeldPrompt(wanted, layers, logits_PV[index : index + 1].clone())
+            row += len(prefix.samples)
+        self._add_rows(samples)
+        return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
+
+    def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
+        """Put samples of a held prompt into new rows and draw."""
+        first_row, num_rows = len(self._samples), len(samples)
+        self._cache.reserve(first_row + num_rows, len(held.request.prompt_ids) + 1)
+        for layer, (keys, values) in enumerate(held.layers):
+            self._cache.write_prefixes(
+                layer,
+                first_row,
+                keys.expand(num_rows, -1, -1, -1),
+                values.expand(num_rows, -1, -1, -1),
+            )
+        self._add_rows(samples)
+        return self._draw(held.logits_1V.expand(num_rows, -1), first_row)
+
+    def _add_rows(self, samples: Sequence[Sample]) -> None:
+        """Append the rows' columns; the token is yet to be drawn."""
+        device = self._model.device
+        sampling = [sample.request.sampling for sample in samples]
+        ints = torch.tensor(
+            [
+                [0] * len(samples),
+                [sample.num_tokens - 1 for sample in samples],
+                [len(sample.request.prompt_ids) for sample in samples],
+                stream_starts([sample.request.seeds[sample.index] for sample in samples]).tolist(),
+                [params.top_k for params in sampling],
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        floats = torch.tensor(
+            [[params.temperature for params in sampling], [params.top_p for params in sampling]],
+            device=device,
+        )
+        self._ints_5B = torch.cat([self._ints_5B, ints], dim=1)
+        self._floats_2B = torch.cat([self._floats_2B, floats], dim=1)
+        self._samples = [*self._samples, *samples]
+        self._longest = max(sample.num_tokens for sample in self._samples)
+        running = [sample.request.sampling for sample in self._samples]
+        self._any_greedy = any(params.temperature == 0 for params in running)
+        self._any_filter = any(
+            params.temperature > 0 and (params.top_k > 0 or params.top_p < 1) for params in running
+        )
+
+    def _draw(self, logits_BV: Tensor, first_row: int) -> list[Sample]:
+        """Draw a token for the rows from `first_row` on; returns the samples that are finished."""
+        token_B, position_B, prompt_length_B, stream_B, top_k_B = self._ints_5B[:, first_row:]
+        temperature_B, top_p_B = self._floats_2B[:, first_row:]
+        columns = SamplingColumns(
+            temperature_B, top_k_B, top_p_B, self._any_greedy, self._any_filter
+        )
+        uniform_B = uniforms(stream_B, position_B + 1 - prompt_length_B)
+        ids_B, logprobs_B = sample_tokens(logits_BV, uniform_B, columns)
+        token_B.copy_(ids_B)
+        position_B.add_(1)
+        finished = self._record(ids_B.tolist(), logprobs_B.tolist(), first_row)
+        if first_row == 0:
+            self._longest += 1
+        else:
+            joined = max(sample.num_tokens for sample in self._samples[first_row:])
+            self._longest = max(self._longest, joined)
+        return self.remove(finished)
+
+    def _record(self, ids: list[int], logprobs: list[float], first_row: int) -> list[int]:
+        """Append tokens to the samples from `first_row` on; returns the rows that are finished."""
+        if not math.isfinite(sum(logprobs)):
+            raise RolloutError("the model's logits are not finite; its weights are damaged")
+        eos = self._model.eos_token_ids
+        finished = []
+        rows = zip(self._samples[first_row:], ids, logprobs, strict=True)
+        for row, (sample, token, logprob) in enumerate(rows, first_row):
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob)
+            if token in eos or len(sample.token_ids) >= sample.max_new_tokens:
+                finished.append(row)
+        return finished

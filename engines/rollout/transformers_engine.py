@@ -1,0 +1,273 @@
+"""The rollout engine of our own: any transformers causal LM, continuous batching, CPU or GPU.
+
+Promises: the contract of `engines.rollout.base`; requests of several `generate` calls share one
+running batch and join it while it runs; after a weight update samples in flight are recomputed,
+so every token comes from the weights whose version it carries.
+Not promised: progress while another coroutine blocks the event loop; a step (one token for
+every row) runs in the loop's own thread and lets the others in between two steps. The logits of
+a row may differ by about 1e-7 with the batch it shares, see `engines.rollout.sampling`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from engines.config.base import StrictModel
+from engines.config.rollout import RolloutConfig
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.inference_model import InferenceModel
+from engines.rollout.request_check import check_request
+from engines.rollout.running_batch import RunningBatch
+from engines.rollout.scheduler import Sample, Scheduler
+from engines.types import Completion, RolloutRequest
+from hardware.base import PlatformBase
+from infra.errors import ConfigError, DeadlineError
+
+NO_VERSION = -1
+
+
+class TransformersOptions(StrictModel):
+    """`rollout.options` of this engine."""
+
+    max_prefill_tokens: int = Field(default=8192, ge=1)
+    """Token budget of one prefill; a longer prompt is computed alone."""
+
+
+class TransformersEngine(RolloutEngine):
+    """See the module.
+
+    Args:
+        hf_dir: model directory; only its configuration is read, weights come by updates.
+        rollout: capacity, deadline and options.
+        dtype: `float32` or `bfloat16`.
+        platform: where it runs.
+
+    Raises:
+        ConfigError: bad options, no model configuration, or an unsupported architecture.
+    """
+
+    def __init__(
+        self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+    ) -> None:
+        options = _options(rollout)
+        self._timeout_s = rollout.timeout_s
+        self._model = InferenceModel(
+            hf_dir, getattr(torch, dtype), torch.device(platform.device_name)
+        )
+        self._batch = RunningBatch(
+            self._model, rollout.max_num_sequences, options.max_prefill_tokens
+        )
+        self._scheduler = Scheduler(rollout.max_num_sequences)
+        self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
+        self._call_ids = itertools.count()
+        self._driver: asyncio.Task[None] | None = None
+        self._version = NO_VERSION
+        self._pending: tuple[int, str] | None = None
+        self._paused = self._asleep = self._closed = False
+
+    @property
+    def version(self) -> int:
+        """See the base class; also -1 from the start of an update until it is confirmed."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Samples in the running batch now."""
+        return len(self._batch.samples)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples in line now."""
+        return len(self._scheduler.waiting)
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
+        """See the base class. Requests are checked at the call, not at the first completion."""
+        if not self._can_serve():
+            raise RolloutError(self._refusal())
+        seen = {s.request.request_id for s in (*self._batch.samples, *self._scheduler.waiting)}
+        for request in requests:
+            check_request(request, self._model.context_length, self._model.vocab_size)
+            if request.request_id in seen:
+                raise RolloutError(f"{request.request_id}: a request of that id is in flight")
+            seen.add(request.request_id)
+        return self._stream(requests)
+
+    async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
+        """See the base class. Samples in flight need `pause` first; they continue after it."""
+        if self._closed or self._asleep:
+            raise WeightSyncError(self._refusal())
+        if version < 0:
+            raise WeightSyncError(f"version: got {version}; need 0 or more")
+        in_flight = self._batch.samples or self._scheduler.waiting
+        if in_flight and not self._paused:
+            raise WeightSyncError("samples are in flight; drain, pause or abort them first")
+        for sample in self._batch.samples:
+            sample.stamp(self._version)
+        # What stands in the cache was computed by the old weights, so nothing of it may stay.
+        self._scheduler.send_back(self._batch.clear())
+        self._version, self._pending = NO_VERSION, None
+        digest = self._model.load(tensors)
+        self._pending = (version, digest)
+        return digest
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """See the base class."""
+        if self._pending is None:
+            raise WeightSyncError(f"version {version}: no complete update is waiting for it")
+        if self._pending != (version, digest):
+            raise WeightSyncError(
+                f"asked to serve version {version} with digest {digest}, hold version "
+                f"{self._pending[0]} with {self._pending[1]}"
+            )
+        self._version, self._pending = version, None
+
+    async def pause(self) -> None:
+        """See the base class."""
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See the base class.
+
+        Raises:
+            RolloutError: no confirmed weights to continue with.
+        """
+        if not self._can_serve():
+            raise RolloutError(self._refusal())
+        self._paused = False
+        self._start_driver()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See the base class."""
+        wanted = None if request_ids is None else set(request_ids)
+        for sample in self._take(lambda s: wanted is None or s.request.request_id in wanted):
+            self._deliver(sample, "abort")
+
+    async def sleep(self) -> None:
+        """See the base class.
+
+        Raises:
+            RolloutError: samples are in flight.
+        """
+        if self._batch.samples or self._scheduler.waiting:
+            raise RolloutError("samples are in flight; drain or abort them before sleep")
+        self._batch.free()
+        self._model.release()
+        self._asleep, self._version, self._pending = True, NO_VERSION, None
+
+    async def wake_up(self) -> None:
+        """See the base class."""
+        if self._asleep:
+            self._model.allocate()
+        self._asleep = False
+
+    async def health(self) -> bool:
+        """See the base class."""
+        return self._can_serve()
+
+    async def close(self) -> None:
+        """See the base class. What is in flight comes out as `abort`."""
+        if self._closed:
+            return
+        await self.abort()
+        await self.sleep()
+        self._closed = True
+
+    def _can_serve(self) -> bool:
+        return self._version != NO_VERSION and not self._asleep and not self._closed
+
+    def _refusal(self) -> str:
+        if self._closed:
+            return "the rollout engine is closed"
+        if self._asleep:
+            return "the rollout engine is asleep; wake it up and send it weights"
+        return "the rollout engine has no confirmed weights; send them first"
+
+    async def _stream(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
+        call = next(self._call_ids)
+        queue = self._calls[call] = asyncio.Queue()
+        num_open = sum(request.num_samples for request in requests)
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            self._scheduler.add(
+                Sample(request, index, call, request.sampling.max_new_tokens)
+                for request in requests
+                for index in range(request.num_samples)
+            )
+            self._start_driver()
+            while num_open:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        item = await queue.get()
+                except TimeoutError:
+                    what = f"{num_open} samples of {len(requests)} requests"
+                    raise DeadlineError(what, self._timeout_s) from None
+                if isinstance(item, RolloutError):
+                    raise item
+                num_open -= 1
+                yield item
+        finally:
+            del self._calls[call]
+            self._take(lambda sample: sample.call == call)
+
+    def _start_driver(self) -> None:
+        """Run the batch until nothing is left to do; one task at a time."""
+        if self._calls and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+            self._driver.add_done_callback(self._report_failure)
+
+    async def _drive(self) -> None:
+        while self._can_serve() and not self._paused:
+            if not self._batch.samples and not self._scheduler.waiting:
+                return
+            for sample in self._step():
+                stopped = sample.token_ids[-1] in self._model.eos_token_ids
+                self._deliver(sample, "stop" if stopped else "length")
+            await asyncio.sleep(0)
+
+    def _step(self) -> list[Sample]:
+        """Let samples join, then draw one token of every row."""
+        finished: list[Sample] = []
+        prefixes = self._scheduler.next_prefixes(len(self._batch.samples))
+        if prefixes:
+            waiting = self._scheduler.waiting
+            finished += self._batch.join(prefixes, waiting[0] if waiting else None)
+        if self._batch.samples:
+            finished += self._batch.decode()
+        return finished
+
+    def _report_failure(self, driver: "asyncio.Task[None]") -> None:
+        """Hand an error of the driver to every call that waits for it."""
+        if driver.cancelled() or (error := driver.exception()) is None:
+            return
+        self._batch.clear()
+        self._scheduler.remove(lambda _: True)
+        for queue in self._calls.values():
+            failure = RolloutError(f"sampling failed: {error}")
+            failure.__cause__ = error
+            queue.put_nowait(failure)
+
+    def _take(self, condition: Callable[[Sample], bool]) -> list[Sample]:
+        """Remove the samples in flight that meet a condition."""
+        rows = [row for row, sample in enumerate(self._batch.samples) if condition(sample)]
+        return self._batch.remove(rows) + self._scheduler.remove(condition)
+
+    def _deliver(self, sample: Sample, finish_reason: str) -> None:
+        queue = self._calls.get(sample.call)
+        if queue is not None:
+            queue.put_nowait(sample.completion(finish_reason, self._version))
+
+
+def _options(rollout: RolloutConfig) -> TransformersOptions:
+    try:
+        return TransformersOptions.model_validate(rollout.options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(["rollout.options", *map(str, first["loc"])])
+        known = ", ".join(TransformersOptions.model_fields)
+        raise ConfigError(path, f"{first['msg']}; known options: {known}") from None

@@ -1,0 +1,150 @@
+"""From scored completions to the packed batch that is trained on.
+
+Promises: a sample that could not be scored, or was aborted, is counted and left out, never
+scored 0; with dynamic sampling, groups that teach nothing are left out too; every sample keeps
+the group of its prompt. The order of samples is the order of the prompts and their samples.
+Letters: B samples, T tokens, G groups (prompts).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.algorithms import advantages, informative_samples
+from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.types import Completion, TokenBatch
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """One completion with its prompt and score.
+
+    Attributes:
+        group: index of its prompt within the RL step.
+        prompt_ids: the prompt.
+        completion: what was sampled.
+        score: what the reward function gave.
+        reward: the score with its shaping (overlong punishment): what advantages are made of.
+    """
+
+    group: int
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    score: float
+    reward: float
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The samples of one RL step and their packed tokens.
+
+    Attributes:
+        samples: B samples, groups together.
+        group_index_B: (B,) int64 in [0, G).
+        batch: columns `loss_mask` (1 on sampled tokens) and `rollout_logprobs`, later
+            `advantages`, `old_logprobs`, `ref_logprobs`.
+    """
+
+    samples: tuple[ScoredSample, ...]
+    group_index_B: Tensor
+    batch: TokenBatch
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return int(self.group_index_B.max()) + 1 if self.samples else 0
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """(B,) float64."""
+        return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
+
+    @property
+    def scores_B(self) -> Tensor:
+        """(B,) float64."""
+        return torch.tensor([sample.score for sample in self.samples], dtype=torch.float64)
+
+    def with_columns(self, **columns: Tensor) -> "Experience":
+        """The same samples with per-token columns added."""
+        return Experience(self.samples, self.group_index_B, self.batch.with_columns(**columns))
+
+    def with_advantages(self, algorithm: AlgorithmConfig) -> "Experience":
+        """Add `advantages`: each sample's advantage on its sampled tokens, 0 on the prompt."""
+        advantages_B = advantages(algorithm, self.rewards_B, self.group_index_B)
+        mask_T = self.batch.columns["loss_mask"]
+        return self.with_columns(advantages=advantages_B[self.batch.sequence_index_T] * mask_T)
+
+    def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
+        """Batches of `num_groups` whole groups (the last may be smaller), each epoch alike."""
+        groups = self.group_index_B.tolist()
+        for _ in range(num_epochs):
+            for start in range(0, self.num_groups, num_groups):
+                chosen = range(start, start + num_groups)
+                yield self.batch.select([i for i, group in enumerate(groups) if group in chosen])
+
+
+class Collector:
+    """Gathers the groups of one RL step, generation batch by generation batch.
+
+    Args:
+        num_groups: prompts that the step trains on.
+        filter_groups: dynamic sampling; switched off, the first batch fills the step.
+    """
+
+    def __init__(self, num_groups: int, filter_groups: FilterGroupsConfig) -> None:
+        self._wanted = num_groups
+        self._filter = filter_groups
+        self._kept: list[list[ScoredSample]] = []
+        self.num_generated = 0
+        self.num_evicted = 0
+        self.num_generation_batches = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether another generation batch is pointless."""
+        return len(self._kept) >= self._wanted or not self._filter.enable
+
+    def add(self, samples: Sequence[ScoredSample], num_generated: int) -> None:
+        """Take the scored samples of one generation batch.
+
+        Args:
+            samples: those that were scored.
+            num_generated: how many completions the batch had.
+        """
+        self.num_generation_batches += 1
+        self.num_generated += num_generated
+        groups: dict[int, list[ScoredSample]] = {}
+        keep_B = informative_samples(
+            self._filter,
+            torch.tensor([sample.score for sample in samples], dtype=torch.float64),
+            torch.tensor([sample.group for sample in samples], dtype=torch.int64),
+        )
+        for sample, keep in zip(samples, keep_B.tolist(), strict=True):
+            if keep:
+                groups.setdefault(sample.group, []).append(sample)
+            else:
+                self.num_evicted += 1
+        self._kept.extend(groups.values())
+
+    def experience(self) -> Experience:
+        """The first `num_groups` groups that were kept; it may be empty."""
+        chosen = self._kept[: self._wanted]
+        samples = tuple(sample for group in chosen for sample in group)
+        index = [place for place, group in enumerate(chosen) for _ in group]
+        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
+
+
+def pack(samples: Sequence[ScoredSample]) -> TokenBatch:
+    """Prompt and completion of each sample end to end, with mask and rollout logprobs."""
+    return TokenBatch.from_sequences(
+        [sample.prompt_ids + sample.completion.token_ids for sample in samples],
+        loss_mask=[_column(sample, [1.0] * len(sample.completion.token_ids)) for sample in samples],
+        rollout_logprobs=[_column(sample, sample.completion.logprobs) for sample in samples],
+    )
+
+
+def _column(sample: ScoredSample, values: Sequence[float]) -> list[float]:
+    """Values of the sampled tokens behind zeros for the prompt."""
+    return [0.0] * len(sample.prompt_ids) + list(values)

@@ -1,0 +1,111 @@
+"""Which prompts an RL step samples, and with which seeds: pure functions of the step.
+
+Promises: the requests of a step depend on (seed, round, step) alone, so a resumed run sends the
+same ones, and no cursor is saved. Every step takes the next batch of one endless order over the
+rows. With dynamic sampling the further batches of a step come from a second order of their own,
+so that the first order still visits every row once per epoch.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.config.stages import RLRoundStageConfig
+from engines.data.order import ResumableOrder
+from engines.data.rows import RLRow
+from engines.types import RolloutRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of one generation batch.
+
+    Attributes:
+        first_group: index of the first prompt within the RL step.
+        rows: one row per prompt.
+        requests: one request per prompt.
+    """
+
+    first_group: int
+    rows: tuple[RLRow, ...]
+    requests: tuple[RolloutRequest, ...]
+
+
+class PromptSource:
+    """The prompts of a round.
+
+    Args:
+        rows: the RL split.
+        render: token ids of a row's prompt.
+        config: sizes, sampling and round.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RLRow],
+        render: Callable[[RLRow], Sequence[int]],
+        config: RLRoundStageConfig,
+        seed: int,
+    ) -> None:
+        self._rows = rows
+        self._render = render
+        self._config = config
+        self._seed = seed
+        size = config.batch_size_prompts
+        self._order = ResumableOrder(num_rows=len(rows), batch_size=size, seed=seed)
+        self._refill_order = ResumableOrder(
+            num_rows=len(rows), batch_size=size, seed=derive_seed(seed, "refill")
+        )
+
+    def generation_batches(self, step: int) -> Iterator[PromptBatch]:
+        """The batch of a step, and those that dynamic sampling may add.
+
+        Args:
+            step: 1-based over all rounds.
+
+        Yields:
+            At most `filter_groups.max_num_gen_batches` batches.
+        """
+        yield self._batch(step, 0, self._order.batch(step - 1))
+        num_refills = self._config.algorithm.filter_groups.max_num_gen_batches - 1
+        for refill in range(num_refills):
+            rows = self._refill_order.batch((step - 1) * num_refills + refill)
+            yield self._batch(step, (refill + 1) * self._config.batch_size_prompts, rows)
+
+    def epoch(self, step: int) -> float:
+        """Passes over the rows, refills not counted, when `step` is done."""
+        return self._order.epoch(step)
+
+    def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:
+        rows = tuple(self._rows[index] for index in indices)
+        requests = tuple(
+            self._request(f"round={self._config.round}/step={step}/prompt={first_group + place}", row)
+            for place, row in enumerate(rows)
+        )
+        return PromptBatch(first_group, rows, requests)
+
+    def _request(self, name: str, row: RLRow) -> RolloutRequest:
+        sampling = self._config.sampling
+        return RolloutRequest(
+            request_id=name,
+            prompt_ids=tuple(self._render(row)),
+            sampling=SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            ),
+            seeds=sample_seeds(self._seed, name, self._config.group_size),
+        )
+
+
+def sample_seeds(seed: int, request_id: str, num_samples: int) -> tuple[int, ...]:
+    """One seed per sample of a request."""
+    return tuple(derive_seed(seed, f"{request_id}/sample={i}") for i in range(num_samples))
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """A seed of its own for a named use, in [0, 2^63)."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

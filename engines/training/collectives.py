@@ -1,0 +1,120 @@
+"""Process groups and the few collectives of the engines, guarded against gloo's traps.
+
+Promises: a tensor that is not contiguous is refused (gloo's all-reduce and broadcast silently
+corrupt it and its neighbours); sums of counts and metrics are taken in float64 and in rank
+order, so every rank gets the same bits. Every group has a timeout.
+"""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hardware.base import PlatformBase
+
+
+def init_process_group(
+    platform: PlatformBase, *, rank: int, world_size: int, address: str, port: int, timeout_s: float
+) -> None:
+    """Join the default process group over TCP.
+
+    Args:
+        platform: gives the backend.
+        rank: of this process.
+        world_size: processes in the group.
+        address: host of rank 0.
+        port: a free TCP port on that host.
+        timeout_s: deadline of the start and of every collective.
+    """
+    dist.init_process_group(
+        platform.communication_backend,
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
+    """A default process group of one process, without any socket."""
+    dist.init_process_group(
+        platform.communication_backend,
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def close_process_group() -> None:
+    """Leave the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Processes of the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Rank in the default group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def require_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself.
+
+    Raises:
+        ValueError: it is not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"a collective got a non-contiguous tensor of shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum a contiguous tensor over the group, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(require_contiguous(tensor), group=group)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Copy a contiguous tensor from the global rank `src` to all, in place."""
+    if dist.is_initialized():
+        dist.broadcast(require_contiguous(tensor), src=src, group=group)
+
+
+def gather_rows(
+    values: Sequence[float] | Tensor, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """Every rank's numbers, in rank order, on every rank.
+
+    Args:
+        values: as many on every rank; whole numbers are exact up to 2**53.
+        device: where the collective runs.
+        group: None is the default group.
+    """
+    row = torch.as_tensor(values, dtype=torch.float64, device=device)
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if size == 1:
+        return [row.tolist()]
+    rows = torch.empty((size, row.numel()), dtype=torch.float64, device=device)
+    dist.all_gather(list(rows.unbind()), require_contiguous(row), group=group)
+    return rows.tolist()
+
+
+def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Sum over ranks of each number, in rank order."""
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def column_maxima(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Largest over ranks of each number; NaN when any is NaN."""
+    return [
+        math.nan if any(map(math.isnan, column)) else max(column)
+        for column in zip(*rows, strict=True)
+    ]

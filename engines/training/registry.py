@@ -1,0 +1,171 @@
+"""Training engines by (model type, backend, device, vendor).
+
+Lookup goes (device, vendor) -> device -> error; the error lists what is registered for that
+backend, or the known backends. Classes are imported when they are asked for, so a backend whose
+library is missing fails by name and with its reason, and only when it is wanted.
+Other distributions register through the entry-point group `rlhf.plugins` as
+``backend.<name>``, whose value is a function that gets the registry and registers its engines.
+"""
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.errors import UnknownPluginError
+from engines.training.base import BaseEngine, EngineSpec
+from hardware.base import PlatformBase
+from infra import env
+from infra.errors import ConfigError
+
+_SETTING = "training.backend"
+_Device = tuple[str, str | None]
+
+
+class EngineRegistry:
+    """Where the class of each engine is."""
+
+    def __init__(self) -> None:
+        self._targets: dict[tuple[str, str], dict[_Device, str]] = {}
+
+    def register(
+        self,
+        *,
+        model_type: str,
+        backend: str,
+        target: str,
+        device: str | Sequence[str] = "cuda",
+        vendor: str | None = None,
+    ) -> None:
+        """Announce an engine.
+
+        Args:
+            model_type: `language_model` or `value_model`.
+            backend: what the setting `training.backend` calls it.
+            target: its class as ``module:Class``.
+            device: torch device type, or several.
+            vendor: None serves every vendor of the device.
+
+        Raises:
+            ConfigError: that place is taken.
+        """
+        devices = [device] if isinstance(device, str) else list(device)
+        places = self._targets.setdefault((model_type, backend), {})
+        for name in devices:
+            taken = places.get((name, vendor))
+            if taken is not None:
+                raise ConfigError(
+                    _SETTING,
+                    f"{model_type} of {backend!r} on {name} is registered by both {taken} and "
+                    f"{target}; uninstall one",
+                )
+            places[name, vendor] = target
+
+    def names(self, model_type: str) -> list[str]:
+        """Backends that have an engine of that type on some device."""
+        return sorted(backend for kind, backend in self._targets if kind == model_type)
+
+    def lookup(
+        self, *, model_type: str, backend: str, device: str, vendor: str | None = None
+    ) -> type[BaseEngine]:
+        """The class of an engine.
+
+        Raises:
+            UnknownPluginError: nothing is registered there; the text lists what is.
+            ConfigError: its library cannot be imported; the text says why.
+        """
+        places = self._targets.get((model_type, backend))
+        if places is None:
+            known = self.names(model_type)
+            raise UnknownPluginError(_SETTING, f"{unknown_name(backend, known)} ({model_type})")
+        target = places.get((device, vendor)) or places.get((device, None))
+        if target is None:
+            on = ", ".join(f"{d} ({v})" if v else d for d, v in sorted(places, key=str))
+            raise UnknownPluginError(
+                _SETTING, f"{backend} has no {model_type} on {device} ({vendor}); it runs on: {on}"
+            )
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ImportError as error:
+            plugin = BUILT_IN["backend"].get(backend)
+            extra = f"; pip install 'rlhf-pipeline[{plugin.extra}]'" if plugin and plugin.extra else ""
+            raise ConfigError(
+                _SETTING, f"{backend} cannot be imported ({error}){extra}"
+            ) from error
+
+
+def built_in_registry() -> EngineRegistry:
+    """A registry of this project's engines and those of installed plugins."""
+    registry = EngineRegistry()
+    registry.register(
+        model_type="language_model",
+        backend="fsdp2",
+        target=BUILT_IN["backend"]["fsdp2"].target,
+        device=("cpu", "cuda"),
+    )
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name.startswith("backend."):
+            entry.load()(registry)
+    return registry
+
+
+def create_engine(
+    model_type: str,
+    hf_dir: Path,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig | None,
+    total_steps: int,
+    platform: PlatformBase,
+    seed: int,
+    *,
+    temperature: float = 1.0,
+) -> BaseEngine:
+    """Make an engine of the configured backend for a platform; `initialize` builds it.
+
+    Args:
+        model_type: `language_model` or `value_model`.
+        hf_dir: Hugging Face directory of the model.
+        training: backend and numerics.
+        optimizer: None makes an engine that only infers.
+        total_steps: optimizer steps of the run, for the schedule.
+        platform: the device; RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override what is looked up.
+        seed: of everything random in the engine.
+        temperature: of the distribution that log-probabilities speak of.
+
+    Raises:
+        ConfigError: no such backend on this platform, or an option it does not know.
+    """
+    engine_class = built_in_registry().lookup(
+        model_type=model_type,
+        backend=training.backend,
+        device=env.RLHF_ENGINE_DEVICE.get() or platform.device_name,
+        vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
+    )
+    check_options(engine_class, training)
+    spec = EngineSpec(hf_dir, training, optimizer, total_steps, platform, seed, temperature)
+    return engine_class(spec)
+
+
+def check_options(engine_class: type[BaseEngine], training: TrainingConfig) -> None:
+    """Validate `training.options` with the backend's own schema.
+
+    Raises:
+        ConfigError: an option is unknown to the backend or has a wrong value.
+    """
+    try:
+        engine_class.Options.model_validate(training.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(engine_class.Options.model_fields) or "none"
+        problem = (
+            f"not an option of {training.backend}; it has: {known}"
+            if first["type"] == "extra_forbidden"
+            else f"got {first['input']!r}; {first['msg']}"
+        )
+        raise ConfigError(f"training.options.{name}", problem) from error

@@ -1,0 +1,191 @@
+"""Validation errors as the one line a user can act on: `path.to.field: got X; need Y`.
+
+Promises: the first error of the most telling kind becomes one `ConfigError`; an unknown key gets
+the nearest known one, a bad value gets the field's type and bounds, and no value that looks like
+a secret is echoed. Rules of the models that start with ``field:`` extend the path.
+"""
+
+import difflib
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from infra.errors import ConfigError
+from infra.redact import looks_secret
+
+MAX_ECHO_CHARS = 60
+
+_TELLING_FIRST = ("extra_forbidden", "missing")
+_BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_TYPE_WORDS: Mapping[Any, str] = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+}
+_SECRET_KEY = re.compile(r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$")
+_SECRET_TOKEN_KEY = re.compile(r"(?i)^((auth|access|hf|api|bearer|tracking)_)?token$")
+_URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s:@]+@")
+_VARIABLE_BY_SECTION: Mapping[str, str] = {
+    "location": "MLFLOW_TRACKING_TOKEN",
+    "tracking": "MLFLOW_TRACKING_TOKEN",
+    "model": "HF_TOKEN",
+    "data": "HF_TOKEN",
+}
+
+
+def refuse_secrets(data: Any, path: str = "recipe") -> None:
+    """Refuse text that looks like a credential, anywhere in plain data, without echoing it.
+
+    Args:
+        data: nested mappings, sequences and scalars.
+        path: where `data` stands.
+
+    Raises:
+        ConfigError: names the place, never the value.
+    """
+    if isinstance(data, str) and (looks_secret(data) or _URL_PASSWORD.search(data)):
+        raise _secret_error(path)
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            refuse_secrets(key, f"a key of {path}")
+            where = str(key) if path == "recipe" else f"{path}.{key}"
+            if isinstance(value, str) and value and _names_secret(str(key)):
+                raise _secret_error(where)
+            refuse_secrets(value, where)
+    elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        for index, value in enumerate(data):
+            refuse_secrets(value, f"{path}.{index}")
+
+
+def _names_secret(key: str) -> bool:
+    return bool(_SECRET_KEY.search(key) or _SECRET_TOKEN_KEY.search(key))
+
+
+def _secret_error(path: str) -> ConfigError:
+    variable = _VARIABLE_BY_SECTION.get(path.partition(".")[0])
+    remedy = f"set {variable}" if variable else "set the environment variable of the service"
+    return ConfigError(path, f"secrets do not go into config files; {remedy}")
+
+
+def to_config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
+    """The first, most telling validation error as one line.
+
+    Args:
+        error: what pydantic found.
+        model: the model that was validated, to look up fields by their path.
+
+    Returns:
+        The error to raise.
+    """
+    found = error.errors(include_url=False)
+    first = min(found, key=lambda each: _rank(each["type"]))
+    path = ".".join(str(part) for part in first["loc"])
+    owner, field = _resolve(model, first["loc"])
+    kind = first["type"]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    if kind == "extra_forbidden":
+        return ConfigError(path, _unknown_field(str(first["loc"][-1]), owner) + more)
+    if kind == "missing":
+        what = field.description if field and field.description else "give a value"
+        return ConfigError(path, f"missing; need {what}{more}")
+    if kind == "value_error":
+        path, problem = _split_rule(path, str(first["ctx"]["error"]) if "ctx" in first else "")
+        return ConfigError(path or "recipe", problem + more)
+    return ConfigError(path or "recipe", _bad_value(first, field) + more)
+
+
+def _rank(kind: str) -> int:
+    return _TELLING_FIRST.index(kind) if kind in _TELLING_FIRST else len(_TELLING_FIRST)
+
+
+def _split_rule(path: str, text: str) -> tuple[str, str]:
+    """A model's rule may begin with the name of the field it is about."""
+    field, colon, problem = text.partition(": ")
+    if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", field):
+        return (f"{path}.{field}" if path else field), problem
+    return path, text
+
+
+def _unknown_field(name: str, owner: type[BaseModel] | None) -> str:
+    known = list(owner.model_fields) if owner else []
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if nearest:
+        return f"unknown field; did you mean {nearest[0]}?"
+    return f"unknown field; known: {', '.join(known)}" if known else "unknown field; remove it"
+
+
+def _bad_value(error: ErrorDetails, field: FieldInfo | None) -> str:
+    need = describe_field(field) if field else error["msg"].lower()
+    return f"got {_echo(error['input'])}; need {need}"
+
+
+def _echo(value: Any) -> str:
+    text = repr(value)
+    if isinstance(value, float):
+        text = f"{value:g}"
+    elif isinstance(value, BaseModel | Mapping):
+        text = "a mapping"
+    elif isinstance(value, list | tuple):
+        text = "a list"
+    return text if len(text) <= MAX_ECHO_CHARS else f"{text[:MAX_ECHO_CHARS]}..."
+
+
+def describe_field(field: FieldInfo) -> str:
+    """What a field accepts, in words: `an integer >= 1`, `one of cosine, constant`."""
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in _BOUND_SIGNS.items()
+        if getattr(rule, name, None) is not None
+    ]
+    patterns = [
+        f"matching {rule.pattern}" for rule in field.metadata if getattr(rule, "pattern", None)
+    ]
+    return " ".join([_describe(field.annotation), " and ".join(bounds), *patterns]).strip()
+
+
+def _describe(annotation: Any) -> str:
+    if annotation in _TYPE_WORDS:
+        return _TYPE_WORDS[annotation]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in get_args(annotation))
+    if origin in {Union, types.UnionType}:
+        return " or ".join(
+            "null" if part is type(None) else _describe(part) for part in get_args(annotation)
+        )
+    if origin in {tuple, list}:
+        return "a list, each entry " + _describe(get_args(annotation)[0])
+    return "a mapping"
+
+
+def _resolve(
+    model: type[BaseModel], location: Sequence[int | str]
+) -> tuple[type[BaseModel] | None, FieldInfo | None]:
+    """The model that owns the last part of a location, and its field if there is one."""
+    owner: type[BaseModel] | None = model
+    field: FieldInfo | None = None
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if field is not None:
+            owner = _model_of(field.annotation)
+        field = owner.model_fields.get(part) if owner else None
+    return owner, field
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The first model inside an annotation (through unions and sequences)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        found = _model_of(part)
+        if found:
+            return found
+    return None

@@ -1,0 +1,136 @@
+"""Files and directories that appear whole or not at all, also after a power loss.
+
+The order that holds it: write under a temporary name in the same directory, fsync the content,
+rename (or link) to the visible name, fsync the directory that holds the name.
+Temporary names start with `TEMPORARY_PREFIX`; readers skip them, and a process that was killed
+leaves nothing else behind. Not promised: anything on file systems without atomic rename.
+"""
+
+import errno
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.faults import fault
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A fresh name beside `path`; nothing is created."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Make every file and every name below `directory` durable, itself included."""
+    for parent, _, names in os.walk(directory, topdown=False, onerror=_raise):
+        for name in names:
+            path = Path(parent, name)
+            if path.is_symlink() or not path.is_file():
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(parent))
+
+
+def make_directories(directory: Path) -> None:
+    """Create a directory and its parents, each made durable in its own parent."""
+    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        fsync_directory(path.parent)
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Replace the content of `path`: a reader sees the old bytes or the new ones, whole."""
+    with _written_temporary(path, data) as temporary:
+        fault("atomic.before_rename")
+        os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def create_exclusively(path: Path, data: bytes) -> bool:
+    """Create `path` with its whole content, unless the name is taken.
+
+    Of several processes that try at once exactly one gets True. A hard link fails where a
+    rename would replace, which makes "whole" and "first" one step.
+    """
+    with _written_temporary(path, data) as temporary:
+        fault("atomic.before_link")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    fsync_directory(path.parent)
+    return True
+
+
+def publish_directory(tmp: Path, final: Path) -> None:
+    """Make everything in `tmp` durable, then give it its visible name in one step.
+
+    Args:
+        tmp: a complete directory on the same file system as `final`.
+        final: the visible name; its parent exists.
+
+    Raises:
+        FileExistsError: `final` is taken; `tmp` is untouched.
+    """
+    fsync_tree(tmp)
+    fault("atomic.before_publish")
+    try:
+        os.rename(tmp, final)
+    except OSError as error:
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise FileExistsError(errno.EEXIST, "already published", str(final)) from error
+        raise
+    fault("atomic.after_publish")
+    fsync_directory(final.parent)
+    if tmp.parent != final.parent:
+        fsync_directory(tmp.parent)
+
+
+def abandoned_temporaries(directory: Path, older_than_s: float) -> list[Path]:
+    """Temporary entries that nobody touched for so long that their writer must be dead."""
+    oldest = time.time() - older_than_s
+    found = []
+    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            if path.lstat().st_mtime < oldest:
+                found.append(path)
+        except FileNotFoundError:
+            continue  # its writer finished between the listing and the look
+    return sorted(found)
+
+
+@contextmanager
+def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
+    """A durable file beside `path` holding `data`; removed at the end if it is still there."""
+    temporary = temporary_sibling(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _raise(error: OSError) -> None:
+    # os.walk skips directories it cannot read unless told otherwise.
+    raise error

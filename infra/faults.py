@@ -1,0 +1,121 @@
+"""Named places where a test may break a process, and nothing else may.
+
+`fault(point)` does nothing unless the variable RLHF_FAULTS arms that point::
+
+    RLHF_FAULTS="atomic.before_publish=kill"         SIGKILL at the first pass
+    RLHF_FAULTS="journal.after_write=kill@3"         at the third pass
+    RLHF_FAULTS="a.b=sleep:2.5,c.d=enospc"           several at once
+
+Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, sleep:SECONDS, and nan, which only
+makes `fault` return True: the caller then spoils its own value.
+Promise: `POINTS` is the list of all points; a test compares it with the source.
+"""
+
+import errno
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from infra import env
+from infra.errors import ConfigError, PipelineError
+
+POINTS: dict[str, str] = {
+    "atomic.before_rename": "a file's new content is written, its old content still visible",
+    "atomic.before_link": "a file is written, its name not yet taken",
+    "atomic.before_publish": "a directory is durable, still under its temporary name",
+    "atomic.after_publish": "a directory has its visible name, its parent is not yet durable",
+    "artifacts.before_manifest": "all files are hashed, the manifest is not yet written",
+    "storage.during_copy": "a copy into the store is half done",
+    "storage.before_commit": "an artifact is published, its fingerprint not yet committed",
+    "journal.before_write": "a record is due and not yet written",
+    "journal.after_write": "a record is written and not yet durable",
+}
+
+_ACTIONS = frozenset({"kill", "stop", "exit", "raise", "eio", "enospc", "sleep", "nan"})
+_passes: Counter[str] = Counter()
+
+
+class InjectedFaultError(PipelineError):
+    """What the action `raise` raises; never seen outside tests."""
+
+
+@dataclass(frozen=True)
+class _Armed:
+    """One point that is to fail: at its `at_pass`-th pass, by `action`."""
+
+    action: str
+    argument: str
+    at_pass: int
+
+
+def fault(point: str) -> bool:
+    """Fail here if a test armed this point.
+
+    Args:
+        point: a name in `POINTS`, written as a literal.
+
+    Returns:
+        True if the caller is asked to spoil its value (action `nan`).
+    """
+    setting = env.RLHF_FAULTS.get()
+    if not setting:
+        return False
+    armed = _parse(setting).get(point)
+    if armed is None:
+        return False
+    _passes[point] += 1
+    if _passes[point] != armed.at_pass:
+        return False
+    logging.getLogger(__name__).warning("fault injected at %s: %s", point, armed.action)
+    return _act(point, armed)
+
+
+def _parse(setting: str) -> dict[str, _Armed]:
+    """The armed points of a setting.
+
+    Raises:
+        ConfigError: a point or an action is unknown, or a number is none.
+    """
+    armed = {}
+    for entry in filter(None, (part.strip() for part in setting.split(","))):
+        point, _, rest = entry.partition("=")
+        rest, _, at_pass = rest.partition("@")
+        action, _, argument = rest.partition(":")
+        if point not in POINTS:
+            raise ConfigError(
+                f"environment.{env.RLHF_FAULTS.name}",
+                f"no fault point {point!r}; known: {', '.join(sorted(POINTS))}",
+            )
+        if action not in _ACTIONS or (at_pass and not at_pass.isdigit()):
+            raise ConfigError(
+                f"environment.{env.RLHF_FAULTS.name}",
+                f"got {entry!r}; need POINT=ACTION[:ARGUMENT][@PASS], "
+                f"ACTION one of {', '.join(sorted(_ACTIONS))}",
+            )
+        armed[point] = _Armed(action, argument, int(at_pass or 1))
+    return armed
+
+
+def _act(point: str, armed: _Armed) -> bool:
+    """Carry out the action; returns only where the caller goes on."""
+    match armed.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(int(armed.argument or 1))
+        case "raise":
+            raise InjectedFaultError(f"injected at {point}")
+        case "eio":
+            raise OSError(errno.EIO, f"injected at {point}")
+        case "enospc":
+            raise OSError(errno.ENOSPC, f"injected at {point}")
+        case "sleep":
+            time.sleep(float(armed.argument or 1))
+        case "nan":
+            return True
+    return False

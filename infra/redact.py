@@ -1,0 +1,87 @@
+"""Keeps secrets out of everything that is written for people: logs, errors, reports.
+
+A secret is recognised by where it stands (the value of an environment variable whose name says
+so) or by its form (tokens of well-known services, keys in PEM, passwords in URLs).
+Promises: `redact` replaces every such value, and `RedactingFilter` does so for a whole log
+record, traceback included.
+Does not promise to know a secret that looks like an ordinary word and stands in no variable.
+"""
+
+import logging
+import re
+
+from infra import env
+
+MASK = "***"
+
+_NAME_PARTS = frozenset(
+    {
+        *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "KEY", "APIKEY"),
+        *("CREDENTIAL", "CREDENTIALS"),
+    }
+)
+_MIN_LENGTH = 6
+"""A shorter value (`1`, `true`, `none`) would mask half of every text."""
+
+_VALUE_PATTERNS = (
+    re.compile(r"\bhf_[A-Za-z0-9]{16,}"),
+    re.compile(r"\bsk-[A-Za-z0-9_-]{16,}"),
+    re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+    re.compile(r"\bgh[pousr]_[A-Za-z0-9]{20,}"),
+    re.compile(r"\bgithub_pat_[A-Za-z0-9_]{20,}"),
+    re.compile(r"\bglpat-[A-Za-z0-9_-]{16,}"),
+    re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"),
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|\Z)", re.S),
+)
+_CONTEXT_PATTERNS = (
+    # Only the secret behind the known words is masked.
+    re.compile(r"(?i)(?P<keep>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}"),
+    re.compile(r"(?P<keep>\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/:@]*:)[^\s/@]+(?=@)"),
+)
+
+
+def redact(text: str) -> str:
+    """`text` with every secret in it replaced by `***`."""
+    for value in _environment_secrets():
+        text = text.replace(value, MASK)
+    for pattern in _VALUE_PATTERNS:
+        text = pattern.sub(MASK, text)
+    for pattern in _CONTEXT_PATTERNS:
+        text = pattern.sub(rf"\g<keep>{MASK}", text)
+    return text
+
+
+def looks_secret(value: str) -> bool:
+    """Whether a value has the form of a secret, wherever it stands."""
+    return any(pattern.search(value) for pattern in _VALUE_PATTERNS)
+
+
+class RedactingFilter(logging.Filter):
+    """Redacts log records in place; goes on handlers, as a logger's filter misses its children."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Redact message, traceback and stack of a record; it always passes."""
+        record.msg = redact(_message(record))
+        record.args = ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = redact(record.exc_text)
+        if record.stack_info:
+            record.stack_info = redact(record.stack_info)
+        return True
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError):
+        # A call with the wrong number of arguments: its text is still worth having.
+        return f"{record.msg} {record.args}"
+
+
+def _environment_secrets() -> list[str]:
+    """Secret values of the environment, longest first, so that none hides inside another."""
+    values = {v for v in env.values_of_secrets(_NAME_PARTS) if len(v) >= _MIN_LENGTH}
+    return sorted(values, key=len, reverse=True)

@@ -1,0 +1,35 @@
+"""Whether the run that is being ended was cancelled, or merely lost its process."""
+
+import logging
+
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+
+_log = logging.getLogger(__name__)
+
+
+def run_is_cancelled(error: BaseException) -> bool:
+    """Whether a SIGTERM means that someone cancelled the flow run.
+
+    Prefect sends the same signal when a worker shuts down; only the state of the flow run on
+    the server tells the two apart.
+
+    Args:
+        error: what ended the task.
+
+    Returns:
+        True if the flow run is cancelled or being cancelled. False outside a flow run, and when
+        the server cannot be asked: a job that runs on can be stopped later, a stopped one has
+        lost work.
+    """
+    context = FlowRunContext.get()
+    if not isinstance(error, TerminationSignal) or context is None or context.flow_run is None:
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(context.flow_run.id).state
+    except Exception as failure:  # noqa: BLE001  the process is ending; no answer is an answer
+        _log.warning("the state of the flow run is unknown: %s", failure)
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())

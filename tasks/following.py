@@ -1,0 +1,187 @@
+"""Following a stage's job from its submission to its commit.
+
+Promises: the store's commit record alone says that a stage is done; Ray's job status and the
+job's heartbeat only say whether it still makes sense to wait. Leaving on a cancellation stops
+the job; leaving for any other reason leaves it running for the next run to attach to.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.errors import EXIT_USER_ERROR, ConfigError, JobError, JobFailedError
+from infra.journal import JournalRecord, read_records
+from infra.ray_jobs import RayJobs
+from infra.stage_spec import CommitRecord
+from infra.storage import Storage
+from tasks.cancellation import run_is_cancelled
+from tasks.run_page import RunPage
+from tasks.submission import HEARTBEAT_STALE_S, Submission
+
+POLL_S = 0.2
+STATUS_EVERY_S = 1.0
+STOP_DEADLINE_S = 20.0
+LOG_TAIL_LINES = 20
+COMMIT_GRACE_S = 5.0
+"""A job that Ray calls finished may have committed after our last look at the store."""
+
+_log = logging.getLogger(__name__)
+
+
+class JobFollower:
+    """Brings one stage's job to its commit.
+
+    Args:
+        label: name of the stage.
+        fingerprint: what the job commits.
+        submission: where attempts live.
+        storage: where the commit appears.
+        page: where a person looks.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        fingerprint: str,
+        submission: Submission,
+        storage: Storage,
+        page: RunPage,
+    ) -> None:
+        self._label = label
+        self._fingerprint = fingerprint
+        self._submission = submission
+        self._storage = storage
+        self._page = page
+        self._offset = 0
+
+    def follow(
+        self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]
+    ) -> CommitRecord:
+        """Submit or attach, then wait for the commit.
+
+        Args:
+            jobs: the job client.
+            on_record: gets every journal record written from now on.
+
+        Returns:
+            The commit record, its artifact verified.
+
+        Raises:
+            ConfigError: the job refused its configuration or input.
+            JobFailedError: the job ended, or fell silent, without a commit.
+        """
+        self._skip_history()
+        job = jobs.ensure(self._submission)
+        self._page.log(f"{self._label}: {'attached to' if job.attached else 'submitted'} {job.id}")
+        try:
+            return self._wait(jobs, job.id, job.attempt, on_record)
+        except BaseException as error:
+            # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
+            if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
+                self._page.warn(f"{self._label}: cancelled; stopping {job.id}")
+                self._stop(jobs, job.id)
+            raise
+
+    def _wait(
+        self,
+        jobs: RayJobs,
+        job_id: str,
+        attempt: int,
+        on_record: Callable[[JournalRecord], None],
+    ) -> CommitRecord:
+        status_at = time.monotonic() + STATUS_EVERY_S
+        while True:
+            self._pump(on_record)
+            record = self._storage.committed(self._fingerprint)
+            if record is not None:
+                self._pump(on_record)
+                return record
+            if time.monotonic() >= status_at:
+                status_at = time.monotonic() + STATUS_EVERY_S
+                ended = self._check(jobs, job_id, attempt)
+                if ended:
+                    return self._last_look(jobs, job_id, attempt, on_record)
+            time.sleep(POLL_S)
+
+    def _skip_history(self) -> None:
+        """Lines of earlier attempts were shown by the run that followed them."""
+        records, self._offset = read_records(self._submission.journal_path, 0)
+        steps = [record.step for record in records if record.step is not None]
+        if steps:
+            self._page.log(f"{self._label}: the journal reaches step {max(steps)}; resuming")
+
+    def _pump(self, on_record: Callable[[JournalRecord], None]) -> None:
+        records, self._offset = read_records(self._submission.journal_path, self._offset)
+        for record in records:
+            self._page.show(record)
+            on_record(record)
+
+    def _check(self, jobs: RayJobs, job_id: str, attempt: int) -> bool:
+        """Whether the job has ended; a job that fell silent is stopped, and fails."""
+        silence_s = self._submission.silence_s(attempt)
+        try:
+            status = jobs.status(job_id)
+        except JobError as error:
+            # A lost head says nothing about the job: its heartbeat and its commit do.
+            if silence_s < HEARTBEAT_STALE_S:
+                _log.debug("%s: %s", job_id, error)
+                return False
+            raise
+        if status.is_terminal:
+            return True
+        if silence_s >= HEARTBEAT_STALE_S:
+            self._stop(jobs, job_id)
+            raise JobFailedError(
+                f"{self._label}: job {job_id} gave no sign of life for {silence_s:.0f} s and was "
+                f"stopped; run again to resume{self._tail(jobs, job_id)}"
+            )
+        return False
+
+    def _last_look(
+        self,
+        jobs: RayJobs,
+        job_id: str,
+        attempt: int,
+        on_record: Callable[[JournalRecord], None],
+    ) -> CommitRecord:
+        """The job has ended: its commit, or the reason why there is none."""
+        deadline = time.monotonic() + COMMIT_GRACE_S
+        error_path = self._submission.attempt_dir(attempt) / "error.json"
+        while time.monotonic() < deadline:
+            record = self._storage.committed(self._fingerprint)
+            if record is not None:
+                self._pump(on_record)
+                return record
+            if error_path.exists():
+                break
+            time.sleep(POLL_S)
+        self._pump(on_record)
+        raise self._failure(jobs, job_id, error_path)
+
+    def _failure(self, jobs: RayJobs, job_id: str, error_path: Path) -> Exception:
+        tail = self._tail(jobs, job_id)
+        try:
+            error = json.loads(error_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            message = jobs.status(job_id).message or "no reason given"
+            return JobFailedError(f"{self._label}: job {job_id} ended: {message}{tail}")
+        if error["exit_code"] == EXIT_USER_ERROR:
+            path, _, problem = str(error["message"]).partition(": ")
+            return ConfigError(path, problem)
+        return JobFailedError(f"{self._label}: {error['type']}: {error['message']}{tail}")
+
+    def _tail(self, jobs: RayJobs, job_id: str) -> str:
+        try:
+            lines = jobs.logs(job_id).splitlines()[-LOG_TAIL_LINES:]
+        except JobError:
+            return ""
+        return "".join(f"\n    {line}" for line in lines)
+
+    def _stop(self, jobs: RayJobs, job_id: str) -> None:
+        try:
+            jobs.stop(job_id, STOP_DEADLINE_S)
+        except JobError as error:
+            self._page.warn(f"{self._label}: {job_id} could not be stopped: {error}")

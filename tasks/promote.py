@@ -1,0 +1,30 @@
+"""Stage `promote`: the gate in front of the model registry.
+
+Needs the `evaluation` and the `model` it speaks of. Yields a `promotion`: `decision.json`. The
+runner registers the model and sets its alias when the decision says so.
+"""
+
+from engines.config.stages import PromoteStageConfig
+from infra.stage_spec import Artifact
+from tasks.identity import StageRequest
+from tasks.prefect_task import stage_task
+from tasks.run import StageResult, StageRunner
+
+JOB_MODULE = "engines.jobs.promote"
+
+
+@stage_task("promote")
+def promote(
+    run: StageRunner, config: PromoteStageConfig, seed: int, evaluation: Artifact, model: Artifact
+) -> StageResult:
+    """Decide whether the model may bear the alias."""
+    return run.run(
+        StageRequest(
+            stage="promote",
+            label="promote",
+            job_module=JOB_MODULE,
+            config=config,
+            inputs={"evaluation": evaluation, "model": model},
+            seed=seed,
+        )
+    )

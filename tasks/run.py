@@ -1,0 +1,45 @@
+"""The two boundary types of the task floor: what runs stages, and what a stage yields."""
+
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.stage_spec import Artifact
+from tasks.identity import StageRequest
+
+
+class StageResult(BaseModel):
+    """What a finished stage hands on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    """Name of the stage within the run (`rl_round_2`)."""
+    fingerprint: str
+    artifact: Artifact
+    reused: bool
+    """Whether the output was there before this run asked for it."""
+    wall_s: float
+    """Seconds this run spent on the stage, looking it up included."""
+    metrics: dict[str, float]
+    """Headline metrics from the commit record."""
+    job_seconds: dict[str, float]
+    """Wall seconds of the job's phases, from the commit record."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the output artifact."""
+        return self.artifact.digest
+
+
+class StageRunner(Protocol):
+    """Whatever can bring a stage to its result."""
+
+    @property
+    def orchestrated(self) -> bool:
+        """Whether each stage is to be a Prefect task run."""
+        ...
+
+    def run(self, request: StageRequest) -> StageResult:
+        """Run one stage, or find that it is done."""
+        ...

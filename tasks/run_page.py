@@ -1,0 +1,105 @@
+"""What a stage shows on its Prefect run page while it runs: log lines and a progress ring.
+
+Promises: outside a Prefect run everything here goes to the plain logger instead; a Prefect server
+that is slow or gone costs a stage one warning and nothing else.
+"""
+
+import logging
+import time
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+
+from infra.journal import JournalRecord
+from infra.redact import redact
+
+UPDATE_EVERY_S = 3.0
+HEADLINE_METRICS = (
+    ("train/loss", "loss"),
+    ("critic/score/mean", "score"),
+    ("actor/pg_loss", "pg_loss"),
+    ("val-core/accuracy", "accuracy"),
+    ("response_length/mean", "length"),
+    ("actor/entropy", "entropy"),
+    ("actor/ppo_kl", "kl"),
+    ("train/grad_norm", "grad"),
+    ("actor/grad_norm", "grad"),
+    ("timing_s/step", "step s"),
+)
+"""Journal metrics worth a place in one line, and what the line calls them, in order."""
+
+Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+def headline(record: JournalRecord) -> str:
+    """The few numbers of a metrics record that a person follows: `loss 1.234  grad 0.56`."""
+    parts = [
+        f"{short} {record.values[name]:.4g}"
+        for name, short in HEADLINE_METRICS
+        if name in record.values
+    ]
+    if not parts:
+        parts = [f"{name} {value:.4g}" for name, value in list(record.values.items())[:4]]
+    return "  ".join(parts)
+
+
+class RunPage:
+    """The run page of one stage.
+
+    Args:
+        label: name of the stage, used as the artifact's key.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._orchestrated = TaskRunContext.get() is not None
+        self._logger: Logger = (
+            get_run_logger() if self._orchestrated else logging.getLogger(f"rlhf.{label}")
+        )
+        self._artifact_id: UUID | None = None
+        self._updated_at = -UPDATE_EVERY_S
+        self._gave_up = False
+
+    def log(self, message: str) -> None:
+        """One line."""
+        self._logger.info("%s", redact(message))
+
+    def warn(self, message: str) -> None:
+        """One line that stands out."""
+        self._logger.warning("%s", redact(message))
+
+    def show(self, record: JournalRecord) -> None:
+        """One journal record: metrics and messages as lines, progress as the ring."""
+        if record.kind == "metrics":
+            self.log(f"{self._label} step {record.step}  {headline(record)}")
+        elif record.kind == "progress" and record.done is not None and record.total:
+            self._ring(100.0 * record.done / record.total, record.message)
+        if record.message and record.kind == "log":
+            self.log(record.message)
+
+    def close(self) -> None:
+        """The stage is done: the ring is full."""
+        self._updated_at = -UPDATE_EVERY_S
+        if self._artifact_id is not None:
+            self._ring(100.0, "")
+
+    def _ring(self, percent: float, message: str) -> None:
+        now = time.monotonic()
+        if not self._orchestrated or self._gave_up or now - self._updated_at < UPDATE_EVERY_S:
+            return
+        self._updated_at = now
+        try:
+            if self._artifact_id is None:
+                created = create_progress_artifact(
+                    progress=percent,
+                    key=f"progress-{self._label.replace('_', '-')}",
+                    description=message or self._label,
+                )
+                self._artifact_id = created if isinstance(created, UUID) else None
+            else:
+                update_progress_artifact(artifact_id=self._artifact_id, progress=percent)
+        except Exception as error:  # noqa: BLE001  the run page is a courtesy: a stage outlives it
+            self._gave_up = True
+            self.warn(f"progress is no longer shown on the run page: {error}")

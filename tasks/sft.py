@@ -1,0 +1,34 @@
+"""Stage `sft`: supervised fine-tuning.
+
+Needs the `dataset` and the model. Yields a `policy`: sharded checkpoint with optimizer, and the
+Hugging Face configuration and tokenizer beside it.
+"""
+
+from engines.config.stages import SFTStageConfig
+from infra.stage_spec import Artifact
+from tasks.identity import StageRequest, model_input, plugin_modules
+from tasks.prefect_task import stage_task
+from tasks.run import StageResult, StageRunner
+
+JOB_MODULE = "engines.jobs.sft"
+
+
+@stage_task("sft")
+def sft(run: StageRunner, config: SFTStageConfig, seed: int, dataset: Artifact) -> StageResult:
+    """Train the model on the supervised rows, and score it on the held-out ones."""
+    return run.run(
+        StageRequest(
+            stage="sft",
+            label="sft",
+            job_module=JOB_MODULE,
+            config=config,
+            inputs={
+                "dataset": dataset,
+                **model_input(config.model),
+            },
+            seed=seed,
+            plugins=plugin_modules(
+                training=config.training, rollout=config.rollout, reward=config.reward
+            ),
+        )
+    )
