@@ -10,6 +10,8 @@ Torch and transformers are imported where they are used, so that a bad path cost
 
 import json
 import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,8 @@ from engines.config.model import ArchitectureConfig, ModelConfig
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FIELD = "model.path"
 _INDEX = "model.safetensors.index.json"
@@ -74,7 +77,8 @@ def create_random_model(
         ) from error
     model.generation_config = GenerationConfig(**special)
     out_dir.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out_dir)
+    with without_progress_bars():
+        model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 
 
@@ -141,11 +145,45 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
             )
     _check_context(path, config, max_length)
     for shard in _weight_files(path):
-        _check_shard(shard)
+        _header(shard)
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(
             _FIELD, f"{path} has no tokenizer; copy tokenizer.json beside the weights"
         )
+
+
+def stored_tensor_names(path: Path) -> list[str]:
+    """Names of the tensors in a model directory's safetensors files, sorted."""
+    return sorted(name for file in _weight_files(path) for name in _header(file))
+
+
+def hub_tensors(
+    model: "PreTrainedModel", named: "Iterable[tuple[str, Tensor]]"
+) -> "Iterator[tuple[str, Tensor]]":
+    """Rename (and where needed split) tensors in memory to those `save_pretrained` writes.
+
+    Args:
+        model: tells how transformers converts names of its architecture; may be without memory.
+        named: (name in memory, whole tensor), tied ones once.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in named:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Scope in which transformers draws no progress bars into a job's log."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -212,8 +250,8 @@ def _weight_files(path: Path) -> list[Path]:
     raise ConfigError(_FIELD, f"{path} holds no weights; need model.safetensors")
 
 
-def _check_shard(path: Path) -> None:
-    """Compare the size that a safetensors header promises with the file's."""
+def _header(path: Path) -> dict[str, Any]:
+    """Entries of a safetensors header, once the size it promises was compared with the file's."""
     with path.open("rb") as file:
         prefix = file.read(8)
         (header_bytes,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
@@ -223,12 +261,14 @@ def _check_shard(path: Path) -> None:
             header = json.loads(file.read(header_bytes))
         except ValueError as error:
             raise ConfigError(_FIELD, f"{path}: damaged header ({error}); copy it again") from error
-    ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+    header.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in header.values()]
     promised, actual = 8 + header_bytes + max(ends, default=0), path.stat().st_size
     if promised != actual:
         raise ConfigError(
             _FIELD, f"{path}: header says {promised} bytes, file has {actual}; copy it again"
         )
+    return header
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

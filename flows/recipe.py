@@ -7,6 +7,7 @@ Does not promise: that data and models are well formed inside; the jobs check th
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -33,6 +34,7 @@ from flows.recipe_errors import refuse_secrets, to_config_error
 from flows.recipe_source import read_recipe
 from flows.validation import check_recipe
 from infra.canonical import sha256_json
+from tasks.identity import reward_file
 
 RUN_NAME_DIGITS = 8
 
@@ -166,8 +168,49 @@ def parse_recipe(data: Any) -> Recipe:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         raise to_config_error(error, Recipe) from None
+    return prepare_recipe(recipe)
+
+
+def prepare_recipe(recipe: Recipe) -> Recipe:
+    """Check a recipe's fields against each other, and make its local paths absolute.
+
+    Jobs run in directories of their own, so a relative path is one of the caller's directory.
+
+    Args:
+        recipe: a recipe whose fields are valid one by one, as a Prefect parameter is.
+
+    Returns:
+        The recipe that runs.
+
+    Raises:
+        ConfigError: one line about what is wrong.
+    """
     check_recipe(recipe)
-    return recipe
+    model = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
+    data = recipe.data.model_copy(
+        update={
+            split: tuple(
+                source.model_copy(update={"path": _absolute(source.path)})
+                for source in getattr(recipe.data, split)
+            )
+            for split in ("sft", "rl", "evaluation")
+        }
+    )
+    file = reward_file(recipe.rl.reward)
+    if file is None:
+        return recipe.model_copy(update={"model": model, "data": data})
+    function = f"{_absolute(file)}:{recipe.rl.reward.function.rpartition(':')[2]}"
+    reward = recipe.rl.reward.model_copy(update={"function": function})
+    rl = recipe.rl.model_copy(update={"reward": reward})
+    return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
+
+
+def _absolute(path: str | None) -> str | None:
+    """An existing local path in full; a hub id, or nothing, as it is."""
+    if path is None:
+        return None
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() else path
 
 
 def load_recipe(

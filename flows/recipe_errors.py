@@ -8,7 +8,7 @@ a secret is echoed. Rules of the models that start with ``field:`` extend the pa
 import difflib
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -90,7 +90,7 @@ def to_config_error(error: ValidationError, model: type[BaseModel]) -> ConfigErr
     kind = first["type"]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     if kind == "extra_forbidden":
-        return ConfigError(path, _unknown_field(str(first["loc"][-1]), owner) + more)
+        return ConfigError(path, _unknown_field(str(first["loc"][-1]), owner, model) + more)
     if kind == "missing":
         what = field.description if field and field.description else "give a value"
         return ConfigError(path, f"missing; need {what}{more}")
@@ -112,16 +112,32 @@ def _split_rule(path: str, text: str) -> tuple[str, str]:
     return path, text
 
 
-def _unknown_field(name: str, owner: type[BaseModel] | None) -> str:
+def _unknown_field(name: str, owner: type[BaseModel] | None, root: type[BaseModel]) -> str:
     known = list(owner.model_fields) if owner else []
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if nearest:
         return f"unknown field; did you mean {nearest[0]}?"
+    paths = {path.rpartition(".")[2]: path for path in _all_paths(root, "")}
+    elsewhere = difflib.get_close_matches(name, paths, n=1, cutoff=0.8)
+    if elsewhere:
+        return f"unknown field; did you mean {paths[elsewhere[0]]}?"
     return f"unknown field; known: {', '.join(known)}" if known else "unknown field; remove it"
 
 
+def _all_paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Dotted paths of all fields below a model."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = _model_of(field.annotation)
+        if inner:
+            yield from _all_paths(inner, f"{prefix}{name}.")
+
+
 def _bad_value(error: ErrorDetails, field: FieldInfo | None) -> str:
-    need = describe_field(field) if field else error["msg"].lower()
+    if field and isinstance(error["loc"][-1], int):
+        need = _describe((get_args(field.annotation) or (str,))[0])
+    else:
+        need = describe_field(field) if field else error["msg"].lower()
     return f"got {_echo(error['input'])}; need {need}"
 
 
@@ -139,7 +155,7 @@ def _echo(value: Any) -> str:
 def describe_field(field: FieldInfo) -> str:
     """What a field accepts, in words: `an integer >= 1`, `one of cosine, constant`."""
     bounds = [
-        f"{sign} {getattr(rule, name):g}"
+        f"{sign} {getattr(rule, name)}"
         for rule in field.metadata
         for name, sign in _BOUND_SIGNS.items()
         if getattr(rule, name, None) is not None

@@ -37,6 +37,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_lengths(recipe)
     _check_data(recipe)
     _check_model(recipe)
+    if recipe.sft is None and recipe.rl.num_rounds == 0:
+        raise ConfigError("rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one")
 
 
 def _check_plugins(recipe: Recipe) -> None:

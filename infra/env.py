@@ -95,6 +95,9 @@ RLHF_USE_EXTERNAL_MODULES = EnvVar(
 )
 RLHF_STAGE_THREADS = EnvVar("RLHF_STAGE_THREADS", None, "CPU threads of a job's process")
 RLHF_DEBUG = EnvVar("RLHF_DEBUG", None, "1 prints the traceback of user errors too")
+RLHF_PROCESS_MARK = EnvVar(
+    "RLHF_PROCESS_MARK", None, "names the family of a process that we started; set by us"
+)
 RLHF_FAULTS = EnvVar("RLHF_FAULTS", None, "armed fault points, for tests (see infra/faults.py)")
 
 # Addresses and credentials of the services we talk to.
@@ -122,6 +125,12 @@ RAY_JOB_STOP_WAIT_TIME_S = EnvVar(
     "seconds from SIGTERM to SIGKILL of a stopped Ray job",
 )
 RAY_USAGE_STATS_ENABLED = EnvVar("RAY_USAGE_STATS_ENABLED", None, "0 keeps Ray from phoning home")
+RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER = EnvVar(
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None, "0 binds every server of a Ray head to loopback"
+)
+RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S = EnvVar(
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", None, "0 spares a stopped Ray head its long farewell"
+)
 PREFECT_SERVER_ALLOW_EPHEMERAL_MODE = EnvVar(
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", None, "true lets a flow start its own Prefect server"
 )
@@ -145,6 +154,9 @@ MLFLOW_HTTP_REQUEST_TIMEOUT = EnvVar(
 )
 MLFLOW_SERVER_ENABLE_JOB_EXECUTION = EnvVar(
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION", None, "false spares the MLflow server its job workers"
+)
+MLFLOW_DISABLE_TELEMETRY = EnvVar(
+    "MLFLOW_DISABLE_TELEMETRY", None, "true keeps MLflow from phoning home"
 )
 TOKENIZERS_PARALLELISM = EnvVar(
     "TOKENIZERS_PARALLELISM", None, "false keeps tokenizers from threading in forked workers"

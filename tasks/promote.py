@@ -18,7 +18,7 @@ def promote(
     run: StageRunner, config: PromoteStageConfig, seed: int, evaluation: Artifact, model: Artifact
 ) -> StageResult:
     """Decide whether the model may bear the alias."""
-    return run.run(
+    result = run.run(
         StageRequest(
             stage="promote",
             label="promote",
@@ -28,3 +28,6 @@ def promote(
             seed=seed,
         )
     )
+    if result.metrics.get("promoted"):
+        run.register_model(config.promote, model, result.metrics)
+    return result

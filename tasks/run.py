@@ -1,11 +1,16 @@
 """The two boundary types of the task floor: what runs stages, and what a stage yields."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from engines.config.stages import PromoteConfig
 from infra.stage_spec import Artifact
 from tasks.identity import StageRequest
+
+ACCURACY_METRICS = ("val-core/accuracy", "accuracy")
+"""Names under which stages report held-out accuracy, the preferred one first."""
 
 
 class StageResult(BaseModel):
@@ -31,6 +36,11 @@ class StageResult(BaseModel):
         """Digest of the output artifact."""
         return self.artifact.digest
 
+    @property
+    def accuracy(self) -> float | None:
+        """Held-out accuracy at the end of the stage, if it was measured."""
+        return next((self.metrics[name] for name in ACCURACY_METRICS if name in self.metrics), None)
+
 
 class StageRunner(Protocol):
     """Whatever can bring a stage to its result."""
@@ -42,4 +52,10 @@ class StageRunner(Protocol):
 
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or find that it is done."""
+        ...
+
+    def register_model(
+        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
+    ) -> None:
+        """Enter a model that passed the gate into the registry, once."""
         ...

@@ -59,7 +59,7 @@ class ModelConfig(StrictModel):
     @model_validator(mode="after")
     def _check_path(self) -> "ModelConfig":
         if self.init == "pretrained" and not self.path:
-            raise ValueError("path is missing; give a directory or a hub id, or set init: random")
+            raise ValueError("path: missing; give a directory or a hub id, or set init: random")
         if self.init == "random" and self.path:
-            raise ValueError(f"path {self.path!r} contradicts init: random; remove one of the two")
+            raise ValueError(f"path: {self.path!r} contradicts init: random; remove one of the two")
         return self

@@ -10,7 +10,7 @@ group `rlhf.plugins`, named ``<kind>.<name>`` (``rollout.mine = my_package.engin
 
 import difflib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -99,28 +99,39 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         outside = _outside_names(kind)
         if name in outside:
             return None
-        raise ConfigError(path, unknown_name(name, [*usable_names(kind), *outside]))
+        raise ConfigError(path, _unknown(kind, name, outside))
     if plugin.requires and not _installed(plugin.requires):
         raise ConfigError(
             path,
             f"{name} needs the extra: pip install 'rlhf-pipeline[{plugin.extra}]' "
             f"(no module named {plugin.requires})",
         )
-    if not _shipped(plugin.module):
-        raise ConfigError(path, unknown_name(name, [*usable_names(kind), *_outside_names(kind)]))
+    if not _usable(plugin):
+        raise ConfigError(path, _unknown(kind, name, _outside_names(kind)))
     return plugin
 
 
 def usable_names(kind: PluginKind) -> list[str]:
-    """Built-in names of a kind whose module is part of this installation."""
-    return [name for name, plugin in BUILT_IN[kind].items() if _shipped(plugin.module)]
+    """Built-in names of a kind that this installation could run, extras included."""
+    return [name for name, plugin in BUILT_IN[kind].items() if _usable(plugin)]
 
 
-def unknown_name(name: str, known: list[str]) -> str:
-    """Text of the error about a name nobody registered."""
-    text = f"no {name!r}; known: {', '.join(sorted(known)) or 'none'}"
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{text}; did you mean {nearest[0]}?" if nearest else text
+def unknown_name(name: str, known: Sequence[str], unusable: Sequence[str] = ()) -> str:
+    """Text of the error about a name nobody registered: what exists, and the nearest name.
+
+    Args:
+        name: what the user wrote.
+        known: names that would work.
+        unusable: names that exist but need an extra; they may still be what was meant.
+    """
+    others = [other for other in (*known, *unusable) if other != name]
+    nearest = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"no {name!r}; known: {', '.join(sorted(known)) or 'none'}{hint}"
+
+
+def _unknown(kind: PluginKind, name: str, outside: Sequence[str]) -> str:
+    return unknown_name(name, [*usable_names(kind), *outside], list(BUILT_IN[kind]))
 
 
 def _outside_names(kind: PluginKind) -> list[str]:
@@ -130,6 +141,11 @@ def _outside_names(kind: PluginKind) -> list[str]:
         for entry in entry_points(group=ENTRY_POINT_GROUP)
         if entry.name.startswith(prefix)
     ]
+
+
+def _usable(plugin: Plugin) -> bool:
+    """Whether the adapter of a plugin that stands on an extra is part of this installation."""
+    return plugin.requires is None or _shipped(plugin.module)
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Rewards: the compute_score contract, built-in functions, and scoring under a deadline."""

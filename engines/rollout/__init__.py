@@ -1,0 +1,1 @@
+"""Rollout: prompts in as token ids, sampled completions out; one contract, several engines."""

@@ -169,6 +169,9 @@ def attend(
         rollout_step: the forward pass this call belongs to.
         **extra: what else the model passes on.
 
+    Returns:
+        (batch, tokens, H, D) and no weights.
+
     Raises:
         RolloutError: the model lost `rollout_step`, or asks for attention we do not have.
     """
@@ -176,7 +179,9 @@ def attend(
         raise RolloutError(f"{type(module).__name__} does not pass rollout_step to its attention")
     for name in ("softcap", "s_aux", "position_bias"):
         if extra.get(name) is not None:
-            raise RolloutError(f"{type(module).__name__} needs attention with {name}: not supported")
+            raise RolloutError(
+                f"{type(module).__name__} needs attention with {name}: not supported"
+            )
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise RolloutError(f"{type(module).__name__} has no layer_idx")

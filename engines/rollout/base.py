@@ -27,6 +27,12 @@ class RolloutEngine(ABC):
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """Sample every request; yield each completion as soon as it is finished.
 
+        Args:
+            requests: what to sample; ids must differ from each other and from those in flight.
+
+        Returns:
+            The completions, one per sample.
+
         Raises:
             RolloutError: before the first confirmed weight update, or when a prompt leaves no
                 room for `max_new_tokens` in the context.
@@ -40,6 +46,10 @@ class RolloutEngine(ABC):
         Streams: holds at most one incoming tensor at a time beside its own copy. Requests in
         flight must have been drained, paused or aborted by the caller. From the first tensor
         until `finish_update` the engine refuses to sample, also after an error.
+
+        Args:
+            tensors: (name, full tensor) of every parameter, tied ones once, in the engine's dtype.
+            version: number of the weights, 0 or more.
 
         Returns:
             The digest of the weights as the engine now holds them

@@ -73,6 +73,9 @@ class InferenceModel:
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> str:
         """Overwrite every parameter.
 
+        Args:
+            tensors: (name, full tensor) of every parameter, tied ones once.
+
         Returns:
             Digest of the parameters as they now stand in memory.
 
@@ -88,7 +91,8 @@ class InferenceModel:
         missing = sorted(self._parameters.keys() - seen)
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
-        return combine((name, tensor_checksum(p)) for name, p in self._parameters.items())
+        # From the module, not from our table: it is the module that computes.
+        return combine((n, tensor_checksum(p)) for n, p in self._model.named_parameters())
 
     def release(self) -> None:
         """Free the memory of the parameters."""
@@ -128,7 +132,9 @@ class InferenceModel:
                 f"{tuple(self._shapes[name])}"
             )
         if tensor.dtype != self._dtype:
-            raise WeightSyncError(f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}")
+            raise WeightSyncError(
+                f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}"
+            )
 
 
 def _check_supported(config: PretrainedConfig) -> None:

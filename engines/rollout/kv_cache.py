@@ -119,7 +119,10 @@ class KVCache:
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """A copy of one row's first positions, (1, G, length, D) per layer."""
         return [
-            (layer[0][row : row + 1, :, :length].clone(), layer[1][row : row + 1, :, :length].clone())
+            (
+                layer[0][row : row + 1, :, :length].clone(),
+                layer[1][row : row + 1, :, :length].clone(),
+            )
             for layer in self._layers
             if layer is not None
         ]

@@ -6,11 +6,13 @@ unknown name is an error that lists the known ones and the nearest.
 To add an engine: a class with the constructor of `TransformersEngine`, and one of the three.
 """
 
+import difflib
 import importlib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name, usable_names
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, usable_names
 from engines.config.rollout import RolloutConfig
 from engines.errors import UnknownPluginError
 from engines.rollout.base import RolloutEngine
@@ -26,7 +28,11 @@ class RolloutRegistry:
 
     @classmethod
     def register(cls, name: str, target: str) -> None:
-        """Make ``module:Class`` known as `name`.
+        """Make a class known as `name`.
+
+        Args:
+            name: what the setting `rollout.engine` calls it.
+            target: ``module:Class``.
 
         Raises:
             ValueError: the name is taken by another target, or `target` has no colon.
@@ -49,15 +55,25 @@ class RolloutRegistry:
         return {**outside, **cls._registered, **built_in}
 
     @classmethod
-    def load(cls, name: str) -> type[RolloutEngine]:
-        """The class behind a name.
+    def load(cls, name: str) -> Callable[..., RolloutEngine]:
+        """Import the class behind a name.
+
+        Args:
+            name: name in the registry.
+
+        Returns:
+            The class; its constructor takes what `create_rollout_engine` does, without the name.
 
         Raises:
             UnknownPluginError: nobody registered that name.
         """
         targets = cls.targets()
         if name not in targets:
-            raise UnknownPluginError("rollout.engine", unknown_name(name, list(targets)))
+            nearest = difflib.get_close_matches(name, targets, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise UnknownPluginError(
+                "rollout.engine", f"got {name!r}; need one of {', '.join(sorted(targets))}{hint}"
+            )
         module, _, attribute = targets[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
@@ -73,6 +89,9 @@ def create_rollout_engine(
         rollout: capacity, deadline and options.
         dtype: `float32` or `bfloat16`.
         platform: where it runs.
+
+    Returns:
+        The engine, without weights.
 
     Raises:
         UnknownPluginError: nobody registered that name.

@@ -152,9 +152,10 @@ class RunningBatch:
         logits_PV = self._model.prefill(input_ids_T, step)
         row = first_row
         for index, prefix in enumerate(prefixes):
-            if prefix.shared and prefix.samples[0].request is wanted:
+            request = prefix.samples[0].request
+            if prefix.shared and request is wanted:
                 layers = self._cache.read_row(row, lengths[index])
-                self._held = HeldPrompt(wanted, layers, logits_PV[index : index + 1].clone())
+                self._held = HeldPrompt(request, layers, logits_PV[index : index + 1].clone())
             row += len(prefix.samples)
         self._add_rows(samples)
         return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)

@@ -116,6 +116,9 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
         logits_BV: (B, V) float32, already divided by the temperature.
         top_k_B: (B,) int64; 0 is off.
         top_p_B: (B,) float32; 1 is off.
+
+    Returns:
+        (B, V) logits; at least one per row is finite.
     """
     vocab_size = logits_BV.shape[1]
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)

@@ -152,6 +152,10 @@ def prefill_chunks(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list[int], list[int]]:
     """How the rows of a batch close up when some leave: the last ones move into the holes.
 
+    Args:
+        num_rows: rows before.
+        leaving: rows that leave.
+
     Returns:
         The old row at each new place; the rows that move; the places they move to.
     """

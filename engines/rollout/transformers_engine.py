@@ -57,9 +57,7 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         options = _options(rollout)
         self._timeout_s = rollout.timeout_s
-        self._model = InferenceModel(
-            hf_dir, getattr(torch, dtype), torch.device(platform.device_name)
-        )
+        self._model = InferenceModel(hf_dir, getattr(torch, dtype), platform.device())
         self._batch = RunningBatch(
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )

@@ -85,6 +85,23 @@ class Experience:
                 yield self.batch.select([i for i, group in enumerate(groups) if group in chosen])
 
 
+@dataclass(frozen=True)
+class ScoredBatch:
+    """What became of one generation batch.
+
+    Attributes:
+        samples: those that were scored.
+        num_generated: completions that were sampled.
+        num_unscored: completions that could not be scored.
+        num_aborted: completions whose sampling was aborted; not scored.
+    """
+
+    samples: tuple[ScoredSample, ...]
+    num_generated: int
+    num_unscored: int
+    num_aborted: int
+
+
 class Collector:
     """Gathers the groups of one RL step, generation batch by generation batch.
 
@@ -97,24 +114,18 @@ class Collector:
         self._wanted = num_groups
         self._filter = filter_groups
         self._kept: list[list[ScoredSample]] = []
-        self.num_generated = 0
+        self.batches: list[ScoredBatch] = []
         self.num_evicted = 0
-        self.num_generation_batches = 0
 
     @property
     def full(self) -> bool:
         """Whether another generation batch is pointless."""
         return len(self._kept) >= self._wanted or not self._filter.enable
 
-    def add(self, samples: Sequence[ScoredSample], num_generated: int) -> None:
-        """Take the scored samples of one generation batch.
-
-        Args:
-            samples: those that were scored.
-            num_generated: how many completions the batch had.
-        """
-        self.num_generation_batches += 1
-        self.num_generated += num_generated
+    def add(self, batch: ScoredBatch) -> None:
+        """Take one generation batch and filter its groups."""
+        self.batches.append(batch)
+        samples = batch.samples
         groups: dict[int, list[ScoredSample]] = {}
         keep_B = informative_samples(
             self._filter,

@@ -7,10 +7,11 @@ so that the first order still visits every row once per epoch.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.stages import RLRoundStageConfig
+from engines.data.examples import RLPrompt
 from engines.data.order import ResumableOrder
 from engines.data.rows import RLRow
 from engines.types import RolloutRequest, SamplingParams
@@ -35,27 +36,30 @@ class PromptSource:
     """The prompts of a round.
 
     Args:
-        rows: the RL split.
-        render: token ids of a row's prompt.
+        prompts: the tokenized RL split.
         config: sizes, sampling and round.
         seed: of the run.
     """
 
     def __init__(
         self,
-        rows: Sequence[RLRow],
-        render: Callable[[RLRow], Sequence[int]],
+        prompts: Sequence[RLPrompt],
         config: RLRoundStageConfig,
         seed: int,
     ) -> None:
-        self._rows = rows
-        self._render = render
+        self._prompts = prompts
         self._config = config
         self._seed = seed
+        self._sampling = SamplingParams(
+            max_new_tokens=config.sampling.max_new_tokens,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+        )
         size = config.batch_size_prompts
-        self._order = ResumableOrder(num_rows=len(rows), batch_size=size, seed=seed)
+        self._order = ResumableOrder(num_rows=len(prompts), batch_size=size, seed=seed)
         self._refill_order = ResumableOrder(
-            num_rows=len(rows), batch_size=size, seed=derive_seed(seed, "refill")
+            num_rows=len(prompts), batch_size=size, seed=derive_seed(seed, "refill")
         )
 
     def generation_batches(self, step: int) -> Iterator[PromptBatch]:
@@ -78,26 +82,20 @@ class PromptSource:
         return self._order.epoch(step)
 
     def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:
-        rows = tuple(self._rows[index] for index in indices)
+        prompts = [self._prompts[index] for index in indices]
+        name = f"round={self._config.round}/step={step}/prompt="
         requests = tuple(
-            self._request(f"round={self._config.round}/step={step}/prompt={first_group + place}", row)
-            for place, row in enumerate(rows)
+            RolloutRequest(
+                request_id=f"{name}{first_group + place}",
+                prompt_ids=prompt.prompt_ids,
+                sampling=self._sampling,
+                seeds=sample_seeds(
+                    self._seed, f"{name}{first_group + place}", self._config.group_size
+                ),
+            )
+            for place, prompt in enumerate(prompts)
         )
-        return PromptBatch(first_group, rows, requests)
-
-    def _request(self, name: str, row: RLRow) -> RolloutRequest:
-        sampling = self._config.sampling
-        return RolloutRequest(
-            request_id=name,
-            prompt_ids=tuple(self._render(row)),
-            sampling=SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            ),
-            seeds=sample_seeds(self._seed, name, self._config.group_size),
-        )
+        return PromptBatch(first_group, tuple(prompt.row for prompt in prompts), requests)
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int) -> tuple[int, ...]:

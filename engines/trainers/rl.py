@@ -13,10 +13,11 @@ from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.config.stages import RLRoundStageConfig
 from engines.trainers.experience import Collector
+from engines.trainers.mismatch import MeasuredObjective, check_mismatch
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
-from engines.trainers.rl_metrics import check_mismatch, step_metrics
+from engines.trainers.rl_metrics import step_metrics
 from engines.trainers.scoring import CompletionScorer
 
 
@@ -41,7 +42,8 @@ class RLTrainer:
     ) -> None:
         self.config, self.workers, self.prompts = config, workers, prompts
         self.scorer, self.progress = scorer, progress
-        self.loss_fn = policy_loss_fn(config.algorithm, config.sampling.max_new_tokens)
+        objective = policy_loss_fn(config.algorithm, config.sampling.max_new_tokens)
+        self.loss_fn = MeasuredObjective(objective)
         self.previous_steps = (config.round - 1) * config.num_steps
 
     def run(self) -> None:

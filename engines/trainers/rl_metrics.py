@@ -1,13 +1,48 @@
 """The metrics of one RL step, by the names that users of verl know."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.groups import group_statistics
 from engines.trainers.experience import Collector, Experience
+from engines.trainers.phases import PhaseClock
 from engines.types import TrainMetrics
+
+
+def step_metrics(
+    collector: Collector,
+    experience: Experience,
+    updates: Sequence[TrainMetrics],
+    clock: PhaseClock,
+    num_workers: int,
+) -> dict[str, float]:
+    """Everything a step reports but its number.
+
+    Args:
+        collector: what was generated.
+        experience: what was trained on; without samples the step was skipped.
+        updates: its optimizer steps.
+        clock: time by phase since the step began.
+        num_workers: ranks, for the throughput.
+    """
+    step_s = clock.elapsed_s
+    metrics = {
+        "training/skipped_steps": float(not updates),
+        "training/num_generation_batches": float(len(collector.batches)),
+        "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
+        "training/filter_groups/evicted_samples": float(collector.num_evicted),
+        "timing_s/step": step_s,
+        "perf/time_per_step": step_s,
+        **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},
+    }
+    if updates:
+        num_tokens = float(experience.batch.num_tokens)
+        metrics |= experience_metrics(experience) | update_metrics(updates)
+        metrics["perf/total_num_tokens"] = num_tokens
+        metrics["perf/throughput"] = num_tokens / step_s / num_workers
+    return metrics
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
@@ -15,7 +50,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     completions = [sample.completion for sample in experience.samples]
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     prompts = torch.tensor([len(s.prompt_ids) for s in experience.samples], dtype=torch.float64)
-    cut = [float(c.finish_reason == "length") for c in completions]
+    cut = [c.finish_reason == "length" for c in completions]
     sampled_T = experience.batch.columns["loss_mask"] > 0
     groups = group_statistics(
         experience.rewards_B, experience.group_index_B, experience.num_groups
@@ -27,18 +62,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         **_spread("response_length", lengths),
         "response_length/clip_ratio": sum(cut) / len(cut),
         **_spread("prompt_length", prompts),
-        "critic/equal_groups_frac": float(groups.equal_P.double().mean()),
-        "perf/total_num_tokens": float(experience.batch.num_tokens),
-    }
-
-
-def collection_metrics(collector: Collector, num_unscored: int, num_aborted: int) -> dict[str, float]:
-    """What became of the completions that were generated."""
-    return {
-        "training/num_generation_batches": float(collector.num_generation_batches),
-        "training/num_unscored_samples": float(num_unscored),
-        "training/filter_groups/evicted_samples": float(collector.num_evicted),
-        "response/aborted_ratio": num_aborted / max(1, collector.num_generated),
+        "critic/equal_groups": float(groups.equal_P.sum()),
     }
 
 
@@ -56,18 +80,6 @@ def update_metrics(updates: Sequence[TrainMetrics]) -> dict[str, float]:
         },
         "actor/lr": updates[-1].lr,
         "actor/num_updates": float(len(updates)),
-    }
-
-
-def timing_metrics(
-    seconds: Mapping[str, float], step_s: float, num_tokens: float, num_workers: int
-) -> dict[str, float]:
-    """Wall seconds by phase, and tokens per second and worker."""
-    return {
-        **{f"timing_s/{phase}": value for phase, value in seconds.items()},
-        "timing_s/step": step_s,
-        "perf/time_per_step": step_s,
-        "perf/throughput": num_tokens / step_s / num_workers,
     }
 
 

@@ -97,8 +97,10 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def loss_factor(self) -> float:
-        """What the global loss is multiplied with, so that the backend's reduction of gradients
-        over data-parallel ranks and micro-batches yields their plain sum."""
+        """What the loss is multiplied with so that the backend's gradients become a plain sum.
+
+        The sum is over data-parallel ranks and micro-batches; backends average some of it.
+        """
 
     @abstractmethod
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
@@ -287,7 +289,9 @@ class BaseEngine(ABC):
         with self.eval_mode(), torch.no_grad():
             self._set_training(False)
             for micro in micro_batches:
-                outputs = self._forward(micro.batch.to(self.spec.platform.device()), entropy=entropy)
+                outputs = self._forward(
+                    micro.batch.to(self.spec.platform.device()), entropy=entropy
+                )
                 if micro.token_index_T is None:
                     continue
                 logprobs_T[micro.token_index_T] = outputs.logprobs_T.cpu()

@@ -1,12 +1,13 @@
 """Training engines by (model type, backend, device, vendor).
 
-Lookup goes (device, vendor) -> device -> error; the error lists what is registered for that
-backend, or the known backends. Classes are imported when they are asked for, so a backend whose
-library is missing fails by name and with its reason, and only when it is wanted.
-Other distributions register through the entry-point group `rlhf.plugins` as
-``backend.<name>``, whose value is a function that gets the registry and registers its engines.
+Lookup goes (device, vendor) -> device -> any device -> error; the error lists what is registered
+for that backend, or the known backends. Classes are imported when they are asked for, so a
+backend whose library is missing fails by name and with its reason, and only when it is wanted.
+Other distributions announce ``module:Class`` in the entry-point group `rlhf.plugins`, as
+``backend.<name>`` (a language model) or ``backend.<name>.value_model``; any device.
 """
 
+import difflib
 import importlib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import UnknownPluginError
 from engines.training.base import BaseEngine, EngineSpec
@@ -23,6 +24,7 @@ from infra import env
 from infra.errors import ConfigError
 
 _SETTING = "training.backend"
+ANY_DEVICE = "any"
 _Device = tuple[str, str | None]
 
 
@@ -47,7 +49,7 @@ class EngineRegistry:
             model_type: `language_model` or `value_model`.
             backend: what the setting `training.backend` calls it.
             target: its class as ``module:Class``.
-            device: torch device type, or several.
+            device: torch device type, or several, or `ANY_DEVICE`.
             vendor: None serves every vendor of the device.
 
         Raises:
@@ -81,8 +83,14 @@ class EngineRegistry:
         places = self._targets.get((model_type, backend))
         if places is None:
             known = self.names(model_type)
-            raise UnknownPluginError(_SETTING, f"{unknown_name(backend, known)} ({model_type})")
-        target = places.get((device, vendor)) or places.get((device, None))
+            nearest = difflib.get_close_matches(backend, known, n=1, cutoff=0.5)
+            raise UnknownPluginError(
+                _SETTING,
+                f"no {backend!r} for a {model_type}; known: {', '.join(known) or 'none'}"
+                + (f"; did you mean {nearest[0]}?" if nearest else ""),
+            )
+        tries = ((device, vendor), (device, None), (ANY_DEVICE, None))
+        target = next((places[place] for place in tries if place in places), None)
         if target is None:
             on = ", ".join(f"{d} ({v})" if v else d for d, v in sorted(places, key=str))
             raise UnknownPluginError(
@@ -93,10 +101,10 @@ class EngineRegistry:
             return getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             plugin = BUILT_IN["backend"].get(backend)
-            extra = f"; pip install 'rlhf-pipeline[{plugin.extra}]'" if plugin and plugin.extra else ""
-            raise ConfigError(
-                _SETTING, f"{backend} cannot be imported ({error}){extra}"
-            ) from error
+            extra = (
+                f"; pip install 'rlhf-pipeline[{plugin.extra}]'" if plugin and plugin.extra else ""
+            )
+            raise ConfigError(_SETTING, f"{backend} cannot be imported ({error}){extra}") from error
 
 
 def built_in_registry() -> EngineRegistry:
@@ -110,7 +118,13 @@ def built_in_registry() -> EngineRegistry:
     )
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name.startswith("backend."):
-            entry.load()(registry)
+            _, name, *model_type = entry.name.split(".")
+            registry.register(
+                model_type=model_type[0] if model_type else "language_model",
+                backend=name,
+                target=entry.value,
+                device=ANY_DEVICE,
+            )
     return registry
 
 

@@ -1,0 +1,1 @@
+"""Weight sync: trained weights reach the rollout engine verified, or nothing is sampled."""

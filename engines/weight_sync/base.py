@@ -46,13 +46,19 @@ class CheckpointEngine(ABC):
             tensors: (name, full tensor) of every parameter, tied ones once.
             version: number of the weights; every token sampled from them carries it.
 
+        Returns:
+            What was sent, once the receiver serves it.
+
         Raises:
             WeightSyncError: what the receiver holds is not what was sent.
         """
 
     @abstractmethod
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The incoming weights, on the receiving side; a tensor is valid until the next one.
+        """Take the incoming weights, on the receiving side.
+
+        Returns:
+            (name, tensor) pairs; a tensor is valid until the next one is asked for.
 
         Raises:
             WeightSyncError: no transfer is open.

@@ -30,7 +30,13 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def combine(pairs: Iterable[tuple[str, str]]) -> str:
-    """Digest of a set of weights from its (name, checksum) pairs, in whatever order they come.
+    """Digest of a set of weights, independent of the order of its parts.
+
+    Args:
+        pairs: (name, checksum) of every tensor.
+
+    Returns:
+        32 hexadecimal digits.
 
     Raises:
         ValueError: a name occurs twice.

@@ -3,14 +3,15 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infra import artifacts
 from infra.artifacts import (
     MANIFEST_NAME,
     FileEntry,
@@ -156,7 +157,9 @@ def _break_manifest(directory: Path) -> None:
         (_break_manifest, r"manifest\.json is not a manifest"),
     ],
 )
-def test_damage_is_named(published: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_damage_is_named(
+    published: Path, damage: Callable[[Path], None], message: str
+) -> None:
     damage(published)
     with pytest.raises(ArtifactCorruptError, match=message):
         verify_directory(published)
@@ -176,7 +179,7 @@ def test_a_read_error_is_neither_absence_nor_damage(
     real_open = os.open
     real_read = Path.read_bytes
 
-    def failing_open(path, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def failing_open(path: Path, *args: Any, **kwargs: Any) -> int:
         if Path(path).name == name:
             raise OSError(5, "Input/output error", str(path))
         return real_open(path, *args, **kwargs)
@@ -292,8 +295,3 @@ def test_external_absent_or_empty_is_the_users_error(
     (tmp_path / "broken/link").symlink_to("gone")
     with pytest.raises(ConfigError, match="not a readable file"):
         external_artifact(tmp_path / "broken")
-
-
-def test_names_in_use_are_exported() -> None:
-    assert artifacts.EXTERNAL_KIND == "external"
-    assert MANIFEST_NAME == "manifest.json"

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_publish_does_not_replace_a_file(tmp_path: Path) -> None:
         publish_directory(tmp_path / "source", tmp_path / "final")
 
 
-def _race(path: Path, number: int, start: "multiprocessing.synchronize.Barrier", won) -> None:  # type: ignore[no-untyped-def]  # noqa: E501
+def _race(path: Path, number: int, start: Any, won: Any) -> None:
     start.wait(30)
     won[number] = create_exclusively(path, b"%d" % number * 1000)
 

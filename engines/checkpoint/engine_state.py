@@ -1,0 +1,131 @@
+"""What a training engine is at one moment, as files: tensors, scalars, random generators.
+
+Promises: `load` after `save` at the same world size continues bit for bit; at another world size
+the weights, the optimizer and the schedule are the same, and random generators stay as they
+are. Scalars are JSON, everything else safetensors.
+Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engines.checkpoint.sharded import load_sharded, save_sharded
+from engines.errors import CheckpointError
+from hardware.base import PlatformBase
+
+ENGINE_FILE = "engine.json"
+TENSORS_DIR = "tensors"
+_RNG_DIR = "rng"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """A live engine's state.
+
+    Attributes:
+        tensors: `model.<name>` and `optimizer.<moment>.<name>`, sharded as the engine holds them.
+        step: the trainer's step.
+        num_steps: optimizer steps the engine has taken.
+        schedule_step: position in the learning-rate schedule.
+        num_optimizer_steps: Adam's bias-correction count.
+    """
+
+    tensors: Mapping[str, Tensor]
+    step: int
+    num_steps: int
+    schedule_step: int
+    num_optimizer_steps: int
+
+
+class EngineScalars(BaseModel):
+    """The content of `engine.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = 1
+    step: int
+    num_steps: int
+    schedule_step: int
+    num_optimizer_steps: int
+    world_size: int
+
+
+def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> None:
+    """Write this rank's part; every rank calls it with the same path.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        state: what to write.
+        platform: gives the state of this rank's random generators.
+    """
+    rank, world_size = _rank_and_size()
+    tensors_dir, rng_dir = path / TENSORS_DIR, path / _RNG_DIR
+    tensors_dir.mkdir(exist_ok=True)
+    rng_dir.mkdir(exist_ok=True)
+    save_sharded(tensors_dir, state.tensors)
+    rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}
+    save_file(rng, rng_dir / f"rank-{rank:05d}.safetensors")
+    if rank == 0:
+        scalars = EngineScalars(
+            step=state.step,
+            num_steps=state.num_steps,
+            schedule_step=state.schedule_step,
+            num_optimizer_steps=state.num_optimizer_steps,
+            world_size=world_size,
+        )
+        text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
+        (path / ENGINE_FILE).write_text(text, encoding="utf-8")
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_engine_state(
+    path: Path, state: EngineState, platform: PlatformBase, *, resume: bool
+) -> EngineScalars:
+    """Fill the state's tensors in place; every rank calls it with the same path.
+
+    Args:
+        path: what `save_engine_state` wrote.
+        state: its tensors are overwritten, its scalars ignored.
+        platform: its generators are restored.
+        resume: False leaves the generators as they are.
+
+    Raises:
+        CheckpointError: the directory is not a whole checkpoint of such an engine.
+    """
+    scalars = read_scalars(path)
+    load_sharded(path / TENSORS_DIR, state.tensors)
+    rank, world_size = _rank_and_size()
+    if resume and scalars.world_size == world_size:
+        file = path / _RNG_DIR / f"rank-{rank:05d}.safetensors"
+        if not file.exists():
+            raise CheckpointError(f"{file} is absent")
+        platform.set_rng_state(load_file(file))
+    return scalars
+
+
+def read_scalars(path: Path) -> EngineScalars:
+    """The content of a checkpoint's `engine.json`.
+
+    Raises:
+        CheckpointError: there is none, or it is of another schema.
+    """
+    try:
+        text = (path / ENGINE_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not an engine checkpoint: no {ENGINE_FILE}") from error
+    try:
+        return EngineScalars.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(f"{path / ENGINE_FILE}: {error}") from error
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

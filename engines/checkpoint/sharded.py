@@ -1,0 +1,231 @@
+"""Sharded, reshardable state: torch.distributed.checkpoint over plain safetensors files.
+
+Promises: no pickle is written or read; equal state at an equal world size gives equal bytes (no
+ids, times or paths); a save at world size N loads at world size M, each rank reading only the
+slices it holds. Does not promise durability or atomicity: that is `step_store`'s work.
+
+torch's own `HuggingFaceStorageWriter` is not used for writing: its safetensors header carries
+several metadata keys, which the format stores in random order.
+Layout of a directory: `shard-<rank>-<part>.safetensors`, offsets in the header.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from engines.errors import CheckpointError
+
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Header key under which `HuggingFaceStorageReader` looks for the offsets of a file's pieces."""
+_MAX_FILE_BYTES = 2 << 30
+
+
+def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's pieces of the tensors; every rank calls it.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        tensors: by name; DTensors are written in pieces, plain tensors by one rank.
+    """
+    with _no_group_needed():
+        dcp.save(dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone())
+
+
+def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors in place from files of any world size; every rank calls it.
+
+    Also reads an ordinary Hugging Face directory of safetensors files.
+
+    Raises:
+        CheckpointError: a tensor is absent, damaged or has another shape.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    try:
+        with _no_group_needed():
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=_alone())
+    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())[:500]
+        raise CheckpointError(f"cannot load {path}: {text}") from error
+
+
+def _alone() -> bool:
+    return not dist.is_initialized()
+
+
+@contextmanager
+def _no_group_needed() -> Iterator[None]:
+    """Without a process group torch warns that it assumes one process, which is what we mean."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _SafetensorsWriter(StorageWriter):
+    """DCP storage that writes a rank's pieces as safetensors files with one metadata key."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The directory is the caller's to make."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As planned."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's pieces, as many files as the size asks for."""
+        rank = 0 if _alone() else dist.get_rank()
+        results: list[WriteResult] = []
+        for part, items in enumerate(_parts(plan.items)):
+            tensors: dict[str, Tensor] = {}
+            offsets: dict[str, dict[str, list[int]]] = {}
+            for item in items:
+                piece = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+                # A view would drag its whole storage into the file.
+                tensors[item.index.fqn] = piece.clone() if _is_view(piece) else piece
+                offsets[item.index.fqn] = {"saved_offsets": list(_chunk(item).offsets)}
+                size = piece.numel() * piece.element_size()
+                results.append(WriteResult(item.index, size, None))
+            info = json.dumps(offsets, sort_keys=True)
+            name = f"shard-{rank:05d}-{part:05d}.safetensors"
+            save_file(tensors, self._path / name, metadata={_SHARDING_INFO: info})
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """No index is written: the headers say everything."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Only used through an instance."""
+        return False
+
+
+def _chunk(item: WriteItem) -> Any:
+    if item.tensor_data is None:
+        raise CheckpointError(f"{item.index.fqn} is not a tensor; scalars belong into JSON")
+    return item.tensor_data.chunk
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _parts(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Non-empty pieces by name, cut into files."""
+    part: list[WriteItem] = []
+    size = 0
+    for item in sorted(items, key=lambda item: item.index.fqn):
+        sizes, dtype = _chunk(item).sizes, cast(Any, item.tensor_data).properties.dtype
+        num_bytes = sizes.numel() * dtype.itemsize
+        if num_bytes == 0:
+            continue
+        if part and size + num_bytes > _MAX_FILE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += num_bytes
+    if part:
+        yield part
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class ShardedReader:
+    """Whole tensors of a sharded directory, one at a time, without a process group.
+
+    Args:
+        path: a directory written by `save_sharded`.
+
+    Raises:
+        CheckpointError: it holds no shard, or a shard has no offsets.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pieces: dict[str, list[_Piece]] = {}
+        files = sorted(path.glob("shard-*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{path} holds no shard")
+        for file in files:
+            self._index(file)
+
+    def _index(self, file: Path) -> None:
+        with safe_open(file, framework="pt") as shard:
+            info = (shard.metadata() or {}).get(_SHARDING_INFO)
+            if info is None:
+                raise CheckpointError(f"{file} does not say which pieces it holds")
+            offsets = json.loads(info)
+            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                piece = _Piece(
+                    file,
+                    tuple(offsets[name]["saved_offsets"]),
+                    tuple(shard.get_slice(name).get_shape()),
+                )
+                self._pieces.setdefault(name, []).append(piece)
+
+    def names(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        ends = [
+            [o + n for o, n in zip(piece.offsets, piece.shape, strict=True)]
+            for piece in self._pieces[name]
+        ]
+        return tuple(max(column) for column in zip(*ends, strict=True))
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor.
+
+        Raises:
+            CheckpointError: pieces are missing.
+        """
+        pieces, shape = self._pieces[name], self.shape(name)
+        whole: Tensor | None = None
+        filled = 0
+        for piece in pieces:
+            with safe_open(piece.file, framework="pt") as shard:
+                part = shard.get_tensor(name)
+            if part.shape == shape:
+                return part
+            whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
+            whole[place] = part
+            filled += part.numel()
+        if whole is None or filled != whole.numel():
+            raise CheckpointError(f"{self._path}: pieces of {name} are missing")
+        return whole

@@ -1,0 +1,109 @@
+"""The reward contract and what scoring one sample can yield.
+
+A reward function is called with keywords, and may be `async`:
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
+        -> float | {"score": float, ...}
+
+Other numbers of a returned mapping are reported next to the score. A sample without a usable
+score is `Unscored`, which is not a score of 0: a wrong answer is the model's fault and earns 0, a
+broken reward, a missed deadline or an unreadable ground truth is not and must not train it.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ComputeScore = Callable[..., Any | Awaitable[Any]]
+
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One completion to judge.
+
+    Attributes:
+        data_source: of the row.
+        solution_str: the completion's text, without special tokens.
+        ground_truth: of the row; any JSON value.
+        extra_info: of the row; a JSON object.
+    """
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A finite score, and what else the function reported.
+
+    Attributes:
+        value: the reward.
+        extras: further numbers by name.
+    """
+
+    value: float
+    extras: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """No score; not a score of 0.
+
+    Attributes:
+        reason: why, one line.
+    """
+
+    reason: str
+
+
+def interpret(returned: object) -> Score | Unscored:
+    """What a reward function's return value means.
+
+    Args:
+        returned: a number (bool and array scalars included), or a mapping with `score`.
+
+    Returns:
+        The score, or why there is none.
+    """
+    extras: dict[str, float] = {}
+    if isinstance(returned, Mapping):
+        if "score" not in returned:
+            return Unscored("returned a mapping without 'score'")
+        for name, value in returned.items():
+            number = _number(value)
+            if name != "score" and number is not None and math.isfinite(number):
+                extras[str(name)] = number
+        returned = returned["score"]
+    number = _number(returned)
+    if number is None:
+        kind = "None" if returned is None else f"a {type(returned).__name__}"
+        return Unscored(f"returned {kind}; need a number")
+    if not math.isfinite(number):
+        return Unscored(f"returned {number}")
+    return Score(number, extras)
+
+
+def describe(error: BaseException) -> str:
+    """One line for a reward function's exception."""
+    text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+    return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, bool | int | float) and hasattr(value, "item"):
+        # A numpy or torch scalar; an array of more than one element is no number.
+        try:
+            value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
+        except (TypeError, ValueError, RuntimeError):
+            return None
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,51 @@
+"""Reward `exact`: 1 if the answer equals the ground truth as text, else 0.
+
+White space at the ends is ignored and inside it counts as one space. Pure and fast: it runs in
+the caller's process.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    answer_delimiter: str | None = None,
+    ignore_case: bool = False,
+) -> float:
+    """Compare the answer with the ground truth, or with each of several.
+
+    Args:
+        data_source: not used.
+        solution_str: the completion.
+        ground_truth: text or a number, or a list of those, any of which is right.
+        extra_info: its `answer_delimiter` is used when the argument is None.
+        answer_delimiter: only what follows its last occurrence is the answer.
+        ignore_case: compare without regard to case.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        ValueError: the ground truth is empty or of another type.
+    """
+    delimiter = answer_delimiter or (extra_info or {}).get("answer_delimiter")
+    answer = solution_str.rpartition(delimiter)[2] if delimiter else solution_str
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [_text(truth) for truth in accepted]
+    if not texts or not all(texts):
+        raise ValueError("the ground truth is empty")
+    given = " ".join(answer.split())
+    if ignore_case:
+        return float(given.casefold() in [text.casefold() for text in texts])
+    return float(given in texts)
+
+
+def _text(truth: object) -> str:
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        raise ValueError(f"the ground truth is a {type(truth).__name__}; need text or a number")
+    return " ".join(str(truth).split())

@@ -1,0 +1,76 @@
+"""Reward `math`: 1 if the final answer equals the ground truth as mathematics, else 0.
+
+Parsing and comparison are math-verify's (LaTeX, plain expressions, sets, intervals, matrices); a
+boxed answer comes before any other. Its own time limits are off, since they need the main
+thread's signals and turn a timeout into "wrong": this function runs in a scoring process, which
+is killed at the sample's deadline.
+Not promised: that a clever wrong text is never taken for right; equality is undecidable.
+"""
+
+import logging
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from math_verify import parse, verify
+
+# It warns once per process that its time limits are off, which is what we want.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    num_decimals: int = 6,
+) -> float:
+    """Compare the completion's final answer with the ground truth.
+
+    Args:
+        data_source: not used.
+        solution_str: the completion; without an answer that can be parsed it earns 0.
+        ground_truth: LaTeX or a plain expression, with or without `\\boxed{}`.
+        extra_info: not used.
+        num_decimals: decimals to which two floating-point numbers must agree.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        ValueError: the ground truth cannot be parsed.
+        Exception: what a comparison raised, when no other comparison found the answer right.
+    """
+    truths = _parse_ground_truth(ground_truth)
+    answers = parse(solution_str, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    failure: Exception | None = None
+    for truth, answer in product(truths, answers):
+        try:
+            right = verify(
+                truth,
+                answer,
+                float_rounding=num_decimals,
+                timeout_seconds=None,
+                raise_on_error=True,
+            )
+        except Exception as error:  # noqa: BLE001 - sympy raises anything; raised again below
+            failure = error
+            continue
+        if right:
+            return 1.0
+    if failure is not None:
+        raise failure
+    return 0.0
+
+
+def _parse_ground_truth(ground_truth: object) -> list[Any]:
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
+        raise ValueError(f"the ground truth is a {type(ground_truth).__name__}; need text")
+    text = str(ground_truth).strip()
+    boxed = text if "\\boxed" in text or not text else f"\\boxed{{{text}}}"
+    for form in dict.fromkeys((boxed, text)):
+        parsed = parse(form, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        if parsed:
+            return list(parsed)
+    raise ValueError(f"the ground truth {text[:80]!r} cannot be parsed")

@@ -1,0 +1,165 @@
+"""Reward functions by the name that `rl.reward.function` gives them.
+
+A name is registered (`exact`, `math`), or it is a file: `path/to/file.py:name` (`:compute_score`
+when left out). Promises: a name registered twice is an error; a wrong name, file or option is a
+`ConfigError` before any process starts, and no user code runs to find that out.
+"""
+
+import ast
+import difflib
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from engines.config.algorithm import RewardConfig
+from engines.errors import UnknownPluginError
+from engines.rewards.base import ComputeScore
+from infra.errors import ConfigError
+
+DEFAULT_FUNCTION = "compute_score"
+_FIELD = "rl.reward.function"
+_FILE_SUFFIX = ".py"
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """Where a reward function is, and how it may be run.
+
+    Attributes:
+        target: `module:function` or `/absolute/file.py:function`.
+        in_process: it is pure, fast and cannot hang, so it needs no process of its own.
+        options: keyword arguments it takes; None leaves them unchecked.
+        memory_limit_bytes: address space of its process; None sets no limit.
+    """
+
+    target: str
+    in_process: bool = False
+    options: tuple[str, ...] | None = None
+    memory_limit_bytes: int | None = None
+
+
+_functions: dict[str, RewardFunction] = {}
+
+
+def register(name: str, function: RewardFunction) -> None:
+    """Make a reward function known.
+
+    Args:
+        name: the value of `rl.reward.function`.
+        function: where it is.
+
+    Raises:
+        ConfigError: the name belongs to another function.
+    """
+    if _functions.setdefault(name, function) != function:
+        raise ConfigError(
+            f"reward {name!r}",
+            f"registered by both {_functions[name].target} and {function.target}; remove one",
+        )
+
+
+def names() -> tuple[str, ...]:
+    """Registered names, sorted."""
+    return tuple(sorted(_functions))
+
+
+def resolve(config: RewardConfig) -> RewardFunction:
+    """The function that a configuration names, checked without running it.
+
+    Raises:
+        UnknownPluginError: no function has that name.
+        ConfigError: the file or the function in it is absent, or an option is unknown.
+    """
+    path, name = _split(config.function)
+    if path is not None:
+        return RewardFunction(f"{_check_file(path, name)}:{name}")
+    function = _functions.get(config.function)
+    if function is None:
+        nearest = difflib.get_close_matches(config.function, _functions, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UnknownPluginError(
+            _FIELD,
+            f"no {config.function!r}; known: {', '.join(names())}, path/to/file.py:name{hint}",
+        )
+    for option in config.kwargs:
+        if function.options is not None and option not in function.options:
+            raise ConfigError(
+                f"rl.reward.kwargs.{option}",
+                f"not an option of {config.function}; known: {', '.join(function.options)}",
+            )
+    return function
+
+
+def load(target: str) -> ComputeScore:
+    """Import a function. Runs the code of its module.
+
+    Args:
+        target: `module:function` or `/absolute/file.py:function`.
+    """
+    path, name = _split(target)
+    if path is None:
+        module_name, _, name = target.partition(":")
+        return getattr(import_module(module_name), name)
+    spec = spec_from_file_location(f"reward_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _split(function: str) -> tuple[str | None, str]:
+    """The file and the function's name; (None, ...) for a registered name."""
+    path, _, name = function.rpartition(":")
+    if path.endswith(_FILE_SUFFIX) and name:
+        return path, name
+    return (function, DEFAULT_FUNCTION) if function.endswith(_FILE_SUFFIX) else (None, function)
+
+
+def _check_file(path: str, name: str) -> Path:
+    file = Path(path).expanduser().absolute()
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except FileNotFoundError:
+        raise ConfigError(_FIELD, f"{path} does not exist (cwd is {Path.cwd()})") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(_FIELD, f"{path} is not Python ({error})") from None
+    defined = sorted(set(_names_defined(tree)))
+    if name not in defined:
+        raise ConfigError(
+            _FIELD,
+            f"{path} does not define {name!r}; it defines: {', '.join(defined) or 'nothing'}",
+        )
+    return file
+
+
+def _names_defined(tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found += [alias.asname or alias.name for alias in node.names]
+    return found
+
+
+register(
+    "exact",
+    RewardFunction(
+        "engines.rewards.exact:compute_score",
+        in_process=True,
+        options=("answer_delimiter", "ignore_case"),
+    ),
+)
+register(
+    "math",
+    RewardFunction(
+        "engines.rewards.math:compute_score",
+        options=("num_decimals",),
+        # A power tower in an answer must end in MemoryError, not take the machine down.
+        memory_limit_bytes=4 * 2**30,
+    ),
+)

@@ -1,0 +1,208 @@
+"""Held-out evaluation: greedy pass@1 with its interval, and sampled pass@k when asked.
+
+Promises: one greedy answer per problem decides `accuracy`; a problem whose answer could not be
+scored is counted and left out, never wrong by default; seeds are derived from (seed, problem,
+sample), so an evaluation repeats whatever shares the batch. The rows keep every text.
+Does not promise: an interval for pass@k; its standard error over problems is given instead.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from engines.config.stages import EvaluationConfig
+from engines.data.chat import prompt_text
+from engines.data.examples import RLPrompt
+from engines.rewards.base import Score
+from engines.trainers.accuracy import pass_at_k, wilson_interval
+from engines.trainers.prompts import sample_seeds
+from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.types import Completion, RolloutRequest, SamplingParams
+
+PROBLEMS_PER_CALL = 1024
+"""Problems of one generation call: large enough to keep the batch full, small enough to report."""
+
+Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion of a problem.
+
+    Attributes:
+        text: what the model wrote.
+        score: what the reward function gave, None if it could not score it.
+        correct: whether it counts as right, None if it could not be scored.
+        finish_reason: `stop` or `length`.
+        num_tokens: sampled tokens.
+    """
+
+    text: str
+    score: float | None
+    correct: bool | None
+    finish_reason: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class EvaluatedProblem:
+    """One problem with its answers.
+
+    Attributes:
+        prompt: the tokenized problem.
+        prompt_text: as the model saw it.
+        greedy: the most likely answer, token by token.
+        samples: sampled answers, for pass@k.
+    """
+
+    prompt: RLPrompt
+    prompt_text: str
+    greedy: Answer
+    samples: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        problems: in the order of the split.
+        metrics: over all problems.
+        sources: the same metrics by data source.
+    """
+
+    problems: tuple[EvaluatedProblem, ...]
+    metrics: dict[str, float]
+    sources: dict[str, dict[str, float]]
+
+
+class Evaluator:
+    """Evaluates whatever weights `generate` samples from.
+
+    Args:
+        config: what to measure; `max_new_tokens` must be resolved.
+        prompts: the tokenized evaluation split.
+        scorer: judges the answers.
+        seed: of the sampled part.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        prompts: Sequence[RLPrompt],
+        scorer: CompletionScorer,
+        seed: int,
+    ) -> None:
+        if config.max_new_tokens is None:
+            raise ValueError("evaluation.max_new_tokens was not resolved by the recipe")
+        self._config = config
+        self._prompts = prompts[: config.num_problems]
+        self._scorer = scorer
+        self._seed = seed
+        self._max_new_tokens = config.max_new_tokens
+
+    def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
+        """Answer and judge every problem.
+
+        Args:
+            generate: samples requests; completions by request and seed.
+            report: told (problems done, problems in all) now and then.
+        """
+        problems: list[EvaluatedProblem] = []
+        for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
+            chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
+            greedy = self._answers(generate, chunk, 1, 0.0)
+            sampled: list[list[Answer]] = [[] for _ in chunk]
+            if self._config.num_samples:
+                sampled = self._answers(
+                    generate, chunk, self._config.num_samples, self._config.temperature
+                )
+            problems += [
+                EvaluatedProblem(
+                    prompt,
+                    prompt_text(self._scorer.tokenizer, prompt.row.prompt),
+                    first[0],
+                    tuple(others),
+                )
+                for prompt, first, others in zip(chunk, greedy, sampled, strict=True)
+            ]
+            report(len(problems), len(self._prompts))
+        names = sorted({problem.prompt.row.data_source for problem in problems})
+        return Evaluation(
+            tuple(problems),
+            summarize(problems, self._config),
+            {
+                name: summarize(
+                    [p for p in problems if p.prompt.row.data_source == name], self._config
+                )
+                for name in names
+            },
+        )
+
+    def _answers(
+        self, generate: Generate, prompts: Sequence[RLPrompt], num_samples: int, temperature: float
+    ) -> list[list[Answer]]:
+        sampling = SamplingParams(self._max_new_tokens, temperature)
+        kind = "sampled" if temperature else "greedy"
+        requests = [
+            RolloutRequest(
+                name := f"evaluation/{kind}/problem={prompt.index}",
+                prompt.prompt_ids,
+                sampling,
+                sample_seeds(self._seed, name, num_samples),
+            )
+            for prompt in prompts
+        ]
+        completions = generate(requests)
+        results = self._scorer.judge([prompt.row for prompt in prompts], completions)
+        return [
+            [self._answer(completion, result) for completion, result in zip(row, scores, strict=True)]
+            for row, scores in zip(completions, results, strict=True)
+        ]
+
+    def _answer(self, completion: Completion, result: Score | None) -> Answer:
+        return Answer(
+            text=self._scorer.decode(completion),
+            score=None if result is None else result.value,
+            correct=None if result is None else is_correct(result),
+            finish_reason=completion.finish_reason,
+            num_tokens=len(completion.token_ids),
+        )
+
+
+def summarize(
+    problems: Sequence[EvaluatedProblem], config: EvaluationConfig
+) -> dict[str, float]:
+    """Metrics of some problems.
+
+    Args:
+        problems: at least one.
+        config: confidence and the values of k.
+
+    Returns:
+        `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), lengths, counts, and
+        `pass@k` with `pass@k_stderr` for every k. Where nothing could be scored, no accuracy.
+    """
+    verdicts = [p.greedy.correct for p in problems if p.greedy.correct is not None]
+    metrics = {
+        "num_problems": float(len(problems)),
+        "num_unscored": float(len(problems) - len(verdicts)),
+        "response_length/mean": fmean(p.greedy.num_tokens for p in problems),
+        "response_length/clip_ratio": fmean(p.greedy.finish_reason == "length" for p in problems),
+    }
+    if verdicts:
+        low, high = wilson_interval(sum(verdicts), len(verdicts), config.confidence)
+        metrics |= {
+            "accuracy": sum(verdicts) / len(verdicts),
+            "accuracy_low": low,
+            "accuracy_high": high,
+        }
+    for k in config.pass_at if config.num_samples else ():
+        # A problem counts if enough of its samples could be scored for this k.
+        scored = [[a.correct for a in p.samples if a.correct is not None] for p in problems]
+        values = [pass_at_k(len(row), sum(row), k) for row in scored if len(row) >= k]
+        if values:
+            metrics[f"pass@{k}"] = fmean(values)
+            spread = stdev(values) if len(values) > 1 else 0.0
+            metrics[f"pass@{k}_stderr"] = spread / len(values) ** 0.5
+    return metrics

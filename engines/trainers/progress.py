@@ -1,0 +1,107 @@
+"""What a training loop tells the world after a step, and what it keeps for its next attempt.
+
+Promises: the metrics of a step are recorded before its checkpoint is published, so no step is
+ever without its metrics; the journal keeps each step once, however often it is repeated.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.checkpoint.step_store import StepCheckpoints, TrainerState
+from engines.controller.policy_worker import PolicyWorker
+from engines.controller.worker_group import WorkerGroup
+from engines.trainers.phases import PhaseClock
+from infra.heartbeat import Heartbeat
+from infra.journal import Journal
+
+HEADLINES = (
+    "train/loss",
+    "critic/score/mean",
+    "actor/entropy",
+    "response_length/mean",
+    "mismatch/logprob_abs_max",
+    "timing_s/step",
+)
+"""Metrics of the one line per step, where the step has them."""
+
+JOB_PHASES = {"gen": "gen", "reward": "reward"}
+"""Phases of a step that the commit record names; every other one is training."""
+
+logger = logging.getLogger(__name__)
+
+
+class StageProgress:
+    """Journal, heartbeat, step checkpoints and clock of one training stage.
+
+    Args:
+        journal: metrics and progress, over all attempts.
+        heartbeat: of this attempt.
+        checkpoints: step checkpoints, over all attempts.
+        every_num_steps: how often a checkpoint is due; the last step always is.
+        num_steps: of the stage.
+        clock: the job's phases.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        heartbeat: Heartbeat,
+        checkpoints: StepCheckpoints,
+        every_num_steps: int,
+        num_steps: int,
+        clock: PhaseClock,
+    ) -> None:
+        self._journal, self._heartbeat = journal, heartbeat
+        self._checkpoints, self._every = checkpoints, every_num_steps
+        self._num_steps = num_steps
+        self.clock = clock
+
+    def resume(self, workers: WorkerGroup) -> int:
+        """Load the newest valid step checkpoint, if there is one; returns the steps done."""
+        self._heartbeat.phase = "train"
+        newest = self._checkpoints.latest_valid()
+        if newest is None:
+            return 0
+        with self.clock("load"):
+            workers.run(PolicyWorker.load_checkpoint, newest.path)
+        self._journal.log(f"continuing after step {newest.step} of {self._num_steps}")
+        return newest.step
+
+    def record(
+        self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            global_step: number of the step in the journal, over all rounds.
+            step: number of the step in this stage, 1-based.
+            metrics: of the step.
+            clock: of the step.
+        """
+        for phase, seconds in clock.seconds.items():
+            self.clock.add(JOB_PHASES.get(phase, "train"), seconds)
+        self._heartbeat.step = step
+        self._journal.metrics(global_step, metrics)
+        shown = [f"{name} {metrics[name]:.4g}" for name in HEADLINES if name in metrics]
+        line = f"step {step}/{self._num_steps}  {'  '.join(shown)}"
+        self._journal.progress(step, self._num_steps, line)
+        logger.info("%s", line)
+
+    def checkpoint_when_due(self, step: int, workers: WorkerGroup) -> None:
+        """Publish a step checkpoint every so often, and after the last step."""
+        if step % self._every and step != self._num_steps:
+            return
+        with self.clock("save"):
+            self._checkpoints.save(
+                step,
+                lambda path: workers.run(PolicyWorker.save_checkpoint, path, step),
+                TrainerState(step=step),
+            )
+
+    def last_checkpoint(self) -> Path:
+        """Files of the last step's checkpoint, once the loop has ended."""
+        newest = self._checkpoints.latest_valid()
+        if newest is None or newest.step != self._num_steps:
+            raise RuntimeError(f"step {self._num_steps} has no checkpoint")
+        return newest.path

@@ -1,0 +1,125 @@
+"""From completions to scored samples: text, reward function, shaping.
+
+Promises: a completion that was aborted or could not be scored is counted and left out; the score
+stays what the reward function said, and shaping (the overlong punishment) is added beside it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engines.algorithms import overlong_penalty
+from engines.config.algorithm import OverlongConfig
+from engines.data.rows import RLRow
+from engines.data.tokenizer import ChatTokenizer
+from engines.rewards.base import Score, ScoreRequest
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.experience import ScoredBatch, ScoredSample
+from engines.trainers.prompts import PromptBatch
+from engines.types import Completion
+
+NO_SHAPING = OverlongConfig()
+
+
+class CompletionScorer:
+    """Judges completions by their text.
+
+    Args:
+        rewards: the configured reward function.
+        tokenizer: of the policy.
+        overlong: punishment of long answers; evaluation has none.
+        max_new_tokens: length limit that the punishment refers to.
+    """
+
+    def __init__(
+        self,
+        rewards: RewardScorer,
+        tokenizer: ChatTokenizer,
+        overlong: OverlongConfig = NO_SHAPING,
+        max_new_tokens: int = 1,
+    ) -> None:
+        self._rewards = rewards
+        self.tokenizer = tokenizer
+        self._overlong = overlong
+        self._max_new_tokens = max_new_tokens
+
+    def decode(self, completion: Completion) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+    def judge(
+        self, rows: Sequence[RLRow], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[Score | None]]:
+        """Score every completion.
+
+        Args:
+            rows: one per prompt.
+            completions: of each prompt.
+
+        Returns:
+            In the same layout; None where there is no score.
+
+        Raises:
+            RewardError: the reward function is broken, or left too many samples unscored.
+        """
+        places = [
+            (row, sample)
+            for row, samples in enumerate(completions)
+            for sample, completion in enumerate(samples)
+            if completion.finish_reason != "abort"
+        ]
+        requests = [
+            ScoreRequest(
+                data_source=rows[row].data_source,
+                solution_str=self.decode(completions[row][sample]),
+                ground_truth=rows[row].reward_model.ground_truth,
+                extra_info=rows[row].extra_info,
+            )
+            for row, sample in places
+        ]
+        scores: list[list[Score | None]] = [[None] * len(samples) for samples in completions]
+        for (row, sample), result in zip(places, self._rewards.score(requests), strict=True):
+            scores[row][sample] = result if isinstance(result, Score) else None
+        return scores
+
+    def score(
+        self, prompts: PromptBatch, completions: Sequence[Sequence[Completion]]
+    ) -> ScoredBatch:
+        """Score the completions of one generation batch."""
+        samples: list[ScoredSample] = []
+        scores = self.judge(prompts.rows, completions)
+        for place, (request, row) in enumerate(zip(prompts.requests, completions, strict=True)):
+            for completion, score in zip(row, scores[place], strict=True):
+                if score is not None:
+                    samples.append(
+                        ScoredSample(
+                            group=prompts.first_group + place,
+                            prompt_ids=request.prompt_ids,
+                            completion=completion,
+                            score=score.value,
+                            reward=score.value + self._shaping(completion),
+                        )
+                    )
+        everything = [completion for row in completions for completion in row]
+        num_aborted = sum(completion.finish_reason == "abort" for completion in everything)
+        return ScoredBatch(
+            tuple(samples),
+            num_generated=len(everything),
+            num_unscored=len(everything) - num_aborted - len(samples),
+            num_aborted=num_aborted,
+        )
+
+    def _shaping(self, completion: Completion) -> float:
+        if not self._overlong.enable:
+            return 0.0
+        length = torch.tensor([len(completion.token_ids)])
+        return float(overlong_penalty(length, self._max_new_tokens, self._overlong))
+
+
+def is_correct(score: Score) -> bool:
+    """Whether a score counts as a right answer.
+
+    The reward function's own verdict `acc` decides where it gives one; else a score of 1 or
+    more, which every shipped reward gives to a right answer and to nothing else.
+    """
+    return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0

@@ -1,0 +1,81 @@
+"""The loop of supervised fine-tuning.
+
+Promises: the rows of a step are a pure function of (seed, step), so a killed run continues from
+its newest valid step checkpoint and ends bitwise where an uninterrupted one does; the loss of a
+step is the mean over its trained tokens, whatever the number of ranks or micro-batches.
+"""
+
+from engines.algorithms import sft_loss_fn
+from engines.config.stages import SFTConfig
+from engines.controller.policy_worker import PolicyWorker
+from engines.controller.worker_group import WorkerGroup
+from engines.data.examples import SFTExamples
+from engines.data.order import ResumableOrder
+from engines.trainers.phases import PhaseClock
+from engines.trainers.progress import StageProgress
+from engines.types import TokenBatch
+
+
+class SupervisedTrainer:
+    """Trains a policy on conversations.
+
+    Args:
+        config: steps and batch size.
+        workers: ranks that hold the policy, with its first weights loaded.
+        examples: the tokenized supervised split.
+        progress: journal, step checkpoints and job clock.
+        seed: of the visiting order.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        workers: WorkerGroup,
+        examples: SFTExamples,
+        progress: StageProgress,
+        seed: int,
+    ) -> None:
+        self._config, self._workers = config, workers
+        self._examples, self._progress = examples.examples, progress
+        self._loss_fn = sft_loss_fn()
+        self._order = ResumableOrder(
+            num_rows=len(self._examples), batch_size=config.batch_size_sequences, seed=seed
+        )
+
+    def run(self) -> None:
+        """Every step that no step checkpoint holds yet."""
+        for step in range(self._progress.resume(self._workers) + 1, self._config.num_steps + 1):
+            self.step(step)
+
+    def step(self, step: int) -> None:
+        """One optimizer step.
+
+        Args:
+            step: 1-based.
+        """
+        clock = PhaseClock()
+        with clock("train"):
+            update = self._workers.run(
+                PolicyWorker.train_mini_batch, self.batch(step), self._loss_fn
+            )
+        step_s = clock.elapsed_s
+        metrics = {
+            "train/loss": update.loss,
+            "train/grad_norm": update.grad_norm,
+            "train/lr": update.lr,
+            "train/global_tokens": float(update.num_tokens),
+            "training/global_step": float(step),
+            "training/epoch": self._order.epoch(step),
+            "timing_s/step": step_s,
+            "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
+        }
+        self._progress.record(step, step, metrics, clock)
+        self._progress.checkpoint_when_due(step, self._workers)
+
+    def batch(self, step: int) -> TokenBatch:
+        """The packed conversations of a step; 1-based."""
+        chosen = [self._examples[index] for index in self._order.batch(step - 1)]
+        return TokenBatch.from_sequences(
+            [example.input_ids for example in chosen],
+            loss_mask=[example.loss_mask for example in chosen],
+        )

@@ -1,0 +1,106 @@
+"""The command `rlhf`: what can be asked, and how errors are told.
+
+Promises: `--help` and every error in a recipe come within a second or two: nothing heavy is
+imported before it is needed. A `ConfigError` is one line on stderr and exit code 2; other
+expected errors are their text and exit code 1; `--debug` adds the traceback.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from infra import env
+from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
+from infra.redact import redact
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console command.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = build_parser().parse_args(argv)
+    if arguments.debug:
+        env.set_for_process(env.RLHF_DEBUG.name, "1")
+    try:
+        # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
+        command = importlib.import_module(f"flows.commands.{arguments.command}")
+        return command.main(arguments)
+    except ConfigError as error:
+        return _fail(error, EXIT_USER_ERROR, arguments.debug)
+    except PipelineError as error:
+        return _fail(error, EXIT_FAILURE, arguments.debug)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command resumes\n")
+        return EXIT_INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="rlhf", description="RL post-training as one resumable, reproducible pipeline"
+    )
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, help_text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
+        return command
+
+    run = add("run", "run a recipe; finished stages are reused")
+    _add_recipe_arguments(run)
+    plan = add("plan", "show each stage, its fingerprint and whether it is done; run nothing")
+    _add_recipe_arguments(plan)
+    plan.add_argument("--json", action="store_true", help="for machines")
+    add("recipes", "list the recipes that ship with this project")
+    doctor = add("doctor", "check this machine from end to end")
+    doctor.add_argument("--json", action="store_true", help="for machines")
+    add("up", "start Prefect server, worker, Ray and MLflow on this machine")
+    add("down", "stop what `up` started")
+    add("status", "show what `up` started")
+    merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
+    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
+    merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
+    merge.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    return parser
+
+
+def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", metavar="RECIPE", help="a recipe's name or a YAML file")
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="replace one value, e.g. rl.num_rounds=3; may be repeated",
+    )
+    command.add_argument("--seed", type=int, help="replace the recipe's seed")
+    command.add_argument(
+        "--force",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="run a finished stage again, e.g. sft or rl_round_2; may be repeated",
+    )
+
+
+def _fail(error: PipelineError, exit_code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    sys.stderr.write(f"{redact(str(error))}\n")
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""A pipeline run on the terminal: one line per step, a bar per stage, a table at the end.
+
+Promises: plain, readable lines when the output is no terminal; nothing here can fail a run.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from infra.journal import JournalRecord
+from tasks.run import StageResult
+from tasks.run_page import headline
+
+DIGEST_DIGITS = 12
+LABEL_WIDTH = 12
+
+
+class TerminalDisplay:
+    """A `tasks.stage.StageObserver` on the terminal.
+
+    Args:
+        console: where to write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:>12}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[message]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+        self._total_steps: int | None = None
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """A stage is looked up; its bar appears with its first progress record."""
+        self._end_bar()
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """One journal record of a running stage."""
+        if record.kind == "metrics":
+            total = f"/{self._total_steps}" if self._total_steps else ""
+            step = f"{record.step}{total}"
+            self._console.print(
+                f"{label:>{LABEL_WIDTH}}  step {step:>8}  {headline(record)}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+        elif record.kind == "progress" and record.done is not None and record.total is not None:
+            self._show_bar(label, record.done, record.total, record.message)
+        else:
+            self._say(label, record.message)
+
+    def stage_finished(self, result: StageResult) -> None:
+        """One line that sums the stage up."""
+        self._end_bar()
+        done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
+        self._say(
+            result.label,
+            f"{done}, digest {result.digest[:DIGEST_DIGITS]}{metric_suffix(result)}",
+        )
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        self._end_bar()
+        self._progress.stop()
+
+    def _say(self, label: str, message: str) -> None:
+        self._console.print(
+            f"{label:>{LABEL_WIDTH}}  {message}", highlight=False, markup=False, soft_wrap=True
+        )
+
+    def _show_bar(self, label: str, done: int, total: int, message: str) -> None:
+        if self._bar is None:
+            self._progress.start()
+            self._bar = self._progress.add_task(label, total=total, message="")
+        self._total_steps = total
+        self._progress.update(self._bar, completed=done, total=total, message=message)
+        if message and not self._console.is_terminal and done in {0, total}:
+            self._say(label, message)
+
+    def _end_bar(self) -> None:
+        self._total_steps = None
+        if self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._bar = None
+            self._progress.stop()
+
+
+def metric_suffix(result: StageResult) -> str:
+    """The headline metric of a stage, for the end of a line; empty if it has none."""
+    text = headline_metric(result)
+    return f", {text}" if text else ""
+
+
+def headline_metric(result: StageResult) -> str:
+    """The one number of a stage that people compare."""
+    accuracy = result.accuracy
+    if accuracy is not None and "promoted" not in result.metrics:
+        return f"accuracy {accuracy:.1%}"
+    if "promoted" in result.metrics:
+        return "promoted" if result.metrics["promoted"] else "not promoted"
+    for name in ("num_rl", "num_rows", "size_bytes"):
+        if name in result.metrics:
+            return f"{name} {result.metrics[name]:,.0f}"
+    return ""
+
+
+def summary_table(results: Sequence[StageResult]) -> Table:
+    """Stage, ran or reused, seconds, digest, headline metric."""
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("stage", "", "seconds", "digest", "metric"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for result in results:
+        table.add_row(
+            result.label,
+            "reused" if result.reused else "ran",
+            f"{result.wall_s:.1f}",
+            result.digest[:DIGEST_DIGITS],
+            headline_metric(result),
+        )
+    return table

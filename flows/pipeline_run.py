@@ -1,0 +1,153 @@
+"""What a pipeline run stands on: its home, store, cluster, tracking and display.
+
+Promises: the Ray cluster is started only if some stage has to run, by whoever needs it first,
+and ended only by the run that started it; a run that is ended from outside without having been
+cancelled leaves the cluster and its job to the next run.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prefect.context import FlowRunContext
+
+from engines.config.stages import Runtime
+from flows.lazy_cluster import LazyCluster
+from flows.recipe import Recipe
+from flows.report import Report, build_report, write_report
+from flows.report_page import show_report
+from infra import env
+from infra.errors import JobError, PipelineError
+from infra.journal import JournalRecord
+from infra.storage import Storage, open_storage
+from tasks.recorder import MLflowRecorder
+from tasks.run import StageResult
+from tasks.stage import StageContext, StageObserver
+
+STOP_DEADLINE_S = 20.0
+
+_log = logging.getLogger(__name__)
+
+
+class SilentObserver:
+    """Sees stages and says nothing: the run page shows everything already."""
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """A stage is looked up."""
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """A stage wrote to its journal."""
+
+    def stage_finished(self, result: StageResult) -> None:
+        """A stage has its result."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the command line brings to a flow that it runs in its own process.
+
+    Attributes:
+        observer: sees stages while they run.
+        cluster: may have been started while Prefect was still loading.
+    """
+
+    observer: StageObserver = field(default_factory=SilentObserver)
+    cluster: LazyCluster | None = None
+
+
+SURROUNDINGS: ContextVar[Surroundings] = ContextVar("SURROUNDINGS", default=Surroundings())
+
+
+class PipelineRun:
+    """One run of the pipeline.
+
+    Args:
+        recipe: what is run.
+        home: directory of everything the run keeps.
+        stages: runs the stages.
+        recorder: keeps the lineage.
+        orchestrated: whether Prefect shows the run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        home: Path,
+        stages: StageContext,
+        recorder: MLflowRecorder,
+        orchestrated: bool,
+    ) -> None:
+        self.stages = stages
+        self._recipe = recipe
+        self._home = home
+        self._recorder = recorder
+        self._orchestrated = orchestrated
+        self._started = time.monotonic()
+
+    def finish(self) -> Report:
+        """Write the report, and show it where the run is shown."""
+        seconds = time.monotonic() - self._started
+        report = build_report(self._recipe, self.stages.results, seconds)
+        directory = write_report(report, self._recipe, self._home)
+        self._recorder.run_finished(directory)
+        if self._orchestrated:
+            show_report(report, directory)
+        return report
+
+
+def home_of(recipe: Recipe) -> Path:
+    """Directory of everything a run keeps, absolute."""
+    return Path(recipe.location.home).expanduser().absolute() if recipe.location.home else env.home()
+
+
+def store_of(recipe: Recipe) -> Storage:
+    """The artifact store of a recipe."""
+    return open_storage(recipe.location.store or str(home_of(recipe) / "store"))
+
+
+@contextmanager
+def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
+    """Everything a run needs, for as long as it runs.
+
+    Args:
+        recipe: what is run.
+        force: by stage label, a token that makes the stage run anew.
+
+    Yields:
+        The run.
+    """
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    home = home_of(recipe)
+    surroundings = SURROUNDINGS.get()
+    cluster = surroundings.cluster or LazyCluster(home)
+    recorder = MLflowRecorder.for_run(recipe_params(recipe), recipe.run_name, home, recipe.location)
+    stages = StageContext(
+        home=home,
+        storage=store_of(recipe),
+        ray_jobs=cluster.jobs,
+        recorder=recorder,
+        observer=surroundings.observer,
+        runtime=Runtime(platform=recipe.hardware.platform),
+        orchestrated=flow_run is not None,
+        force=force,
+        metadata={"flow_run_id": str(flow_run.id)} if flow_run else {},
+    )
+    detached = False
+    try:
+        yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException:
+        # SIGTERM: if the run was cancelled its job is stopped by now, and an idle cluster is
+        # cheap; if it was not, the job must go on.
+        detached = True
+        raise
+    finally:
+        recorder.close()
+        if not detached:
+            cluster.release()

@@ -1,0 +1,78 @@
+"""The whole pipeline: preprocess, SFT, RL rounds, merge, evaluate, promote.
+
+    rlhf run quickstart                       this file, in this process
+    prefect deployment run rlhf-pipeline      this file, in a worker
+"""
+
+from prefect import flow
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.flows import Flow
+
+from flows.pipeline_run import open_run, stop_jobs_of
+from flows.recipe import Recipe, load_recipe, prepare_recipe
+from flows.report import Report
+from tasks.evaluate import evaluate
+from tasks.merge import merge
+from tasks.preprocess import preprocess
+from tasks.promote import promote
+from tasks.rl_round import rl_round
+from tasks.run import StageResult, StageRunner
+from tasks.sft import sft
+
+
+def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
+    """Every stage in order; each is skipped if its output exists.
+
+    Args:
+        recipe: what to run.
+        run: runs each stage, or plans it.
+
+    Returns:
+        The result of the last stage.
+    """
+    seed = recipe.seed
+    data = preprocess(run, recipe.preprocess_stage(), seed).artifact
+    policy = None
+    if recipe.sft:
+        policy = sft(run, recipe.sft_stage(), seed, data).artifact
+    reference = policy
+    for number in range(1, recipe.rl.num_rounds + 1):
+        stage = recipe.rl_round_stage(number)
+        policy = rl_round(run, stage, seed, data, policy, reference).artifact
+    if policy is None:
+        raise ValueError("the recipe trains nothing")
+    model = merge(run, recipe.merge_stage(), seed, policy).artifact
+    scores = evaluate(run, recipe.evaluate_stage(), seed, model, data).artifact
+    return promote(run, recipe.promote_stage(), seed, scores, model)
+
+
+def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
+    """A cancelled run leaves no job behind, even if its process could not stop it itself."""
+    stop_jobs_of(str(flow_run.id))
+
+
+@flow(
+    name="rlhf-pipeline",
+    flow_run_name="{recipe.name}-seed{recipe.seed}",
+    on_cancellation=[_on_cancellation],
+    persist_result=True,
+    result_serializer="json",
+    log_prints=False,
+)
+def rlhf_pipeline(
+    recipe: Recipe = load_recipe("quickstart"),  # noqa: B008  frozen, and the UI's form shows it
+    force: dict[str, str] | None = None,
+) -> Report:
+    """From raw data to a promoted model.
+
+    Args:
+        recipe: the whole configuration; the form is filled with the quickstart.
+        force: by stage (`rl_round_2`), any new text: the stage runs again although it is done.
+
+    Returns:
+        What ran, what came out, where the time went.
+    """
+    recipe = prepare_recipe(recipe)
+    with open_run(recipe, force or {}) as run:
+        run_stages(recipe, run.stages)
+        return run.finish()
