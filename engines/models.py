@@ -19,7 +19,7 @@ from engines.config.model import ArchitectureConfig, ModelConfig
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FIELD = "model.path"
@@ -155,6 +155,13 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
 def stored_tensor_names(path: Path) -> list[str]:
     """Names of the tensors in a model directory's safetensors files, sorted."""
     return sorted(name for file in _weight_files(path) for name in _header(file))
+
+
+def named_state(model: "nn.Module") -> "list[tuple[str, Tensor]]":
+    """Parameters and persistent buffers by name in memory, tied ones once, as registered."""
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
+    return [*model.named_parameters(), *buffers]
 
 
 def hub_tensors(

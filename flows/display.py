@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flows.report import StageReport
 from infra.journal import JournalRecord
-from tasks.run import StageResult
+from tasks.run import StageResult, headline_metric
 from tasks.run_page import headline
 
 DIGEST_DIGITS = 12
@@ -63,10 +64,8 @@ class TerminalDisplay:
         """One line that sums the stage up."""
         self._end_bar()
         done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
-        self._say(
-            result.label,
-            f"{done}, digest {result.digest[:DIGEST_DIGITS]}{metric_suffix(result)}",
-        )
+        parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
+        self._say(result.label, ", ".join(part for part in parts if part))
 
     def close(self) -> None:
         """Leave the terminal in order."""
@@ -95,36 +94,17 @@ class TerminalDisplay:
             self._progress.stop()
 
 
-def metric_suffix(result: StageResult) -> str:
-    """The headline metric of a stage, for the end of a line; empty if it has none."""
-    text = headline_metric(result)
-    return f", {text}" if text else ""
-
-
-def headline_metric(result: StageResult) -> str:
-    """The one number of a stage that people compare."""
-    accuracy = result.accuracy
-    if accuracy is not None and "promoted" not in result.metrics:
-        return f"accuracy {accuracy:.1%}"
-    if "promoted" in result.metrics:
-        return "promoted" if result.metrics["promoted"] else "not promoted"
-    for name in ("num_rl", "num_rows", "size_bytes"):
-        if name in result.metrics:
-            return f"{name} {result.metrics[name]:,.0f}"
-    return ""
-
-
-def summary_table(results: Sequence[StageResult]) -> Table:
+def summary_table(stages: Sequence[StageReport]) -> Table:
     """Stage, ran or reused, seconds, digest, headline metric."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("stage", "", "seconds", "digest", "metric"):
         table.add_column(column, justify="right" if column == "seconds" else "left")
-    for result in results:
+    for stage in stages:
         table.add_row(
-            result.label,
-            "reused" if result.reused else "ran",
-            f"{result.wall_s:.1f}",
-            result.digest[:DIGEST_DIGITS],
-            headline_metric(result),
+            stage.name,
+            "reused" if stage.reused else "ran",
+            f"{stage.seconds:.1f}",
+            stage.digest[:DIGEST_DIGITS],
+            headline_metric(stage.metrics),
         )
     return table

@@ -23,7 +23,7 @@ from flows.report_page import show_report
 from infra import env
 from infra.errors import JobError, PipelineError
 from infra.journal import JournalRecord
-from infra.storage import Storage, open_storage
+from infra.storage import open_storage
 from tasks.recorder import MLflowRecorder
 from tasks.run import StageResult
 from tasks.stage import StageContext, StageObserver
@@ -99,16 +99,6 @@ class PipelineRun:
         return report
 
 
-def home_of(recipe: Recipe) -> Path:
-    """Directory of everything a run keeps, absolute."""
-    return Path(recipe.location.home).expanduser().absolute() if recipe.location.home else env.home()
-
-
-def store_of(recipe: Recipe) -> Storage:
-    """The artifact store of a recipe."""
-    return open_storage(recipe.location.store or str(home_of(recipe) / "store"))
-
-
 @contextmanager
 def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     """Everything a run needs, for as long as it runs.
@@ -122,13 +112,14 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
-    home = home_of(recipe)
+    home = recipe.home
     surroundings = SURROUNDINGS.get()
-    cluster = surroundings.cluster or LazyCluster(home)
+    borrowed = surroundings.cluster
+    cluster = borrowed or LazyCluster(home)
     recorder = MLflowRecorder.for_run(recipe_params(recipe), recipe.run_name, home, recipe.location)
     stages = StageContext(
         home=home,
-        storage=store_of(recipe),
+        storage=open_storage(recipe.store_uri),
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
@@ -149,5 +140,5 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         raise
     finally:
         recorder.close()
-        if not detached:
+        if borrowed is None and not detached:
             cluster.release()

@@ -33,6 +33,7 @@ from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe_errors import refuse_secrets, to_config_error
 from flows.recipe_source import read_recipe
 from flows.validation import check_recipe
+from infra import env
 from infra.canonical import sha256_json
 from tasks.identity import reward_file
 
@@ -86,6 +87,17 @@ class Recipe(StrictModel):
         """Name of this run: equal recipes share it, whatever machine or directory they use."""
         identity = self.model_dump(mode="json", exclude={"location"})
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
+
+    @property
+    def home(self) -> Path:
+        """Directory of everything a run keeps, absolute."""
+        home = self.location.home
+        return Path(home).expanduser().absolute() if home else env.home()
+
+    @property
+    def store_uri(self) -> str:
+        """The artifact store."""
+        return self.location.store or str(self.home / "store")
 
     def preprocess_stage(self) -> PreprocessStageConfig:
         """Configuration of the stage `preprocess`."""

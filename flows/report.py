@@ -17,7 +17,7 @@ from flows.recipe import Recipe
 from infra.atomic import atomic_write_bytes
 from infra.canonical import canonical_json
 from infra.journal import JournalRecord, read_records
-from tasks.run import StageResult
+from tasks.run import StageResult, headline_metric
 
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
@@ -220,7 +220,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "|---|---|---:|---|---|",
         *(
             f"| {stage.name} | {'reused' if stage.reused else 'ran'} | {stage.seconds:.1f} "
-            f"| `{stage.digest[:12]}` | {_headline(stage)} |"
+            f"| `{stage.digest[:12]}` | {headline_metric(stage.metrics)} |"
             for stage in report.stages
         ),
         "",
@@ -238,13 +238,6 @@ def _verdict(report: Report) -> str:
     accuracy = f"Held-out accuracy: {', '.join(parts)}. " if parts else ""
     promoted = "The model was promoted." if report.promoted else "The model was not promoted."
     return f"{accuracy}{promoted} Wall time {report.seconds:.0f} s, seed {report.seed}."
-
-
-def _headline(stage: StageReport) -> str:
-    for name in ("val-core/accuracy", "accuracy"):
-        if name in stage.metrics:
-            return f"accuracy {stage.metrics[name]:.1%}"
-    return ", ".join(f"{name} {value:g}" for name, value in list(stage.metrics.items())[:2])
 
 
 def _data_uri(path: Path) -> str:

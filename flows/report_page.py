@@ -9,6 +9,7 @@ from pathlib import Path
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.report import Report, markdown
+from tasks.run import headline_metric
 
 MAX_PAGE_BYTES = 1_000_000
 
@@ -30,7 +31,7 @@ def show_report(report: Report, directory: Path) -> None:
             "seconds": round(stage.seconds, 1),
             "digest": stage.digest[:12],
             "fingerprint": stage.fingerprint[:12],
-            "accuracy": stage.metrics.get("val-core/accuracy", stage.metrics.get("accuracy")),
+            "metric": headline_metric(stage.metrics),
         }
         for stage in report.stages
     ]

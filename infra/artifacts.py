@@ -93,7 +93,14 @@ class Manifest(BaseModel):
 
 
 def build_manifest(directory: Path, kind: str) -> Manifest:
-    """Hash every file below `directory`, except a manifest of its own.
+    """Hash every file of a directory, except a manifest of its own.
+
+    Args:
+        directory: what will be published.
+        kind: of the artifact; lower case.
+
+    Returns:
+        The manifest, not yet written.
 
     Raises:
         ArtifactError: there is no file, or an entry is not a regular file (a symlink, a socket)
@@ -129,6 +136,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest as written; the files are not looked at.
 
+    Args:
+        directory: what was published.
+
+    Returns:
+        The manifest, well-formed and of a schema that this code knows.
+
     Raises:
         ArtifactNotFoundError: there is no manifest, so nothing was published here.
         ArtifactCorruptError: the manifest does not parse.
@@ -152,6 +165,12 @@ def read_manifest(directory: Path) -> Manifest:
 
 def verify_directory(directory: Path) -> Manifest:
     """Read every byte and compare it with the manifest.
+
+    Args:
+        directory: what was published.
+
+    Returns:
+        The manifest, which is true of the directory now.
 
     Raises:
         ArtifactNotFoundError: there is no manifest.
@@ -188,6 +207,9 @@ def external_artifact(path: Path, field: str | None = None) -> Artifact:
     Args:
         path: a file or a directory.
         field: the configuration field that named it, for the error; the path itself if None.
+
+    Returns:
+        An artifact of kind `external` whose uri is the absolute path.
 
     Raises:
         ConfigError: nothing is there, it holds no file, or a link in it leads to a directory.

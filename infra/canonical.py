@@ -17,7 +17,13 @@ from pydantic import BaseModel
 
 
 def canonical_json(obj: Any) -> bytes:
-    """The one JSON text of a value made of models, mappings, sequences, numbers and strings.
+    """The one JSON text of a value.
+
+    Args:
+        obj: made of pydantic models, mappings, lists, tuples, numbers, strings, booleans, None.
+
+    Returns:
+        ASCII bytes, without a line end.
 
     Raises:
         TypeError: a value or key has no canonical form; names where it stands.

@@ -7,7 +7,7 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,10 @@ class EnvVar:
         return os.environ.get(self.name) or self.default
 
     def require(self) -> str:
-        """Its value now.
+        """Its value where the program cannot go on without one.
+
+        Returns:
+            The value now, or the default.
 
         Raises:
             ConfigError: it is unset or empty and has no default.
@@ -57,6 +60,9 @@ class EnvVar:
 
     def get_int(self) -> int | None:
         """Its value as an integer.
+
+        Returns:
+            The number; None if it is unset and has no default.
 
         Raises:
             ConfigError: it is not one.
@@ -72,7 +78,10 @@ class EnvVar:
             ) from None
 
     def get_bool(self) -> bool:
-        """Its value as a switch: 1/true/yes/on, or 0/false/no/off; unset is off.
+        """Its value as a switch: 1/true/yes/on, or 0/false/no/off.
+
+        Returns:
+            Whether it is on; unset is off.
 
         Raises:
             ConfigError: it is none of these.
@@ -143,6 +152,10 @@ PREFECT_RESULTS_DEFAULT_SERIALIZER = EnvVar(
 PREFECT_SERVER_ANALYTICS_ENABLED = EnvVar(
     "PREFECT_SERVER_ANALYTICS_ENABLED", None, "false keeps Prefect from phoning home"
 )
+PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL = EnvVar(
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", None, "least level of Prefect's lines on the terminal"
+)
+DO_NOT_TRACK = EnvVar("DO_NOT_TRACK", None, "1 keeps libraries from phoning home")
 PREFECT_LOGGING_LEVEL = EnvVar("PREFECT_LOGGING_LEVEL", None, "level of Prefect's own log lines")
 MLFLOW_HTTP_REQUEST_MAX_RETRIES = EnvVar(
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES",
@@ -185,7 +198,10 @@ def child_environment(**extra: str | None) -> dict[str, str]:
     """A copy of this process's environment for a child process.
 
     Args:
-        extra: variables to set in the copy; None removes one.
+        **extra: variables to set in the copy; None removes one.
+
+    Returns:
+        The copy; changing it changes nothing else.
     """
     environment = dict(os.environ)
     for name, value in extra.items():
@@ -218,14 +234,18 @@ def all_variables() -> tuple[EnvVar, ...]:
     return tuple(_declared.values())
 
 
-def values_of_secrets(name_parts: Collection[str]) -> Iterator[str]:
+def values_of_secrets(name_parts: Collection[str]) -> list[str]:
     """Values, in this process's environment, of the variables that hold a secret.
 
     Args:
         name_parts: an undeclared variable holds one if its upper-case name has one of these
             between underscores (``KEY`` is in ``AWS_SECRET_ACCESS_KEY``, not in ``KEYBOARD``) and
             does not end like the name of a place (``_PATH``, ``_FILE``, ``_DIR``, ``_URL``).
+
+    Returns:
+        The values that are not empty.
     """
+    values = []
     for name, value in os.environ.items():
         declared = _declared.get(name)
         if declared is not None:
@@ -234,7 +254,8 @@ def values_of_secrets(name_parts: Collection[str]) -> Iterator[str]:
             parts = name.upper().split("_")
             is_secret = parts[-1] not in _PLACES and not set(name_parts).isdisjoint(parts)
         if value and is_secret:
-            yield value
+            values.append(value)
+    return values
 
 
 def snapshot() -> Mapping[str, str]:

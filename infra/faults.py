@@ -74,11 +74,7 @@ def fault(point: str) -> bool:
 
 
 def _parse(setting: str) -> dict[str, _Armed]:
-    """The armed points of a setting.
-
-    Raises:
-        ConfigError: a point or an action is unknown, or a number is none.
-    """
+    """The armed points of a setting; a ConfigError if it is not well-formed."""
     armed = {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         point, _, rest = entry.partition("=")

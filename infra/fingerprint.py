@@ -37,7 +37,7 @@ def stage_fingerprint(
     environment_digest: str,
     force: str = "",
 ) -> str:
-    """The fingerprint of one stage, 64 hex digits.
+    """The fingerprint of one stage.
 
     Args:
         stage: its name.
@@ -48,6 +48,9 @@ def stage_fingerprint(
         sources_digest: of `sources_digest`.
         environment_digest: of `environment_digest`.
         force: any other text gives another identity, to compute a finished stage again.
+
+    Returns:
+        sha256, 64 hex digits.
     """
     return sha256_json(
         {
@@ -66,7 +69,7 @@ def stage_fingerprint(
 def source_closure(
     modules: Sequence[str], packages: Sequence[str] = OUR_PACKAGES
 ) -> dict[str, str]:
-    """Every module that importing `modules` can execute, with the sha256 of its file.
+    """Every module of ours that importing some modules can execute.
 
     Imports inside functions count; those under `if TYPE_CHECKING:` do not. The `__init__` of
     every package on the way counts, since an import executes it.
@@ -75,6 +78,9 @@ def source_closure(
         modules: dotted names, or paths that end in `.py` (their key is `file:<name>`).
         packages: imports are followed into these top-level packages, and into those of
             `modules`; everything else is the environment's.
+
+    Returns:
+        sha256 of each file by module name, sorted.
 
     Raises:
         ConfigError: a root does not exist, or a reached file is not Python.
@@ -106,6 +112,9 @@ def environment_digest(distributions: Sequence[str]) -> str:
 
     Args:
         distributions: by name; one that is not installed counts as absent.
+
+    Returns:
+        64 hex digits.
     """
     return sha256_json(
         {

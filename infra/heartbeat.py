@@ -8,7 +8,6 @@ Does not promise: that the main thread advances. `progress_age_s` says how long 
 have not changed.
 """
 
-import json
 import logging
 import os
 import threading
@@ -130,20 +129,27 @@ class Heartbeat:
 
 
 def read_heartbeat(path: Path) -> HeartbeatState | None:
-    """What the heartbeat file says now; None if there is none.
+    """What a heartbeat file says now.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The state; None if the file is absent, or a power loss spoiled it.
 
     Raises:
         OSError: it could not be read, which says nothing about the writer.
-        ValueError: the file is no heartbeat.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        beat = _Beat.model_validate(json.loads(data))
-    except ValidationError as error:
-        raise ValueError(f"{path} is not a heartbeat: {error.errors()[0]['msg']}") from error
+        beat = _Beat.model_validate_json(data)
+    except ValidationError:
+        # A living writer leaves only whole files, so whoever wrote this is gone.
+        _log.warning("%s holds no heartbeat", path)
+        return None
     if beat.boot_id and beat.boot_id == _boot_id():
         age_s = time.monotonic() - beat.monotonic_s
     else:

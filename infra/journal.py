@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
 from infra.atomic import fsync_directory
 from infra.canonical import canonical_json
@@ -36,7 +36,7 @@ class JournalRecord(BaseModel):
     """Milliseconds since the epoch, UTC; never less than in the record before."""
     step: int | None = None
     """`metrics`: the step that the values belong to."""
-    values: Mapping[str, float] = Field(default_factory=dict)
+    values: Mapping[str, float] = {}
     """`metrics`: by name; may be NaN or infinite, as JSON strings in the file."""
     done: int | None = None
     """`progress`: units done."""
@@ -51,7 +51,8 @@ class JournalRecord(BaseModel):
 
     def to_line(self) -> bytes:
         """The record as it stands in the file, line end included."""
-        return canonical_json(self.model_dump(exclude_defaults=True)) + b"\n"
+        values = self.model_dump(exclude_none=True)
+        return canonical_json({k: v for k, v in values.items() if v not in ({}, "")}) + b"\n"
 
 
 class Journal:

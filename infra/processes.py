@@ -10,7 +10,6 @@ lost its parent.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -18,19 +17,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from infra import env
-from infra.atomic import atomic_write_bytes
 from infra.errors import DeadlineError, ServiceError
-
-Value = TypeVar("Value")
-Record = TypeVar("Record", bound=BaseModel)
+from infra.service_files import log_tail
 
 # SIGINT that our parent ignores would be ignored by the child for good: a Prefect worker that
 # was started from a shell with `&` then never stops. `preexec_fn` is unsafe beside threads, so
@@ -163,60 +158,6 @@ def stop_all(records: Sequence[ProcessRecord], deadline_s: float) -> None:
         time.sleep(0.05)
 
 
-def wait_for(
-    predicate: Callable[[], Value | None],
-    what: str,
-    deadline_s: float,
-    poll_s: float = 0.1,
-) -> Value:
-    """Poll until the predicate gives something true.
-
-    Args:
-        predicate: is called at least once; its exceptions end the wait.
-        what: what is waited for, in words, for the error.
-        deadline_s: seconds until the wait is given up.
-        poll_s: seconds between two calls.
-
-    Returns:
-        What the predicate gave.
-
-    Raises:
-        DeadlineError: it never gave anything true.
-    """
-    ends_at = time.monotonic() + deadline_s
-    while True:
-        value = predicate()
-        if value:
-            return value
-        if time.monotonic() >= ends_at:
-            raise DeadlineError(what, deadline_s)
-        time.sleep(poll_s)
-
-
-@contextlib.contextmanager
-def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file of this host; the kernel frees it if we die.
-
-    Raises:
-        DeadlineError: another process held it all the time.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def acquired() -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    try:
-        wait_for(acquired, f"the lock {path}, held by another process", deadline_s)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def pick_ports(count: int) -> list[int]:
     """TCP ports of the loopback interface that are free now, all different."""
     with contextlib.ExitStack() as stack:
@@ -235,40 +176,6 @@ def pick_port(preferred: int) -> int:
         except OSError:
             return pick_ports(1)[0]
     return preferred
-
-
-def log_tail(path: Path, num_lines: int = 15) -> str:
-    """The last lines of a log, each on a new indented line; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return "".join(f"\n    {line}" for line in lines[-num_lines:])
-
-
-def save_record(path: Path, record: BaseModel) -> None:
-    """Keep a record, readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_bytes(path, record.model_dump_json(indent=2).encode())
-
-
-def load_record(path: Path, model: type[Record]) -> Record | None:
-    """Read a record; None if there is none.
-
-    Raises:
-        ServiceError: the file is no such record.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ServiceError(f"{path} is not a {model.__name__} ({reason}); remove it") from error
 
 
 def _start_stamp(process: psutil.Process) -> str:

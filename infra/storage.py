@@ -62,13 +62,27 @@ class Storage(Protocol):
         The directory is used up: the caller must not touch it afterwards, and finds the files
         again with `fetch`.
 
+        Args:
+            source_dir: a local directory of regular files.
+            kind: of the artifact; lower case.
+            fingerprint: the stage that made it, for the handle.
+
+        Returns:
+            The handle; equal content of one kind always has the same digest and uri.
+
         Raises:
             ArtifactError: the directory holds no file, or something that is not a file.
         """
         ...
 
     def commit(self, record: CommitRecord) -> CommitRecord:
-        """Record that a stage is done; returns the record that stands, ours or an earlier one.
+        """Record that a stage is done.
+
+        Args:
+            record: names an artifact that was published before.
+
+        Returns:
+            The record that stands: this one, or an earlier one of the same fingerprint.
 
         Raises:
             ArtifactNotFoundError: the record's artifact is not in the store.
@@ -76,7 +90,13 @@ class Storage(Protocol):
         ...
 
     def committed(self, fingerprint: str) -> CommitRecord | None:
-        """The record of a finished stage, its artifact verified; None if it is not finished.
+        """Whether a stage is finished, and with what.
+
+        Args:
+            fingerprint: of the stage.
+
+        Returns:
+            Its record, the artifact verified now; None if the stage is not finished.
 
         Raises:
             ArtifactCorruptError: the stage is finished, and its record or artifact is damaged.
@@ -84,9 +104,14 @@ class Storage(Protocol):
         ...
 
     def fetch(self, artifact: Artifact) -> Path:
-        """A local directory (or an external file) that holds the artifact, verified.
+        """Bring an artifact where it can be read as files.
 
-        The files belong to the store; the caller reads them and changes nothing.
+        Args:
+            artifact: of this store, or an external one.
+
+        Returns:
+            A local directory (or an external file), verified now. It belongs to the store: the
+            caller reads it and changes nothing.
 
         Raises:
             ArtifactNotFoundError: the store has no such artifact.
@@ -96,7 +121,13 @@ class Storage(Protocol):
 
 
 def open_storage(uri: str) -> Storage:
-    """The store at `/path`, `path` or `file:///path`.
+    """The store at an address.
+
+    Args:
+        uri: `/path`, `path` or `file:///path`.
+
+    Returns:
+        The store; its directory is made when something is published.
 
     Raises:
         ConfigError: no store of that scheme is known.

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.errors import EXIT_USER_ERROR, ConfigError, JobError, JobFailedError
+from infra.errors import EXIT_USER_ERROR, ConfigError, DeadlineError, JobError, JobFailedError
 from infra.journal import JournalRecord, read_records
+from infra.ray_job_types import JobHandle
 from infra.ray_jobs import RayJobs
 from infra.stage_spec import CommitRecord
 from infra.storage import Storage
@@ -74,22 +75,27 @@ class JobFollower:
             JobFailedError: the job ended, or fell silent, without a commit.
         """
         self._skip_history()
-        job = jobs.ensure(self._submission)
-        self._page.log(f"{self._label}: {'attached to' if job.attached else 'submitted'} {job.id}")
+        job = jobs.ensure(
+            self._submission.key,
+            self._submission.build_attempt,
+            self._submission.is_alive,
+            first_attempt=self._submission.first_attempt(),
+        )
+        verb = "attached to" if job.attached else "submitted"
+        self._page.log(f"{self._label}: {verb} {job.submission_id}")
         try:
-            return self._wait(jobs, job.id, job.attempt, on_record)
+            return self._wait(jobs, job, on_record)
         except BaseException as error:
             # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
             if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
-                self._page.warn(f"{self._label}: cancelled; stopping {job.id}")
-                self._stop(jobs, job.id)
+                self._page.warn(f"{self._label}: cancelled; stopping {job.submission_id}")
+                self._stop(jobs, job)
             raise
 
     def _wait(
         self,
         jobs: RayJobs,
-        job_id: str,
-        attempt: int,
+        job: JobHandle,
         on_record: Callable[[JournalRecord], None],
     ) -> CommitRecord:
         status_at = time.monotonic() + STATUS_EVERY_S
@@ -101,9 +107,9 @@ class JobFollower:
                 return record
             if time.monotonic() >= status_at:
                 status_at = time.monotonic() + STATUS_EVERY_S
-                ended = self._check(jobs, job_id, attempt)
+                ended = self._check(jobs, job)
                 if ended:
-                    return self._last_look(jobs, job_id, attempt, on_record)
+                    return self._last_look(jobs, job, on_record)
             time.sleep(POLL_S)
 
     def _skip_history(self) -> None:
@@ -119,37 +125,36 @@ class JobFollower:
             self._page.show(record)
             on_record(record)
 
-    def _check(self, jobs: RayJobs, job_id: str, attempt: int) -> bool:
+    def _check(self, jobs: RayJobs, job: JobHandle) -> bool:
         """Whether the job has ended; a job that fell silent is stopped, and fails."""
-        silence_s = self._submission.silence_s(attempt)
+        silence_s = self._submission.silence_s(job.attempt)
         try:
-            status = jobs.status(job_id)
+            status = jobs.status(job.submission_id)
         except JobError as error:
             # A lost head says nothing about the job: its heartbeat and its commit do.
             if silence_s < HEARTBEAT_STALE_S:
-                _log.debug("%s: %s", job_id, error)
+                _log.debug("%s: %s", job.submission_id, error)
                 return False
             raise
         if status.is_terminal:
             return True
         if silence_s >= HEARTBEAT_STALE_S:
-            self._stop(jobs, job_id)
+            self._stop(jobs, job)
             raise JobFailedError(
-                f"{self._label}: job {job_id} gave no sign of life for {silence_s:.0f} s and was "
-                f"stopped; run again to resume{self._tail(jobs, job_id)}"
+                f"{self._label}: job {job.submission_id} gave no sign of life for {silence_s:.0f} s and was "
+                f"stopped; run again to resume{self._tail(jobs, job)}"
             )
         return False
 
     def _last_look(
         self,
         jobs: RayJobs,
-        job_id: str,
-        attempt: int,
+        job: JobHandle,
         on_record: Callable[[JournalRecord], None],
     ) -> CommitRecord:
         """The job has ended: its commit, or the reason why there is none."""
         deadline = time.monotonic() + COMMIT_GRACE_S
-        error_path = self._submission.attempt_dir(attempt) / "error.json"
+        error_path = self._submission.attempt_dir(job.attempt) / "error.json"
         while time.monotonic() < deadline:
             record = self._storage.committed(self._fingerprint)
             if record is not None:
@@ -159,29 +164,29 @@ class JobFollower:
                 break
             time.sleep(POLL_S)
         self._pump(on_record)
-        raise self._failure(jobs, job_id, error_path)
+        raise self._failure(jobs, job, error_path)
 
-    def _failure(self, jobs: RayJobs, job_id: str, error_path: Path) -> Exception:
-        tail = self._tail(jobs, job_id)
+    def _failure(self, jobs: RayJobs, job: JobHandle, error_path: Path) -> Exception:
+        tail = self._tail(jobs, job)
         try:
             error = json.loads(error_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            message = jobs.status(job_id).message or "no reason given"
-            return JobFailedError(f"{self._label}: job {job_id} ended: {message}{tail}")
+            message = jobs.status(job.submission_id).message or "no reason given"
+            return JobFailedError(f"{self._label}: job {job.submission_id} ended: {message}{tail}")
         if error["exit_code"] == EXIT_USER_ERROR:
             path, _, problem = str(error["message"]).partition(": ")
             return ConfigError(path, problem)
         return JobFailedError(f"{self._label}: {error['type']}: {error['message']}{tail}")
 
-    def _tail(self, jobs: RayJobs, job_id: str) -> str:
+    def _tail(self, jobs: RayJobs, job: JobHandle) -> str:
         try:
-            lines = jobs.logs(job_id).splitlines()[-LOG_TAIL_LINES:]
+            tail = jobs.log_tail(job.submission_id, LOG_TAIL_LINES)
         except JobError:
             return ""
-        return "".join(f"\n    {line}" for line in lines)
+        return "".join(f"\n    {line}" for line in tail.splitlines())
 
-    def _stop(self, jobs: RayJobs, job_id: str) -> None:
+    def _stop(self, jobs: RayJobs, job: JobHandle) -> None:
         try:
-            jobs.stop(job_id, STOP_DEADLINE_S)
-        except JobError as error:
-            self._page.warn(f"{self._label}: {job_id} could not be stopped: {error}")
+            jobs.stop(job.submission_id, STOP_DEADLINE_S)
+        except (JobError, DeadlineError) as error:
+            self._page.warn(f"{self._label}: {job.submission_id} could not be stopped: {error}")

@@ -12,6 +12,25 @@ from tasks.identity import StageRequest
 ACCURACY_METRICS = ("val-core/accuracy", "accuracy")
 """Names under which stages report held-out accuracy, the preferred one first."""
 
+COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "size_bytes")
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
+    """Held-out accuracy among a stage's metrics, if it was measured."""
+    return next((metrics[name] for name in ACCURACY_METRICS if name in metrics), None)
+
+
+def headline_metric(metrics: Mapping[str, float]) -> str:
+    """The one number of a stage that people compare; empty if it has none."""
+    if "promoted" in metrics:
+        return "promoted" if metrics["promoted"] else "not promoted"
+    accuracy = accuracy_of(metrics)
+    if accuracy is not None:
+        return f"accuracy {accuracy:.1%}"
+    return next(
+        (f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), ""
+    )
+
 
 class StageResult(BaseModel):
     """What a finished stage hands on."""
@@ -39,7 +58,7 @@ class StageResult(BaseModel):
     @property
     def accuracy(self) -> float | None:
         """Held-out accuracy at the end of the stage, if it was measured."""
-        return next((self.metrics[name] for name in ACCURACY_METRICS if name in self.metrics), None)
+        return accuracy_of(self.metrics)
 
 
 class StageRunner(Protocol):

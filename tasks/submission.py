@@ -4,16 +4,17 @@ Promises: at most one attempt of a fingerprint runs at a time, whoever asks for 
 whose heartbeat has stopped, or that left an error, does not count as running.
 """
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from engines.config.stages import Runtime
+from infra import env
 from infra.atomic import atomic_write_bytes
 from infra.canonical import canonical_json
 from infra.heartbeat import heartbeat_age_s
+from infra.ray_job_types import JobRequest
 from infra.stage_spec import StageSpec
 from tasks.identity import STAGE_SCHEMA_VERSION, StageRequest
 
@@ -48,11 +49,11 @@ class Submission:
         self._work_dir = work_dir
         self._store_uri = store_uri
         self._runtime = runtime
-        self.metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
+        self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
 
     @property
-    def id_prefix(self) -> str:
-        """Ray submission id without the attempt number: equal stages collide on purpose."""
+    def key(self) -> str:
+        """Names the work for Ray: equal stages collide on purpose."""
         return f"{self._request.stage}-{self._request.fingerprint[:FINGERPRINT_DIGITS]}"
 
     @property
@@ -64,8 +65,8 @@ class Submission:
         """The attempt's own directory."""
         return self._work_dir / f"attempt-{attempt}"
 
-    def entrypoint(self, attempt: int) -> str:
-        """Write the attempt's specification and return the command line that runs it."""
+    def build_attempt(self, attempt: int) -> JobRequest:
+        """Write the attempt's specification, and say how it is run."""
         spec = StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=self._request.stage,
@@ -82,7 +83,21 @@ class Submission:
         path = self.attempt_dir(attempt) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, canonical_json(spec))
-        return shlex.join([sys.executable, "-m", self._request.job_module, str(path)])
+        return JobRequest(
+            argv=[sys.executable, "-m", self._request.job_module, str(path)],
+            env=forwarded_environment(),
+            metadata=self._metadata,
+        )
+
+    def first_attempt(self) -> int:
+        """The first number that may still run, or was never used.
+
+        The job server forgets its jobs with its head; the attempts' directories remember.
+        """
+        attempt = 0
+        while self.attempt_dir(attempt).exists() and not self.is_alive(attempt):
+            attempt += 1
+        return attempt
 
     def is_alive(self, attempt: int) -> bool:
         """Whether an attempt that Ray calls running shows signs of life.
@@ -90,6 +105,8 @@ class Submission:
         Ray keeps calling a job running after a crash of its head; the job's own heartbeat does
         not.
         """
+        if (self.attempt_dir(attempt) / "error.json").exists():
+            return False
         return self.silence_s(attempt) < HEARTBEAT_STALE_S
 
     def silence_s(self, attempt: int) -> float:
@@ -102,3 +119,22 @@ class Submission:
         except FileNotFoundError:
             return 0.0
         return max(0.0, time.time() - submitted_at - START_GRACE_S)
+
+
+def forwarded_environment() -> dict[str, str]:
+    """Variables of this process that a job needs although the cluster was started without them.
+
+    Secrets are not among them: whoever may list jobs can read a job's environment.
+    """
+    forwarded = (
+        env.RLHF_DEBUG,
+        env.RLHF_ENGINE_DEVICE,
+        env.RLHF_ENGINE_VENDOR,
+        env.RLHF_FAULTS,
+        env.RLHF_PLATFORM,
+        env.RLHF_USE_EXTERNAL_MODULES,
+        env.HF_HOME,
+        env.HF_HUB_OFFLINE,
+    )
+    values = {variable.name: variable.get() for variable in forwarded}
+    return {name: value for name, value in values.items() if value is not None}

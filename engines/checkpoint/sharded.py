@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,7 +45,9 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         tensors: by name; DTensors are written in pieces, plain tensors by one rank.
     """
     with _no_group_needed():
-        dcp.save(dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone())
+        state_dict_saver.save(
+            dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone()
+        )
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -59,7 +61,7 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = HuggingFaceStorageReader(str(path))
     try:
         with _no_group_needed():
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=_alone())
+            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=_alone())
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())[:500]
         raise CheckpointError(f"cannot load {path}: {text}") from error

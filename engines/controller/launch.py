@@ -48,6 +48,6 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         log_dir=log_dir,
         resources=platform.ray_resource_options(1),
         collective_timeout_s=timeout_s,
-        timeouts_s={"generate": (spec.rollout.timeout_s if spec.rollout else 0.0) + MARGIN_S},
+        timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S},
     )
     return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)

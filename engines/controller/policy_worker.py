@@ -29,31 +29,45 @@ from infra.errors import DeadlineError
 
 
 @dataclass(frozen=True)
+class ModelSource:
+    """Weights on disk.
+
+    Attributes:
+        hf_dir: Hugging Face directory; holds the weights unless there is a checkpoint.
+        checkpoint_dir: sharded checkpoint that holds them instead.
+    """
+
+    hf_dir: Path
+    checkpoint_dir: Path | None = None
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """What a rank builds; plain data, so that it travels to other processes.
 
     Attributes:
-        model_dir: Hugging Face directory of the policy; its weights are read unless a
-            checkpoint is given.
-        checkpoint_dir: sharded checkpoint to start from, or None.
-        restore_optimizer: take the optimizer's state from that checkpoint too.
-        reference_checkpoint_dir: sharded checkpoint of the frozen reference, or None for none.
+        policy: weights to train.
+        reference: frozen weights to stay near to, or None for no reference.
+        serving_dir: Hugging Face directory that the rollout engine reads its configuration from.
+        restore_optimizer: continue the optimizer of the policy's checkpoint.
         training: backend and numerics.
         optimizer: of the policy.
         total_num_steps: optimizer steps the schedule spans.
-        rollout: engine that samples, or None when nothing is sampled.
+        rollout: engine that samples.
+        temperature: of the distribution that logprobs speak of.
         platform: name for `hardware.registry.detect`.
         seed: of whatever the backend draws.
     """
 
-    model_dir: Path
-    checkpoint_dir: Path | None
+    policy: ModelSource
+    reference: ModelSource | None
+    serving_dir: Path
     restore_optimizer: bool
-    reference_checkpoint_dir: Path | None
     training: TrainingConfig
     optimizer: OptimizerConfig
     total_num_steps: int
-    rollout: RolloutConfig | None
+    rollout: RolloutConfig
+    temperature: float
     platform: str
     seed: int
 
@@ -64,21 +78,17 @@ class PolicyWorker:
     def __init__(self, spec: PolicySpec) -> None:
         self._spec = spec
         self._platform, _ = detect(spec.platform)
-        self._policy = self._create_engine(spec.optimizer)
+        self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None
         self._rollout: RolloutEngine | None = None
         self._loop = asyncio.new_event_loop()
 
     def initialize(self) -> None:
         """Build the models and load their weights. Collective."""
-        spec = self._spec
-        self._policy.initialize(load_weights=spec.checkpoint_dir is None)
-        if spec.checkpoint_dir is not None:
-            self._policy.load_checkpoint(spec.checkpoint_dir, optimizer=spec.restore_optimizer)
-        if spec.reference_checkpoint_dir is not None:
-            self._reference = self._create_engine(None)
-            self._reference.initialize(load_weights=False)
-            self._reference.load_checkpoint(spec.reference_checkpoint_dir, optimizer=False)
+        _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
+        if self._spec.reference is not None:
+            self._reference = self._create_engine(self._spec.reference, None)
+            _load(self._reference, self._spec.reference, optimizer=False)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -116,7 +126,7 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        if self._spec.rollout is None or self._rollout is None:
+        if self._rollout is None:
             raise RolloutError("nothing can be sampled before the first weight sync")
         timeout_s = self._spec.rollout.timeout_s
         sampling = asyncio.wait_for(_drain(self._rollout, requests), timeout_s)
@@ -128,16 +138,11 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        if self._spec.rollout is None:
-            raise ValueError("this worker was built without a rollout engine")
-        dtype = self._spec.rollout.dtype or self._spec.training.dtype
+        rollout = self._spec.rollout
+        dtype = rollout.dtype or self._spec.training.dtype
         if self._rollout is None:
             self._rollout = create_rollout_engine(
-                self._spec.rollout.engine,
-                self._spec.model_dir,
-                self._spec.rollout,
-                dtype,
-                self._platform,
+                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
             )
         sender = InProcessCheckpointEngine(self._rollout, dtype)
         return self._loop.run_until_complete(
@@ -160,17 +165,25 @@ class PolicyWorker:
             self._loop.run_until_complete(self._rollout.close())
         self._loop.close()
 
-    def _create_engine(self, optimizer: OptimizerConfig | None) -> BaseEngine:
+    def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec
         return create_engine(
             "language_model",
-            spec.model_dir,
+            source.hf_dir,
             spec.training,
             optimizer,
             spec.total_num_steps,
             self._platform,
             spec.seed,
+            temperature=spec.temperature,
         )
+
+
+def _load(engine: BaseEngine, source: ModelSource, *, optimizer: bool) -> None:
+    """Build an engine's model and fill it from the directory or the checkpoint."""
+    engine.initialize(load_weights=source.checkpoint_dir is None)
+    if source.checkpoint_dir is not None:
+        engine.load_checkpoint(source.checkpoint_dir, optimizer=optimizer)
 
 
 async def _drain(

@@ -63,8 +63,9 @@ class RankProcess:
 
     def open_store(self) -> Rendezvous:
         """Open the meeting place; called on rank 0 only."""
-        self._store = open_store(self._settings.world_size, self._settings.collective_timeout_s)
-        return Rendezvous(LOOPBACK, self._store.port)
+        store = open_store(self._settings.world_size, self._settings.collective_timeout_s)
+        self._store = store
+        return Rendezvous(LOOPBACK, store.port)
 
     def join(self, meeting: Rendezvous) -> None:
         """Meet the other ranks."""

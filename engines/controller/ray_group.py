@@ -212,7 +212,7 @@ class RayWorkerGroup:
         rank, error = next(iter((deaths or failures).items()))
         if deaths:
             self._fail(what, rank, "its process died", error)
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        cause = getattr(error, "cause", error)
         if isinstance(cause, PipelineError):
             self._kill()
             cause.add_note(f"raised on rank {rank} in {what}")

@@ -1,0 +1,1 @@
+"""The mains of the stages: `python -m engines.jobs.<stage> SPEC`."""

@@ -10,10 +10,10 @@ ends the assistant's turn, although the base model may know another end token.
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from engines.config.model import ModelConfig
+from engines.controller.policy_worker import ModelSource
 from engines.data.chat import end_of_turn_id
 from engines.data.dataset import load_dataset
 from engines.data.tokenizer import DirectoryTokenizer
@@ -39,19 +39,6 @@ _HF_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Weights on disk.
-
-    Attributes:
-        hf_dir: Hugging Face directory; holds the weights unless there is a checkpoint.
-        checkpoint_dir: sharded checkpoint that holds them instead.
-    """
-
-    hf_dir: Path
-    checkpoint_dir: Path | None = None
 
 
 def policy_source(policy_dir: Path) -> ModelSource:

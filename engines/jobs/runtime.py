@@ -81,6 +81,10 @@ class JobContext(Generic[Config]):
             raise ConfigError(f"inputs.{name}", f"missing; need an artifact; given: {given}")
         return self.storage.fetch(artifact)
 
+    def optional_input(self, name: str) -> Path | None:
+        """As `input`, or None if the stage was given no such input."""
+        return self.input(name) if name in self.spec.inputs else None
+
     @property
     def output_dir(self) -> Path:
         """An empty directory at the start of the body; its files are published at the end."""

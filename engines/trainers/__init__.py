@@ -1,0 +1,1 @@
+"""The loops: supervised fine-tuning, RL, evaluation."""

@@ -156,7 +156,10 @@ class Evaluator:
         completions = generate(requests)
         results = self._scorer.judge([prompt.row for prompt in prompts], completions)
         return [
-            [self._answer(completion, result) for completion, result in zip(row, scores, strict=True)]
+            [
+                self._answer(completion, result)
+                for completion, result in zip(row, scores, strict=True)
+            ]
             for row, scores in zip(completions, results, strict=True)
         ]
 
@@ -170,9 +173,7 @@ class Evaluator:
         )
 
 
-def summarize(
-    problems: Sequence[EvaluatedProblem], config: EvaluationConfig
-) -> dict[str, float]:
+def summarize(problems: Sequence[EvaluatedProblem], config: EvaluationConfig) -> dict[str, float]:
     """Metrics of some problems.
 
     Args:

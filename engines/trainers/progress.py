@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from engines.checkpoint.step_store import StepCheckpoints, TrainerState
+from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.trainers.phases import PhaseClock
@@ -55,12 +55,13 @@ class StageProgress:
         self._journal, self._heartbeat = journal, heartbeat
         self._checkpoints, self._every = checkpoints, every_num_steps
         self._num_steps = num_steps
+        self._newest: StepCheckpoint | None = None
         self.clock = clock
 
     def resume(self, workers: WorkerGroup) -> int:
         """Load the newest valid step checkpoint, if there is one; returns the steps done."""
         self._heartbeat.phase = "train"
-        newest = self._checkpoints.latest_valid()
+        newest = self._newest = self._checkpoints.latest_valid()
         if newest is None:
             return 0
         with self.clock("load"):
@@ -93,7 +94,7 @@ class StageProgress:
         if step % self._every and step != self._num_steps:
             return
         with self.clock("save"):
-            self._checkpoints.save(
+            self._newest = self._checkpoints.save(
                 step,
                 lambda path: workers.run(PolicyWorker.save_checkpoint, path, step),
                 TrainerState(step=step),
@@ -101,7 +102,6 @@ class StageProgress:
 
     def last_checkpoint(self) -> Path:
         """Files of the last step's checkpoint, once the loop has ended."""
-        newest = self._checkpoints.latest_valid()
-        if newest is None or newest.step != self._num_steps:
+        if self._newest is None or self._newest.step != self._num_steps:
             raise RuntimeError(f"step {self._num_steps} has no checkpoint")
-        return newest.path
+        return self._newest.path

@@ -9,9 +9,9 @@ What each line stands for is in its own module: prompts, experience, rl_metrics,
 """
 
 from engines.algorithms import policy_loss_fn
+from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.config.stages import RLRoundStageConfig
 from engines.trainers.experience import Collector
 from engines.trainers.mismatch import MeasuredObjective, check_mismatch
 from engines.trainers.phases import PhaseClock

@@ -52,9 +52,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     prompts = torch.tensor([len(s.prompt_ids) for s in experience.samples], dtype=torch.float64)
     cut = [c.finish_reason == "length" for c in completions]
     sampled_T = experience.batch.columns["loss_mask"] > 0
-    groups = group_statistics(
-        experience.rewards_B, experience.group_index_B, experience.num_groups
-    )
+    groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
     return {
         **_spread("critic/score", experience.scores_B),
         **_spread("critic/rewards", experience.rewards_B),

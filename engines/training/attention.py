@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ def _varlen(
             groups = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     bounds, longest = packing.cu_seqlens, packing.max_length
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    return cast(Tensor, varlen_attn(q, k, v, bounds, bounds, longest, longest, **options))
 
 
 @cache

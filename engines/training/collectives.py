@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from hardware.base import PlatformBase
 
@@ -42,7 +43,7 @@ def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
     """A default process group of one process, without any socket."""
     dist.init_process_group(
         platform.communication_backend,
-        store=dist.HashStore(),
+        store=HashStore(),
         rank=0,
         world_size=1,
         timeout=timedelta(seconds=timeout_s),

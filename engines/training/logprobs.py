@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of a float32 chunk (64 MiB): large enough that small vocabularies need one chunk."""
@@ -63,7 +62,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_NV, token_ids_N, log_sum_N, entropy_N = cast(FunctionCtx, ctx).saved_tensors
+        logits_NV, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grad_outputs
         grad_NV = torch.empty_like(logits_NV)
         for rows in _row_chunks(logits_NV):

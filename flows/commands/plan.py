@@ -8,10 +8,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from flows.pipeline_run import store_of
 from flows.plan import PlannedStage, Planner
 from flows.recipe import load_recipe
 from flows.rlhf_pipeline import run_stages
+from infra.storage import open_storage
 
 DIGITS = 12
 
@@ -19,7 +19,7 @@ DIGITS = 12
 def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
-    planner = Planner(store_of(recipe), {label: "plan" for label in arguments.force})
+    planner = Planner(open_storage(recipe.store_uri), {label: "plan" for label in arguments.force})
     run_stages(recipe, planner)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]

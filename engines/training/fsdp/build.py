@@ -7,16 +7,17 @@ disk differ from those in memory (transformers converts them) is loaded whole on
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engines.checkpoint.sharded import load_sharded
 from engines.errors import CheckpointError
-from engines.models import stored_tensor_names, without_progress_bars
+from engines.models import named_state, stored_tensor_names, without_progress_bars
 from engines.training.attention import ATTENTION_NAME, register_packed_attention
 from infra.errors import ConfigError
 
@@ -26,7 +27,7 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 def build_plain(hf_dir: Path, device: torch.device, *, load_weights: bool) -> PreTrainedModel:
     """The whole model on one device, float32."""
     if load_weights:
-        return _from_pretrained(hf_dir).to(device)
+        return _moved(_from_pretrained(hf_dir), device)
     model = _on_meta(hf_dir)
     _materialize(model, device)
     return model
@@ -62,7 +63,7 @@ def build_sharded(
     # The root's weights are needed at the end of forward and at the start of backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if not direct:
-        return model.to(device)
+        return _moved(model, device)
     _materialize(model, device)
     if load_weights:
         _load_slices(model, hf_dir)
@@ -75,13 +76,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
-def named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name, tied ones once, in order of registration."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
-    return [*model.named_parameters(), *buffers]
-
-
 def _on_meta(hf_dir: Path) -> PreTrainedModel:
     config = _config(hf_dir)
     with torch.device("meta"):
@@ -90,9 +84,14 @@ def _on_meta(hf_dir: Path) -> PreTrainedModel:
         )
 
 
+def _moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    nn.Module.to(model, device)
+    return model
+
+
 def _from_pretrained(hf_dir: Path) -> PreTrainedModel:
     with without_progress_bars():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             hf_dir,
             config=_config(hf_dir),
             dtype=torch.float32,
@@ -100,6 +99,7 @@ def _from_pretrained(hf_dir: Path) -> PreTrainedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
+    model, info = loaded
     wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
     if wrong:
         raise ConfigError("model.path", f"{hf_dir} does not fit its own config: {wrong}")

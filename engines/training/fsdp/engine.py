@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from engines.checkpoint.engine_state import EngineState, load_engine_state, save_engine_state
 from engines.config.base import StrictModel
 from engines.errors import EngineError
-from engines.models import hub_tensors
+from engines.models import hub_tensors, named_state
 from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine, EngineSpec
-from engines.training.fsdp.build import build_plain, build_sharded, named_state
+from engines.training.fsdp.build import build_plain, build_sharded
 from engines.training.logprobs import token_logprobs
 from engines.types import ModelOutputs, TokenBatch
 
@@ -84,9 +84,9 @@ class FSDP2Engine(BaseEngine):
                 self.spec.hf_dir, platform.device(), load_weights=load_weights
             )
         if training.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.spec.optimizer is None:
-            self._model.requires_grad_(False)
+            self.model.requires_grad_(False)
         else:
             self._optimizer = self._make_optimizer()
 
@@ -194,7 +194,7 @@ class FSDP2Engine(BaseEngine):
         if model:
             if not grad:
                 self.optimizer_zero_grad()
-            self.model.to(device)
+            torch.nn.Module.to(self.model, device)
         if optimizer and self._optimizer is not None:
             for state in self._optimizer.state.values():
                 for name, value in state.items():

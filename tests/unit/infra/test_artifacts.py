@@ -24,14 +24,18 @@ from infra.artifacts import (
 )
 from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
 
-HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # printf hello | sha256sum
+HELLO = (
+    "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # printf hello | sha256sum
+)
 PART = st.text("abcXYZ09._- ", min_size=1, max_size=6).filter(lambda s: s.strip(".") == s)
 TREES = st.dictionaries(
     st.lists(PART, min_size=1, max_size=3).map("/".join), st.binary(max_size=64), min_size=1
 ).filter(
-    lambda tree: MANIFEST_NAME not in tree
-    # no name may be both a file and a directory
-    and not any(other.startswith(name + "/") for name in tree for other in tree)
+    lambda tree: (
+        MANIFEST_NAME not in tree
+        # no name may be both a file and a directory
+        and not any(other.startswith(name + "/") for name in tree for other in tree)
+    )
 )
 
 
@@ -63,7 +67,9 @@ def test_manifest_text_and_digest_are_as_written_by_hand(tmp_path: Path) -> None
     assert read_manifest(directory) == verify_directory(directory) == manifest
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(tree=TREES)
 def test_equal_content_has_an_equal_digest(
     tree: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
@@ -157,9 +163,7 @@ def _break_manifest(directory: Path) -> None:
         (_break_manifest, r"manifest\.json is not a manifest"),
     ],
 )
-def test_damage_is_named(
-    published: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_damage_is_named(published: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(published)
     with pytest.raises(ArtifactCorruptError, match=message):
         verify_directory(published)

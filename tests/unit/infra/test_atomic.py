@@ -150,8 +150,8 @@ def test_exactly_one_of_many_creators_wins(tmp_path: Path) -> None:
         process.start()
     for process in processes:
         process.join(30)
-    assert sum(won) == 1
-    winner = list(won).index(1)
+    assert sum(won[:]) == 1
+    winner = won[:].index(1)
     assert path.read_bytes() == b"%d" % winner * 1000
     assert os.listdir(tmp_path) == ["f"]
 

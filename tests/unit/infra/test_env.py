@@ -13,13 +13,14 @@ PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 def reads_environment(source: str) -> bool:
     """Whether code touches the process environment through `os`, under any spelling."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            return True
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            if any(alias.name in names for alias in node.names):
-                return True
-    return False
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = [alias for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    modules = {alias.asname or alias.name for alias in imported if alias.name == "os"}
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in names]
+    from_os = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "os"]
+    return any(isinstance(n.value, ast.Name) and n.value.id in modules for n in attributes) or any(
+        alias.name in names for n in from_os for alias in n.names
+    )
 
 
 def test_only_env_touches_the_environment() -> None:

@@ -142,7 +142,9 @@ def test_processes_at_once_all_succeed_and_agree(tmp_path: Path, texts: tuple[st
     assert {committed.model_dump_json()} == standing
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove file", "remove manifest", "remove all", "other"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "remove file", "remove manifest", "remove all", "other"]
+)
 def test_a_damaged_output_of_a_finished_stage_raises(
     store: Storage, tmp_path: Path, damage: str
 ) -> None:
@@ -258,7 +260,9 @@ def test_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             open_storage(uri)
 
 
-@pytest.mark.parametrize("origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
+)
 def test_kill_at_every_line_of_publish_and_commit(
     tmp_path: Path, other_disk: Path, origin: str
 ) -> None:

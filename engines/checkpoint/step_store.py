@@ -1,0 +1,182 @@
+"""Step checkpoints of one stage on disk: published whole, newest valid one wins.
+
+Promises: a checkpoint appears under its name only when every byte is durable and its manifest
+verifies; a process killed at any point leaves the older ones usable; rotation happens after
+publishing and always leaves the newest two or more; a damaged checkpoint is skipped with a
+warning, a read error is raised and never taken for damage; a step asked for by number is
+loaded or refused, never replaced by another.
+Does not promise: several writers at once. One process saves, whoever wrote the files.
+
+    <root>/step-00000050/checkpoint/...   what the engine wrote
+                         trainer.json     `TrainerState`
+                         manifest.json    last
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.errors import CheckpointError
+from infra.artifacts import build_manifest, verify_directory, write_manifest
+from infra.atomic import (
+    abandoned_temporaries,
+    fsync_directory,
+    make_directories,
+    publish_directory,
+    temporary_sibling,
+)
+from infra.canonical import canonical_json
+from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+
+CHECKPOINT_DIR = "checkpoint"
+TRAINER_NAME = "trainer.json"
+_KIND = "step-checkpoint"
+_NAME = re.compile(r"step-(\d{8,})")
+_MIN_KEEP = 2
+_ABANDONED_AFTER_S = 3600.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer needs beside its engine's state to continue after a step.
+
+    Attributes:
+        step: steps done; the data order is a pure function of it.
+        values: anything else a trainer keeps between steps, as JSON scalars.
+    """
+
+    step: int
+    values: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepCheckpoint:
+    """A verified checkpoint.
+
+    Attributes:
+        step: its number.
+        path: directory of the engine's files.
+        state: of the trainer.
+    """
+
+    step: int
+    path: Path
+    state: TrainerState
+
+
+class StepCheckpoints:
+    """The step checkpoints below one directory.
+
+    Args:
+        root: shared by all attempts of a stage; created when the first one is saved.
+        keep: how many to keep, at least 2.
+    """
+
+    def __init__(self, root: Path, keep: int) -> None:
+        if keep < _MIN_KEEP:
+            raise ValueError(f"keep is {keep}: the newest may be damaged, so keep at least two")
+        self._root = root
+        self._keep = keep
+
+    def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
+        """Publish a checkpoint, then remove the oldest.
+
+        Args:
+            step: its number; if it is already there with other content, it is replaced.
+            write: writes the engine's files into the empty directory it is given.
+            state: of the trainer after that step.
+
+        Raises:
+            OSError: the disk is full or fails; what was there before is untouched.
+        """
+        if state.step != step:
+            raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
+        make_directories(self._root)
+        for path in abandoned_temporaries(self._root, _ABANDONED_AFTER_S):
+            shutil.rmtree(path)
+        final = self._directory(step)
+        tmp = temporary_sibling(final)
+        try:
+            (tmp / CHECKPOINT_DIR).mkdir(parents=True)
+            write(tmp / CHECKPOINT_DIR)
+            content = {"step": state.step, "values": dict(state.values)}
+            (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
+            manifest = build_manifest(tmp, _KIND)
+            write_manifest(tmp, manifest)
+            if self._digest(final) != manifest.digest:
+                self._remove(final)
+                publish_directory(tmp, final)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        for old in self.steps()[: -self._keep]:
+            self._remove(self._directory(old))
+        return StepCheckpoint(step, final / CHECKPOINT_DIR, state)
+
+    def steps(self) -> list[int]:
+        """Numbers of the published checkpoints, ascending; whether they verify is not said."""
+        if not self._root.exists():
+            return []
+        matches = [_NAME.fullmatch(entry.name) for entry in self._root.iterdir()]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def latest_valid(self) -> StepCheckpoint | None:
+        """The newest checkpoint that verifies; None when none was ever published.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all of them are damaged.
+            OSError: one could not be read.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                return self._verified(step)
+            except (ArtifactNotFoundError, ArtifactCorruptError) as error:
+                logger.warning("skipping the checkpoint of step %d: %s", step, error)
+                damaged.append(f"step {step} ({error})")
+        if damaged:
+            raise CheckpointError(f"no valid step in {self._root}: {', '.join(damaged)}")
+        return None
+
+    def load(self, step: int) -> StepCheckpoint:
+        """The checkpoint of exactly that step.
+
+        Raises:
+            CheckpointError: it is absent or damaged; lists those that are there.
+        """
+        try:
+            return self._verified(step)
+        except ArtifactError as error:
+            others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
+            raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
+
+    def _verified(self, step: int) -> StepCheckpoint:
+        directory = self._directory(step)
+        verify_directory(directory)
+        content = json.loads((directory / TRAINER_NAME).read_bytes())
+        state = TrainerState(content["step"], content["values"])
+        return StepCheckpoint(step, directory / CHECKPOINT_DIR, state)
+
+    def _digest(self, directory: Path) -> str | None:
+        """Digest of a published checkpoint; None when it is absent or damaged."""
+        try:
+            return verify_directory(directory).digest
+        except (ArtifactNotFoundError, ArtifactCorruptError):
+            return None
+
+    def _directory(self, step: int) -> Path:
+        return self._root / f"step-{step:08d}"
+
+    def _remove(self, directory: Path) -> None:
+        """Take a checkpoint's name away in one step, then its files: never half a checkpoint."""
+        if not directory.exists():
+            return
+        trash = temporary_sibling(directory)
+        directory.rename(trash)
+        fsync_directory(self._root)
+        shutil.rmtree(trash)

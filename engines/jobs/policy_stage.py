@@ -1,0 +1,151 @@
+"""What the two training stages share around their loop: evaluation, artifact, context checks."""
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from engines.checkpoint.step_store import StepCheckpoints
+from engines.config.algorithm import RewardConfig
+from engines.config.model import ModelConfig
+from engines.config.stages import CheckpointConfig, EvaluationConfig
+from engines.controller.policy_worker import PolicyWorker
+from engines.controller.worker_group import WorkerGroup
+from engines.data.examples import RLPrompt, rl_prompts
+from engines.data.rows import RLRow
+from engines.data.tokenizer import ChatTokenizer, DirectoryTokenizer
+from engines.jobs.policy_files import write_policy
+from engines.jobs.runtime import JobContext, JobOutput
+from engines.models import load_tokenizer
+from engines.trainers.evaluation import Evaluation, Evaluator, Generate
+from engines.trainers.progress import StageProgress
+from infra.errors import ConfigError
+
+ACCURACY = "val-core/accuracy"
+
+
+def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
+    """The tokenizer of a model directory, without transformers where that is possible."""
+    if (hf_dir / "tokenizer.json").exists():
+        return DirectoryTokenizer.load(hf_dir)
+    # transformers' fast tokenizers have what the protocol asks; their annotations say less.
+    return cast(ChatTokenizer, load_tokenizer(hf_dir))
+
+
+def prompts_within(
+    rows: tuple[RLRow, ...], tokenizer: ChatTokenizer, max_length: int, max_new_tokens: int
+) -> tuple[RLPrompt, ...]:
+    """Tokenized prompts that leave room for a whole answer.
+
+    Args:
+        rows: of one split.
+        tokenizer: of the policy.
+        max_length: context in tokens.
+        max_new_tokens: of an answer.
+
+    Raises:
+        ConfigError: a prompt and an answer together exceed the context, or there is no row.
+    """
+    room = max_length - max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            "rl.sampling.max_new_tokens",
+            f"got {max_new_tokens}; need less than model.max_length {max_length}; lower it",
+        )
+    if not rows:
+        raise ConfigError("data", "the split of this stage has 0 rows; add a source")
+    return rl_prompts(rows, tokenizer, room).prompts
+
+
+def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
+    """The reward with its file, if it is one, taken from the stage's inputs."""
+    if "reward" not in context.spec.inputs:
+        return reward
+    name = reward.function.rpartition(":")[2]
+    return reward.model_copy(update={"function": f"{context.input('reward')}:{name}"})
+
+
+def stage_progress(
+    context: JobContext, checkpoint: CheckpointConfig, num_steps: int
+) -> StageProgress:
+    """Journal, step checkpoints and clock of this stage."""
+    return StageProgress(
+        journal=context.journal,
+        heartbeat=context.heartbeat,
+        checkpoints=StepCheckpoints(context.spec.checkpoints_dir, checkpoint.num_keep),
+        every_num_steps=checkpoint.every_num_steps,
+        num_steps=num_steps,
+        clock=context.clock,
+    )
+
+
+def required_answer_length(evaluation: EvaluationConfig) -> int:
+    """The resolved `evaluation.max_new_tokens`.
+
+    Raises:
+        ConfigError: the recipe left it open.
+    """
+    if evaluation.max_new_tokens is None:
+        raise ConfigError("evaluation.max_new_tokens", "missing; need the recipe to resolve it")
+    return evaluation.max_new_tokens
+
+
+def check_evaluation(model: ModelConfig, evaluation: EvaluationConfig) -> None:
+    """Refuse an evaluation that cannot fit the context."""
+    if required_answer_length(evaluation) >= model.max_length:
+        raise ConfigError(
+            "evaluation.max_new_tokens",
+            f"got {evaluation.max_new_tokens}; need less than model.max_length "
+            f"{model.max_length}; lower it",
+        )
+
+
+def generate_with(workers: WorkerGroup) -> Generate:
+    """The generation call of a worker group."""
+    return partial(workers.run, PolicyWorker.generate)
+
+
+def evaluate_policy(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
+    """Evaluate what is being served, with the time counted and the result told."""
+    context.heartbeat.phase = "evaluate"
+
+    def report(done: int, total: int) -> None:
+        context.journal.log(f"evaluated {done} of {total} problems")
+
+    with context.clock("evaluate"):
+        evaluation = evaluator.run(generate, report)
+    metrics = evaluation.metrics
+    if "accuracy" in metrics:
+        context.journal.log(
+            f"accuracy {metrics['accuracy']:.1%} "
+            f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
+            f"{metrics['num_problems']:.0f} held-out problems"
+        )
+    return evaluation
+
+
+def policy_output(
+    context: JobContext,
+    progress: StageProgress,
+    evaluation: Evaluation,
+    hf_dir: Path,
+    num_steps: int,
+) -> JobOutput:
+    """Write the `policy` artifact, and record the evaluation at the last step.
+
+    Args:
+        context: of the job.
+        progress: after the last step.
+        evaluation: of the last weights.
+        hf_dir: configuration and tokenizer.
+        num_steps: trainer steps over all stages so far; the journal's last step.
+    """
+    metrics = {
+        f"val-core/{name}": value
+        for name, value in evaluation.metrics.items()
+        if name.startswith(("accuracy", "pass@"))
+    }
+    context.journal.metrics(num_steps, metrics)
+    with context.clock("save"):
+        checkpoint = progress.last_checkpoint()
+        write_policy(context.output_dir, checkpoint, hf_dir, context.spec.stage, num_steps)
+    return JobOutput("policy", metrics)

@@ -1,0 +1,36 @@
+"""Job `preprocess`: raw data to checked rows. Imports no torch."""
+
+from engines.config.stages import PreprocessStageConfig
+from engines.data.dataset import build_dataset
+from engines.data.tokenizer import DirectoryTokenizer
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.models import check_model_directory, resolve_model
+
+
+def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
+    """Generate or read the rows, check them, and write the dataset's files."""
+    config, spec = context.config, context.spec
+    context.heartbeat.phase = "preprocess"
+    tokenizer = None
+    if config.model.init == "pretrained":
+        with context.clock("load"):
+            model_dir = context.optional_input("model")
+            if model_dir is None:
+                model_dir = resolve_model(config.model)
+            check_model_directory(model_dir, max_length=config.model.max_length)
+            # A model without tokenizer.json needs transformers; the training stage counts then.
+            if (model_dir / "tokenizer.json").exists():
+                tokenizer = DirectoryTokenizer.load(model_dir, config.model.chat_template)
+    with context.clock("preprocess"):
+        summary = build_dataset(config.data, config.model, spec.seed, context.output_dir, tokenizer)
+    counts = {
+        "num_sft": summary.sft.num_rows,
+        "num_rl": summary.rl.num_rows,
+        "num_eval": summary.evaluation.num_rows,
+    }
+    context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
+    return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
+
+
+if __name__ == "__main__":
+    run_job(PreprocessStageConfig, preprocess)

@@ -1,0 +1,145 @@
+"""Job `rl_round`: one round of RL, policy to policy.
+
+Round 1 starts a fresh optimizer from the policy it is given; a later round continues the
+optimizer of the round before. The reference is loaded only for a KL loss.
+"""
+
+from contextlib import ExitStack, closing
+
+from engines.algorithms import validate_algorithm
+from engines.config.stages import RLRoundStageConfig
+from engines.controller.launch import launch_policy_group
+from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.data.dataset import load_dataset
+from engines.jobs.policy_files import initial_source, policy_source, write_hf_files
+from engines.jobs.policy_stage import (
+    check_evaluation,
+    evaluate_policy,
+    generate_with,
+    local_reward,
+    policy_output,
+    policy_tokenizer,
+    prompts_within,
+    required_answer_length,
+    stage_progress,
+)
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.torch_setup import prepare_torch
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.evaluation import Evaluator
+from engines.trainers.prompts import PromptSource
+from engines.trainers.rl import RLTrainer
+from engines.trainers.scoring import CompletionScorer
+from infra.errors import ConfigError
+
+
+def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
+    """Generate, score and train for one round, then score the policy on the held-out rows."""
+    config, spec = context.config, context.spec
+    check_round(config)
+    check_evaluation(config.model, config.evaluation)
+    with ExitStack() as stack:
+        with context.clock("load"):
+            rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
+            prepare_torch(context.runtime, config.training)
+            dataset = load_dataset(context.input("dataset"))
+            policy, reference = _sources(context)
+            hf_dir = spec.work_dir / "hf"
+            write_hf_files(policy.hf_dir, hf_dir, config.model.chat_template)
+            tokenizer = policy_tokenizer(hf_dir)
+            prompts, held_out = (
+                prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
+                for rows, num_new_tokens in (
+                    (dataset.rl_rows(), config.sampling.max_new_tokens),
+                    (dataset.evaluation_rows(), required_answer_length(config.evaluation)),
+                )
+            )
+            workers = stack.enter_context(
+                closing(
+                    launch_policy_group(
+                        PolicySpec(
+                            policy=policy,
+                            reference=reference,
+                            serving_dir=hf_dir,
+                            restore_optimizer=config.round > 1,
+                            training=config.training,
+                            optimizer=config.optimizer,
+                            total_num_steps=config.round * config.num_steps,
+                            rollout=config.rollout,
+                            temperature=config.sampling.temperature,
+                            platform=context.runtime.platform,
+                            seed=spec.seed,
+                        ),
+                        spec.attempt_dir,
+                    )
+                )
+            )
+        progress = stage_progress(context, config.checkpoint, config.num_steps)
+        overlong, num_new_tokens = config.algorithm.overlong, config.sampling.max_new_tokens
+        RLTrainer(
+            config,
+            workers,
+            PromptSource(prompts, config, spec.seed),
+            CompletionScorer(rewards, tokenizer, overlong, num_new_tokens),
+            progress,
+        ).run()
+        scorer = CompletionScorer(rewards, tokenizer)
+        evaluator = Evaluator(config.evaluation, held_out, scorer, spec.seed)
+        evaluation = evaluate_policy(context, generate_with(workers), evaluator)
+        num_steps = config.round * config.num_steps
+        return policy_output(context, progress, evaluation, hf_dir, num_steps)
+
+
+def check_round(config: RLRoundStageConfig) -> None:
+    """Refuse what would only fail, or quietly mislead, after the models were loaded.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    sampling = config.sampling
+    validate_algorithm(
+        config.algorithm, group_size=config.group_size, max_new_tokens=sampling.max_new_tokens
+    )
+    if sampling.temperature == 0:
+        raise ConfigError(
+            "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
+        )
+    if config.optimizer.schedule != "constant":
+        raise ConfigError(
+            "rl.optimizer.schedule",
+            f"got {config.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
+        )
+    if config.max_logprob_diff is not None and (sampling.top_p < 1 or sampling.top_k):
+        raise ConfigError(
+            "rl.max_logprob_diff",
+            f"got {config.max_logprob_diff} with top_p {sampling.top_p} and top_k "
+            f"{sampling.top_k}; need top_p 1 and top_k 0, else the sampler's distribution is not "
+            "the trainer's by construction; set it to null",
+        )
+
+
+def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
+    """Weights of the policy, and of the reference where a KL loss needs one."""
+    config, spec = context.config, context.spec
+    inputs = spec.inputs
+
+    def initial() -> ModelSource:
+        return initial_source(
+            config.model,
+            context.optional_input("model"),
+            context.input("dataset"),
+            spec.seed,
+            spec.work_dir,
+        )
+
+    start = None if "policy" in inputs else initial()
+    policy = start or policy_source(context.input("policy"))
+    if not config.algorithm.use_kl_loss:
+        return policy, None
+    if "reference" in inputs:
+        return policy, policy_source(context.input("reference"))
+    return policy, start or initial()
+
+
+if __name__ == "__main__":
+    run_job(RLRoundStageConfig, rl_round)

@@ -1,0 +1,87 @@
+"""Job `sft`: dataset and model to a policy, by supervised fine-tuning."""
+
+from contextlib import ExitStack, closing
+
+from engines.config.stages import SFTStageConfig
+from engines.controller.launch import launch_policy_group
+from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.data.dataset import load_dataset
+from engines.data.examples import sft_examples
+from engines.jobs.policy_files import initial_source, write_hf_files
+from engines.jobs.policy_stage import (
+    check_evaluation,
+    evaluate_policy,
+    generate_with,
+    local_reward,
+    policy_output,
+    policy_tokenizer,
+    prompts_within,
+    required_answer_length,
+    stage_progress,
+)
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.torch_setup import prepare_torch
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.evaluation import Evaluator
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.supervised import SupervisedTrainer
+
+
+def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
+    """Train the model on the supervised rows, then score it on the held-out ones."""
+    config, spec = context.config, context.spec
+    check_evaluation(config.model, config.evaluation)
+    with ExitStack() as stack:
+        with context.clock("load"):
+            rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
+            prepare_torch(context.runtime, config.training)
+            dataset = load_dataset(context.input("dataset"))
+            source = initial_source(
+                config.model,
+                context.optional_input("model"),
+                dataset.directory,
+                spec.seed,
+                spec.work_dir,
+            )
+            hf_dir = spec.work_dir / "hf"
+            write_hf_files(source.hf_dir, hf_dir, config.model.chat_template)
+            tokenizer = policy_tokenizer(hf_dir)
+            examples = sft_examples(dataset.sft_rows(), tokenizer, config.model.max_length)
+            prompts = prompts_within(
+                dataset.evaluation_rows(),
+                tokenizer,
+                config.model.max_length,
+                required_answer_length(config.evaluation),
+            )
+            workers = stack.enter_context(
+                closing(
+                    launch_policy_group(
+                        PolicySpec(
+                            policy=source,
+                            reference=None,
+                            serving_dir=hf_dir,
+                            restore_optimizer=False,
+                            training=config.training,
+                            optimizer=config.sft.optimizer,
+                            total_num_steps=config.sft.num_steps,
+                            rollout=config.rollout,
+                            temperature=1.0,
+                            platform=context.runtime.platform,
+                            seed=spec.seed,
+                        ),
+                        spec.attempt_dir,
+                    )
+                )
+            )
+        progress = stage_progress(context, config.checkpoint, config.sft.num_steps)
+        SupervisedTrainer(config.sft, workers, examples, progress, spec.seed).run()
+        with context.clock("evaluate"):
+            workers.run(PolicyWorker.sync_weights, config.sft.num_steps)
+        scorer = CompletionScorer(rewards, tokenizer)
+        evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
+        evaluation = evaluate_policy(context, generate_with(workers), evaluator)
+        return policy_output(context, progress, evaluation, hf_dir, config.sft.num_steps)
+
+
+if __name__ == "__main__":
+    run_job(SFTStageConfig, sft)

@@ -1,0 +1,153 @@
+"""What `rlhf doctor` looks at: versions, devices, services, storage, engines, names.
+
+Promises: every check says what it found; none raises, and none starts anything lasting.
+Libraries that must not be loaded here (torch) are asked in a child process.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from engines.config.plugins import BUILT_IN, check_plugin
+from infra import env
+from infra.atomic import atomic_write_bytes
+from infra.errors import ConfigError
+
+Status = Literal["ok", "warning", "error"]
+
+PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
+MIN_FREE_BYTES = 2 * 1024**3
+PROBE_DEADLINE_S = 120.0
+HTTP_TIMEOUT_S = 3.0
+
+_DEVICE_PROBE = """
+import json, torch
+from hardware.registry import built_in_registry
+platform, reason = built_in_registry().detect("auto")
+print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
+                  "platform": platform.device_name, "reason": reason}))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        name: what was looked at.
+        status: `error` means the pipeline cannot run.
+        detail: what was found, and what to do about it.
+    """
+
+    name: str
+    status: Status
+    detail: str
+
+
+def all_checks() -> Iterator[Check]:
+    """Every check, in an order that puts causes before consequences."""
+    yield _python()
+    yield from _distributions()
+    yield from _packages()
+    yield from _devices()
+    yield _storage(env.home())
+    yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
+    yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
+    yield from _engines()
+
+
+def _python() -> Check:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    good = (3, 11) <= sys.version_info[:2] < (3, 13)
+    return Check("python", "ok" if good else "error", f"{version} at {sys.executable}")
+
+
+def _distributions() -> Iterator[Check]:
+    for name in ("prefect", "ray", "mlflow", "torch", "transformers", "pyarrow"):
+        try:
+            yield Check(name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Check(name, "error", "not installed; pip install rlhf-pipeline")
+
+
+def _packages() -> Iterator[Check]:
+    """Our package names are common words: another distribution may stand in front of us."""
+    root = Path(__file__).parents[1]
+    for name in PROJECT_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).parent if spec and spec.origin else None
+        if found == root / name:
+            yield Check(f"package {name}", "ok", str(found))
+        else:
+            problem = f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+            yield Check(f"package {name}", "error", problem)
+
+
+def _devices() -> Iterator[Check]:
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _DEVICE_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_DEADLINE_S,
+            env=env.child_environment(),
+            check=False,
+        )
+        found = json.loads(answer.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        yield Check("platform", "error", "torch or the platform probe does not start")
+        return
+    yield Check("platform", "ok", f"{found['platform']} ({found['reason']})")
+    yield Check("torch threads", "ok", str(found["threads"]))
+
+
+def _storage(home: Path) -> Check:
+    probe = home / ".doctor"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(probe, b"ok")
+        probe.unlink()
+    except OSError as error:
+        return Check("storage", "error", f"{home} is not writable: {error}; set RLHF_HOME")
+    free = shutil.disk_usage(home).free
+    detail = f"{home}, {free / 1024**3:.1f} GiB free"
+    return Check("storage", "ok" if free >= MIN_FREE_BYTES else "warning", detail)
+
+
+def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
+    if not url or not url.startswith("http"):
+        return Check(name, "ok", f"none configured: {url or otherwise}")
+    try:
+        with urllib.request.urlopen(f"{url}{path}", timeout=HTTP_TIMEOUT_S):  # noqa: S310  the user's own address
+            return Check(name, "ok", f"{url} answers")
+    except urllib.error.HTTPError as error:
+        return Check(name, "error", f"{url} answers {error.code}; check address and credentials")
+    except OSError as error:
+        return Check(name, "error", f"{url} does not answer ({error}); start it or unset it")
+
+
+def _engines() -> Iterator[Check]:
+    """A missing optional engine is news, not a fault."""
+    for kind in ("backend", "rollout"):
+        for name, plugin in BUILT_IN[kind].items():
+            try:
+                check_plugin(kind, name, kind)
+            except ConfigError as error:
+                yield Check(f"{kind} {name}", "warning", error.problem)
+                continue
+            version = _version_of(plugin.requires) if plugin.requires else "built in"
+            yield Check(f"{kind} {name}", "ok", version)
+
+
+def _version_of(module: str) -> str:
+    names = metadata.packages_distributions().get(module.partition(".")[0], [])
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "installed"

@@ -1,0 +1,1 @@
+"""`rlhf status`: the services that `rlhf up` started."""

@@ -1,0 +1,108 @@
+"""The pipeline's flow in this process, watched from a terminal."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from flows.display import TerminalDisplay, summary_table
+from flows.lazy_cluster import LazyCluster
+from flows.pipeline_run import SURROUNDINGS, Surroundings
+from flows.plan import Planner
+from flows.recipe import Recipe
+from flows.report import REPORT_MD, Report
+from flows.rlhf_pipeline import rlhf_pipeline, run_stages
+from infra.errors import ConfigError
+from infra.storage import open_storage
+
+
+def run_locally(
+    recipe: Recipe,
+    force: Sequence[str],
+    console: Console,
+    wait_for_prefect: Callable[[], None],
+) -> Report:
+    """Run the flow here; Ray starts beside Prefect if some stage has to run.
+
+    Args:
+        recipe: what to run.
+        force: labels of stages to run again.
+        console: where the run is shown.
+        wait_for_prefect: returns when the Prefect server answers.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ConfigError: a forced stage is none of the recipe's, or a job refused its input.
+    """
+    # A new token for every run: the same one would find the stage committed under it.
+    token = datetime.now(UTC).isoformat(timespec="microseconds")
+    tokens = dict.fromkeys(force, token)
+    planner = Planner(open_storage(recipe.store_uri), tokens)
+    run_stages(recipe, planner)
+    labels = [stage.label for stage in planner.stages]
+    for label in force:
+        if label not in labels:
+            raise ConfigError("--force", f"got {label!r}; need one of {', '.join(labels)}")
+    cluster = LazyCluster(recipe.home)
+    if not planner.all_hit:
+        cluster.start_in_background()
+    display = TerminalDisplay(console)
+    resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
+    detached = False
+    try:
+        wait_for_prefect()
+        return rlhf_pipeline(recipe, force=tokens)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException:
+        # SIGTERM without a cancellation: the job goes on, and needs its cluster.
+        detached = True
+        raise
+    finally:
+        SURROUNDINGS.reset(resetter)
+        display.close()
+        if not detached:
+            cluster.release()
+
+
+def print_outcome(
+    report: Report, recipe: Recipe, prefect_url: str | None, console: Console
+) -> None:
+    """The table of stages, the accuracies, and where to look.
+
+    Args:
+        report: of the finished run.
+        recipe: what was run.
+        prefect_url: API address of a server that is still there; None if it was for this run.
+        console: where to print.
+    """
+    directory = recipe.home / "runs" / report.run
+    console.print()
+    console.print(summary_table(report.stages))
+    console.print()
+    accuracy = ", ".join(f"{name} {value:.1%}" for name, value in report.accuracy.items())
+    lines = [
+        f"accuracy    {accuracy}" if accuracy else "",
+        f"time        {report.seconds:.1f} s",
+        f"report      {directory / REPORT_MD}",
+        f"MLflow      {mlflow_hint(recipe)}",
+        f"Prefect     {prefect_hint(recipe, prefect_url)}",
+    ]
+    for line in lines:
+        if line:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def mlflow_hint(recipe: Recipe) -> str:
+    """How to look at the run in MLflow."""
+    uri = recipe.tracking_uri
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
+    """How to look at the run in Prefect."""
+    if prefect_url:
+        return prefect_url.removesuffix("/api")
+    return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"

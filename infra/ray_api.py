@@ -1,0 +1,139 @@
+"""The few HTTP calls we make to a Ray head: its version and its job server.
+
+Promises: the token travels in a header and never in a URL, an error text or a log; every call
+has a time limit; an answer is typed or an error. Plain HTTP keeps `import ray` (a second of CPU)
+out of the control plane.
+Does not promise: retries; the callers know which call may be repeated.
+"""
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from infra import env
+from infra.errors import ConfigError, JobSubmitError
+
+REQUEST_TIMEOUT_S = 30.0
+"""A submission may take this long: the head itself waits 10 s for its job agent."""
+
+
+class RayUnreachableError(JobSubmitError):
+    """Nothing answers at the address of the Ray head."""
+
+
+class RayResponseError(JobSubmitError):
+    """The Ray head answered with an error.
+
+    Args:
+        what: the call.
+        status: HTTP status.
+        reason: the last line of the answer.
+    """
+
+    def __init__(self, what: str, status: int, reason: str) -> None:
+        super().__init__(f"{what}: Ray answered {status}: {reason}")
+        self.status = status
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["RayResponseError"], tuple[str, int, str]]:
+        return (RayResponseError, (str(self).partition(": Ray")[0], self.status, self.reason))
+
+
+class RayApi:
+    """One Ray head's dashboard address.
+
+    Args:
+        url: `http://host:port` or `https://host:port`.
+        token: its authentication token; None sends none.
+    """
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        parts = urlsplit(self.url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if parts.scheme not in {"http", "https"} or not parts.hostname or port is None:
+            raise ConfigError(
+                "ray.address", f"got {url!r}; need the dashboard, like http://127.0.0.1:8265"
+            )
+        self._host, self._port, self._tls = parts.hostname, port, parts.scheme == "https"
+        self._prefix = parts.path
+
+    def version(self, timeout_s: float = 5.0) -> str:
+        """The Ray version of the head, which proves that it answers and takes our token."""
+        return str(self.call("GET", "/api/version", timeout_s=timeout_s)["ray_version"])
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Any:
+        """One call; the decoded JSON answer.
+
+        Raises:
+            RayUnreachableError: no answer within `timeout_s`.
+            RayResponseError: any status but 200.
+            ConfigError: the head refuses our token.
+        """
+        status, text = self._exchange(method, path, body, timeout_s)
+        if status in {401, 403}:
+            raise ConfigError(
+                "ray.address",
+                f"{self.url} answered {status}; set RAY_AUTH_TOKEN_PATH to the file with its token",
+            )
+        if status != 200:
+            lines = [line for line in text.splitlines() if len(line.strip()) > 1]
+            raise RayResponseError(f"{method} {self.url}{path}", status, (lines or [""])[-1])
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def _exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        if self._tls:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=timeout_s, context=ssl.create_default_context()
+            )
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, self._prefix + path, body=content, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise RayUnreachableError(f"Ray at {self.url} does not answer: {reason}") from error
+        finally:
+            connection.close()
+
+
+def existing_token() -> str | None:
+    """The token for a cluster we did not start, found where Ray itself looks."""
+    value = env.RAY_AUTH_TOKEN.get()
+    if value:
+        return value.strip()
+    named = env.RAY_AUTH_TOKEN_PATH.get()
+    path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        if named:
+            raise ConfigError(
+                "environment.RAY_AUTH_TOKEN_PATH", f"{named} does not exist; need the token file"
+            ) from None
+        return None

@@ -1,0 +1,350 @@
+"""What happens around sampling: joining, pausing, updating, aborting, sleeping, failing."""
+
+import asyncio
+
+import pytest
+import torch
+
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.collect import generate_all
+from engines.types import RolloutRequest, SamplingParams
+from engines.weight_sync.in_process import InProcessCheckpointEngine
+from infra.errors import ConfigError, DeadlineError
+
+TIMEOUT_S = 30.0
+
+
+def run(coroutine):
+    async def with_deadline():
+        async with asyncio.timeout(TIMEOUT_S):
+            return await coroutine
+
+    return asyncio.run(with_deadline())
+
+
+def key(completion) -> tuple[str, int]:
+    return completion.request_id, completion.sample_index
+
+
+async def collect(engine, requests) -> dict:
+    return {key(c): c async for c in engine.generate(requests)}
+
+
+async def spin(num_turns: int = 20) -> None:
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+
+
+async def steps_until(condition) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the condition never held")
+
+
+def tokens_in_flight(engine) -> int:
+    return sum(len(sample.token_ids) for sample in engine._batch.samples)
+
+
+@pytest.fixture
+def long_lab(build_lab):
+    """Without an end-of-sequence token every sample runs to its limit."""
+    return build_lab(eos_token_id=None)
+
+
+def test_requests_join_a_running_batch_and_leave_it_alone(long_lab):
+    first = long_lab.requests(3, 2, max_new_tokens=30, seed=1)
+    second = long_lab.requests(3, 2, max_new_tokens=8, seed=2)
+    engine = long_lab.engine()
+    alone = run(collect(engine, first)) | run(collect(engine, second))
+
+    async def scenario():
+        running = asyncio.create_task(collect(engine, first))
+        await steps_until(lambda: tokens_in_flight(engine) > 20)
+        joined = asyncio.create_task(collect(engine, second))
+        await steps_until(lambda: engine.num_running == 12)
+        return await joined, running.done(), await running
+
+    joined, first_done, rest = run(scenario())
+    assert not first_done  # the short ones came out while the long ones were running
+    together = joined | rest
+    assert {k: c.token_ids for k, c in together.items()} == {
+        k: c.token_ids for k, c in alone.items()
+    }
+
+
+def test_completions_come_as_they_finish(long_lab):
+    short = RolloutRequest("short", (5,), SamplingParams(2), (1,))
+    long = RolloutRequest("long", (6, 7), SamplingParams(25), (1,))
+    engine = long_lab.engine()
+
+    async def scenario():
+        return [(c.request_id, engine.num_running) async for c in engine.generate([long, short])]
+
+    assert run(scenario()) == [("short", 1), ("long", 0)]
+
+
+def test_pause_stops_between_two_tokens_and_resume_continues(long_lab):
+    requests = long_lab.requests(4, 2, max_new_tokens=30)
+    engine = long_lab.engine()
+    expected = run(collect(engine, requests))
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, requests))
+        await steps_until(lambda: tokens_in_flight(engine) > 50)
+        await engine.pause()
+        at_pause = tokens_in_flight(engine)
+        await spin()
+        assert tokens_in_flight(engine) == at_pause
+        assert not task.done()
+        await engine.resume()
+        return await task
+
+    assert run(scenario()) == expected
+
+
+def test_every_token_carries_the_version_that_sampled_it(long_lab):
+    requests = long_lab.requests(3, 2, max_new_tokens=30)
+    engine = long_lab.engine(max_num_sequences=4)
+    other = long_lab.other_weights(seed=3)
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, requests))
+        await steps_until(lambda: tokens_in_flight(engine) > 40)
+        await engine.pause()
+        sync = InProcessCheckpointEngine(engine, "float32")
+        await sync.send_weights_async(iter(other.named_parameters()), 7)
+        await engine.resume()
+        return await task
+
+    completions = run(scenario())
+    by_id = {request.request_id: request for request in requests}
+    crossing = 0
+    for completion in completions.values():
+        versions = completion.policy_versions
+        split = versions.count(0)
+        assert versions == (0,) * split + (7,) * (30 - split)
+        crossing += 0 < split < 30
+        request = by_id[completion.request_id]
+        old = long_lab.teacher_forced(long_lab.model, request, completion.token_ids)
+        new = long_lab.teacher_forced(other, request, completion.token_ids)
+        expected = torch.cat([old[:split], new[split:]])
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+    assert crossing == 4
+
+
+def test_weights_do_not_change_under_a_running_batch(long_lab):
+    engine = long_lab.engine()
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, long_lab.requests(2, 2, max_new_tokens=30)))
+        await steps_until(lambda: engine.num_running == 4)
+        with pytest.raises(WeightSyncError, match="in flight"):
+            await engine.update_weights(iter(long_lab.model.named_parameters()), 1)
+        return await task
+
+    assert {v for c in run(scenario()).values() for v in c.policy_versions} == {0}
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_abort_gives_the_partial_sample_and_spares_the_others(long_lab, paused):
+    requests = long_lab.requests(3, 2, max_new_tokens=30)
+    engine = long_lab.engine(max_num_sequences=5)  # one sample of the last request waits
+    expected = run(collect(engine, requests))
+    aborted_id = requests[1].request_id
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, requests))
+        await steps_until(lambda: tokens_in_flight(engine) > 40)
+        if paused:
+            await engine.pause()
+        await engine.abort([aborted_id])
+        if paused:
+            await engine.resume()
+        return await task
+
+    found = run(scenario())
+    assert found.keys() == expected.keys()
+    for name, completion in found.items():
+        full = expected[name]
+        if completion.request_id == aborted_id:
+            assert completion.finish_reason == "abort"
+            assert 0 < len(completion.token_ids) < 30
+            assert completion.token_ids == full.token_ids[: len(completion.token_ids)]
+        else:
+            assert completion.token_ids == full.token_ids
+            assert completion.finish_reason == "length"
+
+
+def test_abort_of_everything_reaches_waiting_samples(long_lab):
+    engine = long_lab.engine(max_num_sequences=2)
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, long_lab.requests(3, 2, max_new_tokens=30)))
+        await steps_until(lambda: tokens_in_flight(engine) > 5)
+        await engine.abort()
+        return await task
+
+    found = run(scenario())
+    assert [c.finish_reason for c in found.values()] == ["abort"] * 6
+    assert sorted(len(c.token_ids) > 0 for c in found.values()) == [False] * 4 + [True] * 2
+
+
+def test_abort_before_an_unrelated_request_does_not_reuse_its_prompt(long_lab):
+    """A held prompt must never be taken for that of a later request."""
+    engine = long_lab.engine(max_num_sequences=2)
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, long_lab.requests(1, 5, max_new_tokens=30)))
+        await steps_until(lambda: tokens_in_flight(engine) > 5)
+        await engine.abort()
+        await task
+        later = long_lab.requests(2, 3, max_new_tokens=10, seed=8)
+        return later, await collect(engine, later)
+
+    later, found = run(scenario())
+    assert long_lab.worst_difference(long_lab.model, later, list(found.values())) <= 1e-5
+
+
+def test_a_caller_that_goes_away_leaves_nothing_behind(long_lab):
+    engine = long_lab.engine()
+    requests = [
+        RolloutRequest("short", (5,), SamplingParams(1), (1,)),
+        *long_lab.requests(2, 2, max_new_tokens=30),
+    ]
+
+    async def scenario():
+        stream = engine.generate(requests)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        return engine.num_running, engine.num_waiting
+
+    assert run(scenario()) == (0, 0)
+    assert len(generate_all(engine, requests)) == 5  # and the ids are free again
+
+
+def test_deadline_of_the_engine(long_lab):
+    engine = long_lab.engine(timeout_s=0.05)
+
+    async def scenario():
+        await engine.pause()
+        with pytest.raises(DeadlineError, match="6 samples of 3 requests"):
+            await collect(engine, long_lab.requests(3, 2))
+        await engine.resume()
+        return engine.num_running, engine.num_waiting
+
+    assert run(scenario()) == (0, 0)
+
+
+def test_deadline_of_the_caller(long_lab):
+    engine = long_lab.engine()
+    asyncio.run(engine.pause())
+    with pytest.raises(DeadlineError, match="4 samples"):
+        generate_all(engine, long_lab.requests(2, 2), timeout_s=0.05)
+    assert engine.num_waiting == 0
+
+
+def test_sleep_frees_memory_and_asks_for_new_weights(long_lab):
+    requests = long_lab.requests(2, 2)
+    engine = long_lab.engine()
+    expected = generate_all(engine, requests)
+    assert engine._batch.cache_size_bytes > 0
+    asyncio.run(engine.sleep())
+    assert engine._batch.cache_size_bytes == 0
+    assert sum(p.numel() for p in engine._model._model.parameters()) == 0
+    assert asyncio.run(engine.health()) is False
+    with pytest.raises(RolloutError, match="asleep"):
+        generate_all(engine, requests)
+    with pytest.raises(WeightSyncError, match="asleep"):
+        long_lab.send(engine, long_lab.model, 1)
+    asyncio.run(engine.wake_up())
+    with pytest.raises(RolloutError, match="no confirmed weights"):
+        generate_all(engine, requests)
+    long_lab.send(engine, long_lab.model, 0)
+    assert generate_all(engine, requests) == expected
+    assert asyncio.run(engine.health()) is True
+
+
+def test_nothing_is_sampled_before_the_first_confirmed_update(lab):
+    engine = lab.bare_engine()
+    assert engine.version == -1
+    with pytest.raises(RolloutError, match="no confirmed weights"):
+        engine.generate(lab.requests(1, 1))
+    digest = asyncio.run(engine.update_weights(iter(lab.model.named_parameters()), 4))
+    with pytest.raises(RolloutError, match="no confirmed weights"):
+        engine.generate(lab.requests(1, 1))
+    with pytest.raises(WeightSyncError, match="digest"):
+        asyncio.run(engine.finish_update(4, "0" * 32))
+    with pytest.raises(WeightSyncError, match="version 5"):
+        asyncio.run(engine.finish_update(5, digest))
+    asyncio.run(engine.finish_update(4, digest))
+    assert engine.version == 4
+    with pytest.raises(WeightSyncError, match="no complete update"):
+        asyncio.run(engine.finish_update(4, digest))
+
+
+def test_close_ends_what_is_in_flight(long_lab):
+    engine = long_lab.engine()
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, long_lab.requests(2, 2, max_new_tokens=30)))
+        await steps_until(lambda: tokens_in_flight(engine) > 5)
+        await engine.close()
+        await engine.close()
+        return await task
+
+    assert {c.finish_reason for c in run(scenario()).values()} == {"abort"}
+    with pytest.raises(RolloutError, match="closed"):
+        engine.generate(long_lab.requests(1, 1))
+
+
+def test_a_request_id_may_be_in_flight_once(long_lab):
+    engine = long_lab.engine()
+    (request,) = long_lab.requests(1, 1, max_new_tokens=20)
+    with pytest.raises(RolloutError, match="in flight"):
+        engine.generate([request, request])
+
+    async def scenario():
+        task = asyncio.create_task(collect(engine, [request]))
+        await steps_until(lambda: engine.num_running == 1)
+        with pytest.raises(RolloutError, match="in flight"):
+            engine.generate([request])
+        await task
+
+    run(scenario())
+
+
+def test_an_empty_list_of_requests_is_done_at_once(lab):
+    assert generate_all(lab.engine(), []) == []
+
+
+def test_options_are_checked(lab):
+    with pytest.raises(ConfigError, match=r"rollout\.options\.max_prefil_tokens.*known options"):
+        lab.bare_engine(options={"max_prefil_tokens": 5})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "what"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding window of 16"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rotary embedding of type dynamic",
+        ),
+        ("qwen3_next", {}, "linear_attention"),
+    ],
+)
+def test_architectures_it_cannot_compute_are_refused(build_lab, architecture, changes, what):
+    lab = build_lab(architecture, **changes)
+    with pytest.raises(ConfigError, match=what):
+        lab.bare_engine()
+
+
+def test_a_directory_without_configuration_is_refused(lab, tmp_path):
+    from dataclasses import replace
+
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        replace(lab, directory=tmp_path).bare_engine()

@@ -1,0 +1,296 @@
+"""What a bad recipe costs: one line, exit code 2, no torch, seconds at most."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.recipe import load_recipe
+from infra.errors import ConfigError
+
+# The path of every bad input, and the exact line the user gets.
+OVERRIDES = [
+    # Row 1: unknown and misspelt keys.
+    (
+        ["sft.optimizer.learnig_rate=1"],
+        "sft.optimizer.learnig_rate: unknown field; known: lr, schedule, num_warmup_steps, "
+        "min_lr_ratio, betas, eps, weight_decay, max_grad_norm",
+    ),
+    (["rl.grop_size=4"], "rl.grop_size: unknown field; did you mean group_size?"),
+    (["group_size=4"], "group_size: unknown field; did you mean rl.group_size?"),
+    (["training.backnd=fsdp2"], "training.backnd: unknown field; did you mean backend?"),
+    # Row 2: required field missing.
+    (
+        ["model.init=pretrained"],
+        "model.path: missing; give a directory or a hub id, or set init: random",
+    ),
+    (["model=null"], "model: got None; need a mapping"),
+    # Row 3: wrong types.
+    (
+        ["training.num_workers=8 GPUs"],
+        "training.num_workers: got '8 GPUs'; need an integer >= 1",
+    ),
+    (["rl.num_rounds=2.5"], "rl.num_rounds: got 2.5; need an integer >= 0"),
+    (["training.dtype=float16"], "training.dtype: got 'float16'; need one of float32, bfloat16"),
+    (
+        ["data.arithmetic.operations=[divide]"],
+        "data.arithmetic.operations.0: got 'divide'; need one of add, subtract, multiply, modulo, "
+        "compare, chain",
+    ),
+    # Row 4: learning rates that are no learning rates.
+    (["rl.optimizer.lr=-1e-5"], "rl.optimizer.lr: got -1e-05; need a finite number > 0"),
+    (["rl.optimizer.lr=0"], "rl.optimizer.lr: got 0; need a finite number > 0"),
+    (["rl.optimizer.lr=.nan"], "rl.optimizer.lr: got nan; need a finite number > 0"),
+    (["sft.optimizer.lr=.inf"], "sft.optimizer.lr: got inf; need a finite number > 0"),
+    # Row 5: batch sizes that do not divide.
+    (
+        ["training.num_workers=3"],
+        "sft.batch_size_sequences: 128 is not a multiple of training.num_workers 3; use 126 or 129",
+    ),
+    (
+        ["rl.mini_batch_size_prompts=5"],
+        "rl.batch_size_prompts: 32 is not a multiple of mini_batch_size_prompts 5; make it one",
+    ),
+    (
+        ["rl.mini_batch_size_prompts=1", "training.num_workers=2"],
+        "rl.mini_batch_size_prompts: 1 is not a multiple of training.num_workers 2; use 2",
+    ),
+    # Row 6: a group of one.
+    (
+        ["rl.group_size=1"],
+        "rl.group_size: got 1; grpo needs >= 2 (the advantage would be 0 for every sample)",
+    ),
+    # Row 7: prompt and response do not fit.
+    (
+        ["rl.sampling.max_new_tokens=8192", "data.max_prompt_length=4096", "model.max_length=8192"],
+        "rl.sampling.max_new_tokens: 4096 (data.max_prompt_length) + 8192 = 12288 tokens exceeds "
+        "model.max_length 8192; lower it to 4096",
+    ),
+    # Row 8: unknown plugins.
+    (
+        ["training.backend=megatorn"],
+        "training.backend: no 'megatorn'; known: fsdp2; did you mean megatron?",
+    ),
+    (
+        ["rollout.engine=transformer"],
+        "rollout.engine: no 'transformer'; known: transformers; did you mean transformers?",
+    ),
+    (
+        ["rl.algorithm.adv_estimator=grop"],
+        "rl.algorithm.adv_estimator: no 'grop'; known: grpo; did you mean grpo?",
+    ),
+    (
+        ["rl.algorithm.kl_loss_type=k4"],
+        "rl.algorithm.kl_loss_type: no 'k4'; known: abs, k1, k2, k3, kl, low_var_kl, mse; did you "
+        "mean kl?",
+    ),
+    (
+        ["rl.reward.function=exat"],
+        "rl.reward.function: no 'exat'; known: exact, math; did you mean exact?",
+    ),
+    (
+        ["rl.reward.function=nowhere.py:score"],
+        f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
+    ),
+    # Row 9: a known plugin whose extra is missing.
+    pytest.param(
+        ["rollout.engine=sglang"],
+        "rollout.engine: sglang needs the extra: pip install 'rlhf-pipeline[sglang]' (no module "
+        "named sglang)",
+        id="missing extra",
+    ),
+    # Row 14: YAML that is no plain data.
+    (
+        ["sft={num_steps: 1, num_steps: 2}"],
+        "--set sft:1: duplicate key 'num_steps' (first on line 1); remove one",
+    ),
+    (
+        ["sft=!!python/object:os.system {}"],
+        "--set sft:1: tag not allowed: tag:yaml.org,2002:python/object:os.system; write a plain "
+        "value",
+    ),
+    # Row 15: secrets, never echoed.
+    (
+        ["location.token=abc"],
+        "location.token: secrets do not go into config files; set MLFLOW_TRACKING_TOKEN",
+    ),
+    (
+        ["model.revision=hf_AbCdEfGhIjKlMnOpQrStUv"],
+        "model.revision: secrets do not go into config files; set HF_TOKEN",
+    ),
+    (
+        ["location.tracking_uri=http://me:hunter22@host:5000"],
+        "location.tracking_uri: secrets do not go into config files; set MLFLOW_TRACKING_TOKEN",
+    ),
+    # Rules of single fields and of the whole.
+    (["checkpoint.num_keep=1"], "checkpoint.num_keep: got 1; need an integer >= 2"),
+    (
+        ["evaluation.num_samples=2", "evaluation.pass_at=[4]"],
+        "evaluation.pass_at: got 4; need at most num_samples 2",
+    ),
+    (
+        ["sft=null", "rl.num_rounds=0"],
+        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one",
+    ),
+    (["rl.num_rounds"], "--set: got 'rl.num_rounds'; need path.to.key=value"),
+    (
+        ["evaluation.num_problems=100000"],
+        "evaluation.num_problems: got 100000; data.arithmetic.num_eval makes 512; raise that or "
+        "lower this",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), OVERRIDES)
+def test_a_bad_value_is_one_line(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", overrides)
+    assert str(caught.value) == line
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name: a\nseed: 1\nname: b\n", "r.yaml:3: duplicate key 'name' (first on line 1); remove one"),
+        ("name: [a\n", "r.yaml:2: not YAML (expected ',' or ']', but got '<stream end>')"),
+        ("- 1\n", "r.yaml: need a mapping of recipe fields; see `rlhf recipes`"),
+        ("1: a\n", "r.yaml:1: key 1 is not text; quote it"),
+        ("extends: quickstar\n", "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart; "
+         "did you mean quickstart?"),
+        ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
+        ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
+        ("a: !ruby/object x\n", "r.yaml:1: tag not allowed: !ruby/object; write a plain value"),
+    ],
+)
+def test_a_bad_file_names_its_line(text: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(path))
+    assert str(caught.value) == line
+
+
+def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join(levels), encoding="utf-8")
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="more than 10000 values after expanding its aliases"):
+        load_recipe(str(path))
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_file_that_is_too_large_or_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"# " + b"x" * 300_000)
+    with pytest.raises(ConfigError, match="r.yaml: larger than 256 KiB"):
+        load_recipe(str(path))
+    path.write_bytes(b"name: \xff\n")
+    with pytest.raises(ConfigError, match="r.yaml: byte 6 is not UTF-8"):
+        load_recipe(str(path))
+
+
+DATA_RECIPE = """
+name: mine
+model: {init: random, max_length: 64}
+data:
+  sft: [{path: %(sft)s}]
+  rl: [{path: %(sft)s}]
+  evaluation: [{path: %(sft)s}]
+  max_prompt_length: 16
+rl: {sampling: {max_new_tokens: 8}}
+"""
+
+
+def test_a_missing_data_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "tran.jsonl"})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(recipe))
+    assert str(caught.value) == (
+        f"data.sft.0.path: {tmp_path}/tran.jsonl does not exist (cwd is {Path.cwd()}; beside it: "
+        "train.jsonl)"
+    )
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "empty"})
+    with pytest.raises(ConfigError, match="holds no .parquet, .json or .jsonl file"):
+        load_recipe(str(recipe))
+
+
+def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "train.jsonl"})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(recipe), ["data.evaluation=[]"])
+    assert str(caught.value) == (
+        "data.evaluation: missing; the recipe has a stage that reads it; add a source"
+    )
+
+
+def model_error(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"])
+    return str(caught.value)
+
+
+def test_model_directories_that_are_none(tmp_path: Path) -> None:
+    # Rows 27 and 29, by file names alone.
+    assert model_error(tmp_path / "no" / "such" / "model") == (
+        f"model.path: {tmp_path}/no/such/model does not exist (cwd is {Path.cwd()})"
+    )
+    run = tmp_path / "run"
+    for name in ("step_10/hf", "step_20"):
+        (run / name).mkdir(parents=True)
+    (run / "step_20" / "config.json").write_text("{}")
+    assert model_error(run) == (
+        f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20; "
+        f"pass {run}/step_20"
+    )
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    assert model_error(pickled) == (
+        f"model.path: {pickled} holds only pytorch_model.bin (pickle can run code); need "
+        "safetensors; convert it with transformers' save_pretrained on a machine that may run it"
+    )
+
+
+def test_the_command_line_ends_with_two_and_one_line_in_time(tmp_path: Path) -> None:
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", "quickstart", "--set", "rl.group_size=1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    seconds = time.monotonic() - started
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        "rl.group_size: got 1; grpo needs >= 2 (the advantage would be 0 for every sample)\n"
+    )
+    assert list(tmp_path.iterdir()) == [], "a refused recipe leaves nothing behind"
+    assert seconds < 3.0
+
+
+def test_a_secret_on_the_command_line_is_never_echoed(tmp_path: Path) -> None:
+    canary = "hf_CANARYcanaryCANARYcanary42"
+    for override in (f"model.revision={canary}", f"tracking.token={canary}", f"name={canary}",
+                     f"{canary}=1", f"seed={canary}"):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("quickstart", [override])
+        assert canary not in str(caught.value)
+        assert canary not in json.dumps(repr(caught.value))
