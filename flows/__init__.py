@@ -1,0 +1,1 @@
+"""What happens, in order: the pipeline, its recipe, and the command line."""

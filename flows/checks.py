@@ -88,7 +88,9 @@ def _packages() -> Iterator[Check]:
         if found == root / name:
             yield Check(f"package {name}", "ok", str(found))
         else:
-            problem = f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+            problem = (
+                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+            )
             yield Check(f"package {name}", "error", problem)
 
 

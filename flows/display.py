@@ -12,7 +12,6 @@ from rich.table import Table
 from flows.report import StageReport
 from infra.journal import JournalRecord
 from tasks.run import StageResult, headline_metric
-from tasks.run_page import headline
 
 DIGEST_DIGITS = 12
 LABEL_WIDTH = 12
@@ -32,33 +31,22 @@ class TerminalDisplay:
             BarColumn(bar_width=40),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[message]}"),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
         self._bar: TaskID | None = None
-        self._total_steps: int | None = None
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """A stage is looked up; its bar appears with its first progress record."""
         self._end_bar()
 
     def record(self, label: str, record: JournalRecord) -> None:
-        """One journal record of a running stage."""
-        if record.kind == "metrics":
-            total = f"/{self._total_steps}" if self._total_steps else ""
-            step = f"{record.step}{total}"
-            self._console.print(
-                f"{label:>{LABEL_WIDTH}}  step {step:>8}  {headline(record)}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
-        elif record.kind == "progress" and record.done is not None and record.total is not None:
-            self._show_bar(label, record.done, record.total, record.message)
-        else:
+        """One journal record of a running stage: its message as a line, its progress as a bar."""
+        if record.message:
             self._say(label, record.message)
+        if record.kind == "progress" and record.done is not None and record.total:
+            self._show_bar(label, record.done, record.total)
 
     def stage_finished(self, result: StageResult) -> None:
         """One line that sums the stage up."""
@@ -77,17 +65,13 @@ class TerminalDisplay:
             f"{label:>{LABEL_WIDTH}}  {message}", highlight=False, markup=False, soft_wrap=True
         )
 
-    def _show_bar(self, label: str, done: int, total: int, message: str) -> None:
+    def _show_bar(self, label: str, done: int, total: int) -> None:
         if self._bar is None:
             self._progress.start()
-            self._bar = self._progress.add_task(label, total=total, message="")
-        self._total_steps = total
-        self._progress.update(self._bar, completed=done, total=total, message=message)
-        if message and not self._console.is_terminal and done in {0, total}:
-            self._say(label, message)
+            self._bar = self._progress.add_task(label, total=total)
+        self._progress.update(self._bar, completed=done, total=total)
 
     def _end_bar(self) -> None:
-        self._total_steps = None
         if self._bar is not None:
             self._progress.remove_task(self._bar)
             self._bar = None

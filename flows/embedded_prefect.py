@@ -155,4 +155,3 @@ def use_prefect(home: Path, api_url: str, *, quiet: bool) -> None:
         settings[env.PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL] = "CRITICAL"
     for variable, value in settings.items():
         env.set_for_process(variable.name, value)
-

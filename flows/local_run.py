@@ -63,8 +63,7 @@ def run_locally(
     finally:
         SURROUNDINGS.reset(resetter)
         display.close()
-        if not detached:
-            cluster.release()
+        cluster.release(keep_running_jobs=detached)
 
 
 def print_outcome(

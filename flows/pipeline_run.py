@@ -16,15 +16,16 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 
 from engines.config.stages import Runtime
-from flows.lazy_cluster import LazyCluster
+from flows.lazy_cluster import LazyCluster, living_cluster
 from flows.recipe import Recipe
 from flows.report import Report, build_report, write_report
 from flows.report_page import show_report
-from infra import env
-from infra.errors import JobError, PipelineError
+from infra.errors import PipelineError
 from infra.journal import JournalRecord
+from infra.ray_jobs import RayJobs
 from infra.storage import open_storage
-from tasks.recorder import MLflowRecorder
+from infra.tracking import Tracker
+from tasks.recorder import Recorder, flatten
 from tasks.run import StageResult
 from tasks.stage import StageContext, StageObserver
 
@@ -59,7 +60,8 @@ class Surroundings:
     cluster: LazyCluster | None = None
 
 
-SURROUNDINGS: ContextVar[Surroundings] = ContextVar("SURROUNDINGS", default=Surroundings())
+SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", default=None)
+"""Set by whoever runs the flow in its own process and wants to watch it."""
 
 
 class PipelineRun:
@@ -78,7 +80,7 @@ class PipelineRun:
         recipe: Recipe,
         home: Path,
         stages: StageContext,
-        recorder: MLflowRecorder,
+        recorder: Recorder,
         orchestrated: bool,
     ) -> None:
         self.stages = stages
@@ -113,10 +115,15 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     home = recipe.home
-    surroundings = SURROUNDINGS.get()
+    surroundings = SURROUNDINGS.get() or Surroundings()
     borrowed = surroundings.cluster
     cluster = borrowed or LazyCluster(home)
-    recorder = MLflowRecorder.for_run(recipe_params(recipe), recipe.run_name, home, recipe.location)
+    recorder = Recorder(
+        lambda: open_tracker(recipe),
+        recipe.run_name,
+        flatten(recipe.model_dump(mode="json", exclude={"location"})),
+        {"recipe": recipe.name, "seed": str(recipe.seed)},
+    )
     stages = StageContext(
         home=home,
         storage=open_storage(recipe.store_uri),
@@ -140,5 +147,29 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         raise
     finally:
         recorder.close()
-        if borrowed is None and not detached:
-            cluster.release()
+        if borrowed is None:
+            cluster.release(keep_running_jobs=detached)
+
+
+def open_tracker(recipe: Recipe) -> Tracker:
+    """The tracker of a recipe; its artifacts lie below the home unless a server keeps them."""
+    return Tracker(recipe.tracking_uri, str(recipe.home / "mlflow"), recipe.location.experiment)
+
+
+def stop_jobs_of(flow_run_id: str, home: Path) -> None:
+    """Stop every job of a flow run.
+
+    Args:
+        flow_run_id: as the jobs' metadata holds it.
+        home: of the run.
+    """
+    try:
+        cluster = living_cluster(home)
+        if cluster is None:
+            return
+        jobs = RayJobs(cluster)
+        for job in jobs.find({"flow_run_id": flow_run_id}):
+            if not job.is_terminal:
+                jobs.stop(job.submission_id, STOP_DEADLINE_S)
+    except PipelineError as error:
+        _log.warning("jobs of flow run %s may still run: %s", flow_run_id, error)

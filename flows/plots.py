@@ -4,6 +4,8 @@ matplotlib is imported here and only here, inside the drawing functions: a run t
 stage and has its report already never pays for it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +94,7 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     Returns:
         The SVG files, in the order of a report.
     """
-    drawings: list[tuple[str, Callable[["Axes"], None]]] = []
+    drawings: list[tuple[str, Callable[[Axes], None]]] = []
     if data.accuracy:
         drawings.append(("accuracy", lambda axes: _draw_accuracy(axes, data.accuracy)))
     for name, curve, title, ylabel, color in (
@@ -107,7 +109,7 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     return [_save(directory / f"{name}.svg", draw) for name, draw in drawings]
 
 
-def _save(path: Path, draw: Callable[["Axes"], None]) -> Path:
+def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -122,10 +124,8 @@ def _save(path: Path, draw: Callable[["Axes"], None]) -> Path:
     return path
 
 
-def _curve_drawing(
-    curve: Curve, title: str, ylabel: str, color: str
-) -> Callable[["Axes"], None]:
-    def draw(axes: "Axes") -> None:
+def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
         smooth = _moving_mean(curve.values)
         axes.plot(curve.steps, curve.values, color=color, alpha=0.25, linewidth=1)
         axes.plot(curve.steps, smooth, color=color, linewidth=2)
@@ -145,7 +145,7 @@ def _moving_mean(values: Sequence[float], width: int = 5) -> list[float]:
     ]
 
 
-def _draw_accuracy(axes: "Axes", bars: Sequence[Bar]) -> None:
+def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
     places = range(len(bars))
     colors = [GREY] + [BLUE] * (len(bars) - 1)
     axes.bar(places, [100 * bar.value for bar in bars], color=colors, width=0.6)
@@ -153,8 +153,12 @@ def _draw_accuracy(axes: "Axes", bars: Sequence[Bar]) -> None:
         if bar.low is not None and bar.high is not None:
             below, above = bar.value - bar.low, bar.high - bar.value
             axes.errorbar(
-                place, 100 * bar.value, yerr=[[100 * below], [100 * above]], color="#0f172a",
-                capsize=4, linewidth=1.2,
+                place,
+                100 * bar.value,
+                yerr=[[100 * below], [100 * above]],
+                color="#0f172a",
+                capsize=4,
+                linewidth=1.2,
             )
         top = bar.high if bar.high is not None else bar.value
         axes.text(place, 100 * top + 2, f"{bar.value:.1%}", ha="center", va="bottom")
@@ -163,7 +167,7 @@ def _draw_accuracy(axes: "Axes", bars: Sequence[Bar]) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _draw_seconds(axes: "Axes", seconds: Mapping[str, Mapping[str, float]]) -> None:
+def _draw_seconds(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> None:
     phases = list(dict.fromkeys(name for each in seconds.values() for name in each))
     palette = ["#1d4ed8", "#3b82f6", "#93c5fd", "#ea580c", "#fdba74", "#16a34a", "#86efac", GREY]
     labels = list(seconds)

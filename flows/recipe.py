@@ -99,6 +99,12 @@ class Recipe(StrictModel):
         """The artifact store."""
         return self.location.store or str(self.home / "store")
 
+    @property
+    def tracking_uri(self) -> str:
+        """The MLflow server or database."""
+        local = f"sqlite:///{self.home / 'mlflow' / 'mlflow.db'}"
+        return self.location.tracking_uri or env.MLFLOW_TRACKING_URI.get() or local
+
     def preprocess_stage(self) -> PreprocessStageConfig:
         """Configuration of the stage `preprocess`."""
         return PreprocessStageConfig(data=self.data, model=self.model)
@@ -158,7 +164,7 @@ class Recipe(StrictModel):
         return PromoteStageConfig(promote=self.promote)
 
     def _evaluation(self) -> EvaluationConfig:
-        """The evaluation with its length limit spelled out: jobs see no other part of the recipe."""
+        """The evaluation with its length limit spelled out: a job sees no more of the recipe."""
         limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
         return self.evaluation.model_copy(update={"max_new_tokens": limit})
 

@@ -123,9 +123,7 @@ def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
         draw_plots(plot_data(report, home), directory)
     atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
-    atomic_write_bytes(
-        directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n"
-    )
+    atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
     return directory
 
 

@@ -1,8 +1,10 @@
 """The whole pipeline: preprocess, SFT, RL rounds, merge, evaluate, promote.
 
-    rlhf run quickstart                       this file, in this process
-    prefect deployment run rlhf-pipeline      this file, in a worker
+rlhf run quickstart                       this file, in this process
+prefect deployment run rlhf-pipeline      this file, in a worker
 """
+
+from pathlib import Path
 
 from prefect import flow
 from prefect.client.schemas.objects import FlowRun, State
@@ -11,6 +13,7 @@ from prefect.flows import Flow
 from flows.pipeline_run import open_run, stop_jobs_of
 from flows.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report import Report
+from infra import env
 from tasks.evaluate import evaluate
 from tasks.merge import merge
 from tasks.preprocess import preprocess
@@ -48,7 +51,9 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
 
 def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
     """A cancelled run leaves no job behind, even if its process could not stop it itself."""
-    stop_jobs_of(str(flow_run.id))
+    location = flow_run.parameters.get("recipe", {}).get("location", {})
+    home = location.get("home")
+    stop_jobs_of(str(flow_run.id), Path(home) if home else env.home())
 
 
 @flow(

@@ -38,7 +38,9 @@ def check_recipe(recipe: Recipe) -> None:
     _check_data(recipe)
     _check_model(recipe)
     if recipe.sft is None and recipe.rl.num_rounds == 0:
-        raise ConfigError("rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one")
+        raise ConfigError(
+            "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
+        )
 
 
 def _check_plugins(recipe: Recipe) -> None:
@@ -76,7 +78,8 @@ def _check_batch_sizes(recipe: Recipe) -> None:
         _check_divides("sft.batch_size_sequences", recipe.sft.batch_size_sequences, workers)
     if recipe.rl.num_rounds:
         _check_divides(
-            "rl.mini_batch_size_prompts" if mini != recipe.rl.batch_size_prompts
+            "rl.mini_batch_size_prompts"
+            if mini != recipe.rl.batch_size_prompts
             # The unset mini-batch is the whole batch, which is what the user can change.
             else "rl.batch_size_prompts",
             mini,
@@ -102,7 +105,9 @@ def _check_lengths(recipe: Recipe) -> None:
     for path, response in lengths:
         if prompt + response > limit:
             lower = limit - prompt
-            remedy = f"lower it to {lower}" if lower > 0 else f"lower data.max_prompt_length {prompt}"
+            remedy = (
+                f"lower it to {lower}" if lower > 0 else f"lower data.max_prompt_length {prompt}"
+            )
             raise ConfigError(
                 path,
                 f"{prompt} (data.max_prompt_length) + {response} = {prompt + response} tokens "
@@ -126,7 +131,9 @@ def _check_data(recipe: Recipe) -> None:
             ("data.evaluation", data.evaluation, True),
         ):
             if needed and not sources:
-                raise ConfigError(path, "missing; the recipe has a stage that reads it; add a source")
+                raise ConfigError(
+                    path, "missing; the recipe has a stage that reads it; add a source"
+                )
             for index, source in enumerate(sources):
                 _check_source(f"{path}.{index}.path", source)
     elif data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
@@ -170,9 +177,7 @@ def _check_model(recipe: Recipe) -> None:
     if directory.is_dir():
         check_model_directory(directory)
     elif looks_like_path(recipe.model.path):
-        raise ConfigError(
-            "model.path", f"{recipe.model.path} does not exist (cwd is {Path.cwd()})"
-        )
+        raise ConfigError("model.path", f"{recipe.model.path} does not exist (cwd is {Path.cwd()})")
 
 
 def check_model_directory(directory: Path) -> None:

@@ -60,7 +60,7 @@ class JobStatus:
         submission_id: its name.
         state: one of Ray's states.
         message: Ray's words; for a failed job the tail of its log.
-        exit_code: of the entry point, 137 after SIGKILL; None while it runs or if stopped.
+        exit_code: of the entry point, -9 after SIGKILL; None while it runs or if stopped.
         error_type: Ray's class of failure, if any.
         started_at: seconds since the epoch when it was accepted.
         ended_at: seconds since the epoch, None while it runs.

@@ -1,6 +1,6 @@
 """The files that processes of one host leave for each other: records, locks, logs.
 
-Promises: a record appears whole or not at all and only its owner can read it; a lock is freed by
+Promises: a record appears whole or not at all, in a directory closed to others; a lock is freed by
 the kernel when its holder dies, so none is ever stale.
 Does not promise: locks across hosts; the directory is expected on a local disk.
 """
@@ -28,7 +28,7 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
     Raises:
         DeadlineError: another process held it all the time.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def acquired() -> bool:
@@ -57,8 +57,8 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
 
 
 def save_record(path: Path, record: BaseModel) -> None:
-    """Keep a record, readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep a record; its directory, if it is new, is closed to others."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     atomic_write_bytes(path, record.model_dump_json(indent=2).encode())
 
 

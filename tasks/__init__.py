@@ -1,0 +1,1 @@
+"""One stage each: what it needs, the job it submits, what it yields."""

@@ -6,7 +6,7 @@ Needs the `model` and the `dataset`. Yields an `evaluation`: `rows.parquet` with
 
 from engines.config.stages import EvaluateStageConfig
 from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, plugin_modules
+from tasks.identity import StageRequest, plugin_modules, reward_input
 from tasks.prefect_task import stage_task
 from tasks.run import StageResult, StageRunner
 
@@ -24,7 +24,7 @@ def evaluate(
             label="evaluate",
             job_module=JOB_MODULE,
             config=config,
-            inputs={"model": model, "dataset": dataset},
+            inputs={"model": model, "dataset": dataset, **reward_input(config.reward)},
             seed=seed,
             plugins=plugin_modules(rollout=config.rollout, reward=config.reward),
         )

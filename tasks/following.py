@@ -7,6 +7,7 @@ the job; leaving for any other reason leaves it running for the next run to atta
 
 import json
 import logging
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ POLL_S = 0.2
 STATUS_EVERY_S = 1.0
 STOP_DEADLINE_S = 20.0
 LOG_TAIL_LINES = 20
+EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
 
@@ -58,9 +60,7 @@ class JobFollower:
         self._page = page
         self._offset = 0
 
-    def follow(
-        self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]
-    ) -> CommitRecord:
+    def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
         """Submit or attach, then wait for the commit.
 
         Args:
@@ -141,8 +141,8 @@ class JobFollower:
         if silence_s >= HEARTBEAT_STALE_S:
             self._stop(jobs, job)
             raise JobFailedError(
-                f"{self._label}: job {job.submission_id} gave no sign of life for {silence_s:.0f} s and was "
-                f"stopped; run again to resume{self._tail(jobs, job)}"
+                f"{self._label}: job {job.submission_id} gave no sign of life for "
+                f"{silence_s:.0f} s and was stopped; run again to resume{self._tail(jobs, job)}"
             )
         return False
 
@@ -176,6 +176,10 @@ class JobFollower:
         if error["exit_code"] == EXIT_USER_ERROR:
             path, _, problem = str(error["message"]).partition(": ")
             return ConfigError(path, problem)
+        if error["exit_code"] == EXIT_TERMINATED:
+            return JobFailedError(
+                f"{self._label}: job {job.submission_id} was stopped; run again to resume"
+            )
         return JobFailedError(f"{self._label}: {error['type']}: {error['message']}{tail}")
 
     def _tail(self, jobs: RayJobs, job: JobHandle) -> str:

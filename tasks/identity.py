@@ -35,8 +35,7 @@ class StageRequest:
         config: resolved configuration; all of it enters the fingerprint.
         inputs: artifacts by the name the job knows them by.
         seed: the run's seed.
-        plugins: modules (or files) of the plugins that the configuration names; their sources
-            count too.
+        plugins: modules of the plugins that the configuration names; their sources count too.
         force: any text; a new one makes a new fingerprint, and so a new run of the stage.
     """
 
@@ -84,10 +83,8 @@ def plugin_modules(
         algorithm: names an advantage estimator, a policy loss and a KL estimator.
 
     Returns:
-        Module names, and the path of a custom reward file; a plugin of another distribution is
-        not among them.
+        Module names; a plugin of another distribution is not among them.
     """
-    files = [path for path in [reward_file(reward)] if path] if reward else []
     named: list[tuple[PluginKind, str]] = []
     if training:
         named.append(("backend", training.backend))
@@ -100,13 +97,19 @@ def plugin_modules(
         named.append(("loss_mode", algorithm.loss_mode))
         named.append(("kl_loss_type", algorithm.kl_loss_type.removesuffix("+")))
     modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
-    return (*sorted(modules), *files)
+    return tuple(sorted(modules))
 
 
 def reward_file(reward: RewardConfig) -> str | None:
     """The path of a reward given as `path/to/file.py:name`; None for a registered name."""
     path, _, name = reward.function.rpartition(":")
     return path if path.endswith(".py") and name.isidentifier() else None
+
+
+def reward_input(reward: RewardConfig) -> dict[str, Artifact]:
+    """A custom reward file as input `reward`; a registered reward counts by its sources."""
+    file = reward_file(reward)
+    return {"reward": external_artifact(Path(file), "rl.reward.function")} if file else {}
 
 
 def model_input(model: ModelConfig) -> dict[str, Artifact]:

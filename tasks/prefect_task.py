@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed
+from prefect.states import Completed, State
 
 from tasks.run import StageResult, StageRunner
 
@@ -53,7 +53,8 @@ def stage_task(
         @wraps(function)
         def call(run: StageRunner, *args: Params.args, **kwargs: Params.kwargs) -> StageResult:
             if run.orchestrated:
-                return cast(StageResult, prefect_task(run, *args, **kwargs))
+                outcome: Any = prefect_task(run, *args, **kwargs)
+                return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
             return function(run, *args, **kwargs)
 
         return call

@@ -6,7 +6,7 @@ policy that RL started from as `reference`. Yields a `policy`.
 
 from engines.config.stages import RLRoundStageConfig
 from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, model_input, plugin_modules
+from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
 from tasks.prefect_task import stage_task
 from tasks.run import StageResult, StageRunner
 
@@ -23,7 +23,7 @@ def rl_round(
     reference: Artifact | None,
 ) -> StageResult:
     """Generate, score and train for one round; no policy means: start from the model itself."""
-    inputs = {"dataset": dataset}
+    inputs = {"dataset": dataset, **reward_input(config.reward)}
     if policy is None:
         inputs |= model_input(config.model)
     else:

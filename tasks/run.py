@@ -27,9 +27,7 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
     accuracy = accuracy_of(metrics)
     if accuracy is not None:
         return f"accuracy {accuracy:.1%}"
-    return next(
-        (f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), ""
-    )
+    return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
 
 
 class StageResult(BaseModel):

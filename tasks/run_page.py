@@ -16,33 +16,7 @@ from infra.journal import JournalRecord
 from infra.redact import redact
 
 UPDATE_EVERY_S = 3.0
-HEADLINE_METRICS = (
-    ("train/loss", "loss"),
-    ("critic/score/mean", "score"),
-    ("actor/pg_loss", "pg_loss"),
-    ("val-core/accuracy", "accuracy"),
-    ("response_length/mean", "length"),
-    ("actor/entropy", "entropy"),
-    ("actor/ppo_kl", "kl"),
-    ("train/grad_norm", "grad"),
-    ("actor/grad_norm", "grad"),
-    ("timing_s/step", "step s"),
-)
-"""Journal metrics worth a place in one line, and what the line calls them, in order."""
-
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
-
-
-def headline(record: JournalRecord) -> str:
-    """The few numbers of a metrics record that a person follows: `loss 1.234  grad 0.56`."""
-    parts = [
-        f"{short} {record.values[name]:.4g}"
-        for name, short in HEADLINE_METRICS
-        if name in record.values
-    ]
-    if not parts:
-        parts = [f"{name} {value:.4g}" for name, value in list(record.values.items())[:4]]
-    return "  ".join(parts)
 
 
 class RunPage:
@@ -71,21 +45,19 @@ class RunPage:
         self._logger.warning("%s", redact(message))
 
     def show(self, record: JournalRecord) -> None:
-        """One journal record: metrics and messages as lines, progress as the ring."""
-        if record.kind == "metrics":
-            self.log(f"{self._label} step {record.step}  {headline(record)}")
-        elif record.kind == "progress" and record.done is not None and record.total:
-            self._ring(100.0 * record.done / record.total, record.message)
-        if record.message and record.kind == "log":
-            self.log(record.message)
+        """One journal record: its message as a line, its progress as the ring."""
+        if record.message:
+            self.log(f"{self._label}  {record.message}")
+        if record.kind == "progress" and record.done is not None and record.total:
+            self._ring(100.0 * record.done / record.total)
 
     def close(self) -> None:
         """The stage is done: the ring is full."""
         self._updated_at = -UPDATE_EVERY_S
         if self._artifact_id is not None:
-            self._ring(100.0, "")
+            self._ring(100.0)
 
-    def _ring(self, percent: float, message: str) -> None:
+    def _ring(self, percent: float) -> None:
         now = time.monotonic()
         if not self._orchestrated or self._gave_up or now - self._updated_at < UPDATE_EVERY_S:
             return
@@ -95,7 +67,7 @@ class RunPage:
                 created = create_progress_artifact(
                     progress=percent,
                     key=f"progress-{self._label.replace('_', '-')}",
-                    description=message or self._label,
+                    description=self._label,
                 )
                 self._artifact_id = created if isinstance(created, UUID) else None
             else:

@@ -6,7 +6,7 @@ Hugging Face configuration and tokenizer beside it.
 
 from engines.config.stages import SFTStageConfig
 from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, model_input, plugin_modules
+from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
 from tasks.prefect_task import stage_task
 from tasks.run import StageResult, StageRunner
 
@@ -25,6 +25,7 @@ def sft(run: StageRunner, config: SFTStageConfig, seed: int, dataset: Artifact) 
             inputs={
                 "dataset": dataset,
                 **model_input(config.model),
+                **reward_input(config.reward),
             },
             seed=seed,
             plugins=plugin_modules(

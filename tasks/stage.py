@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from engines.config.stages import Runtime
+from engines.config.stages import PromoteConfig, Runtime
 from infra.journal import JournalRecord
 from infra.ray_jobs import RayJobs
-from infra.stage_spec import CommitRecord
+from infra.stage_spec import Artifact, CommitRecord
 from infra.storage import Storage
 from tasks.following import JobFollower
 from tasks.identity import StageRequest
@@ -106,7 +106,6 @@ class StageContext:
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"
             )
-            self._recorder.stage_reused(request, record)
         result = StageResult(
             label=request.label,
             fingerprint=request.fingerprint,
@@ -119,6 +118,14 @@ class StageContext:
         self.results.append(result)
         self._observer.stage_finished(result)
         return result
+
+    def register_model(
+        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
+    ) -> None:
+        """Enter a model that passed the gate into the registry, once per gate and model."""
+        marker = self._home / "registered" / f"{gate.model_name}-{gate.alias}-{model.digest}"
+        if not marker.exists():
+            self._recorder.register_model(gate, model, metrics, marker)
 
     def _compute(self, request: StageRequest) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""

@@ -51,7 +51,9 @@ _KL = "engines.algorithms.kl"
 BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
     "backend": {
         "fsdp2": Plugin("engines.training.fsdp.engine:FSDP2Engine"),
-        "megatron": Plugin("engines.training.megatron.engine:MegatronEngine", "mbridge", "megatron"),
+        "megatron": Plugin(
+            "engines.training.megatron.engine:MegatronEngine", "mbridge", "megatron"
+        ),
     },
     "rollout": {
         "transformers": Plugin("engines.rollout.transformers_engine:TransformersEngine"),

@@ -140,7 +140,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
             place = f"{path.name}:{number}"
             if not raw.strip():
                 continue
-            text = decode_utf8(raw)
+            text = decode_utf8(raw.rstrip(b"\r\n"))
             if isinstance(text, BadRow):
                 yield BadRow(place, text.problem, unreadable=True)
                 continue

@@ -154,7 +154,7 @@ class _Worker:
         selector.register(self._stdout, selectors.EVENT_READ, self)
         self.was_ready = False
         self.index: int | None = None
-        self._outgoing = b""
+        self._outgoing = memoryview(b"")
         self._incoming = b""
         self._ended = False
         self._broken: str | None = None
@@ -210,7 +210,7 @@ class _Worker:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._outgoing = b""
+            self._outgoing = memoryview(b"")
             self._watch_stdin(False)
             return
         self._outgoing = self._outgoing[written:]
@@ -249,7 +249,8 @@ class _Worker:
             pass
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        self._outgoing += json.dumps(message).encode() + b"\n"
+        data = json.dumps(message).encode() + b"\n"
+        self._outgoing = memoryview(bytes(self._outgoing) + data)
         self.write()
 
     def _receive(self, line: bytes) -> None:

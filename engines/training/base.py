@@ -94,9 +94,8 @@ class BaseEngine(ABC):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """Ranks that hold different data; None is the default group, or no group at all."""
 
-    @property
     @abstractmethod
-    def loss_factor(self) -> float:
+    def loss_factor(self, num_micro_batches: int) -> float:
         """What the loss is multiplied with so that the backend's gradients become a plain sum.
 
         The sum is over data-parallel ranks and micro-batches; backends average some of it.
@@ -258,10 +257,11 @@ class BaseEngine(ABC):
             self._set_training(True)
             self.optimizer_zero_grad()
             totals = _Totals(self.spec.platform.device())
+            factor = self.loss_factor(len(micro_batches))
             for i, micro in enumerate(micro_batches):
                 self._set_gradient_sync(i == len(micro_batches) - 1)
                 _, output = self.forward_step(micro.batch, loss_fn, counts)
-                (output.loss * self.loss_factor).backward()
+                (output.loss * factor).backward()
                 totals.add(output)
             loss, metrics = totals.reduce(self.data_parallel_group)
             if not math.isfinite(loss):

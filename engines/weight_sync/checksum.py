@@ -25,7 +25,7 @@ def tensor_checksum(tensor: Tensor) -> str:
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE_BYTES)
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     host = tensor.detach().to("cpu").contiguous().reshape(-1)
-    digest.update(memoryview(host.view(torch.uint8).numpy()))
+    digest.update(host.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

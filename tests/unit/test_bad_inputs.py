@@ -155,12 +155,18 @@ def test_a_bad_value_is_one_line(overrides: list[str], line: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("name: a\nseed: 1\nname: b\n", "r.yaml:3: duplicate key 'name' (first on line 1); remove one"),
+        (
+            "name: a\nseed: 1\nname: b\n",
+            "r.yaml:3: duplicate key 'name' (first on line 1); remove one",
+        ),
         ("name: [a\n", "r.yaml:2: not YAML (expected ',' or ']', but got '<stream end>')"),
         ("- 1\n", "r.yaml: need a mapping of recipe fields; see `rlhf recipes`"),
         ("1: a\n", "r.yaml:1: key 1 is not text; quote it"),
-        ("extends: quickstar\n", "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart; "
-         "did you mean quickstart?"),
+        (
+            "extends: quickstar\n",
+            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart; "
+            "did you mean quickstart?",
+        ),
         ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
         ("a: !ruby/object x\n", "r.yaml:1: tag not allowed: !ruby/object; write a plain value"),
@@ -288,8 +294,13 @@ def test_the_command_line_ends_with_two_and_one_line_in_time(tmp_path: Path) -> 
 
 def test_a_secret_on_the_command_line_is_never_echoed(tmp_path: Path) -> None:
     canary = "hf_CANARYcanaryCANARYcanary42"
-    for override in (f"model.revision={canary}", f"tracking.token={canary}", f"name={canary}",
-                     f"{canary}=1", f"seed={canary}"):
+    for override in (
+        f"model.revision={canary}",
+        f"tracking.token={canary}",
+        f"name={canary}",
+        f"{canary}=1",
+        f"seed={canary}",
+    ):
         with pytest.raises(ConfigError) as caught:
             load_recipe("quickstart", [override])
         assert canary not in str(caught.value)

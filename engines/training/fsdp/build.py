@@ -70,6 +70,13 @@ def build_sharded(
     return model
 
 
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    # transformers renamed the method; the old name warns in releases that have the new one.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that the architecture declares as not to be split."""
     wanted = set(model._no_split_modules or ())
@@ -79,9 +86,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def _on_meta(hf_dir: Path) -> PreTrainedModel:
     config = _config(hf_dir)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
         )
+    return _checked(model, hf_dir)
 
 
 def _moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -103,6 +111,17 @@ def _from_pretrained(hf_dir: Path) -> PreTrainedModel:
     wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
     if wrong:
         raise ConfigError("model.path", f"{hf_dir} does not fit its own config: {wrong}")
+    return _checked(model, hf_dir)
+
+
+def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
+    # Such a model ignores the registered attention and would let sequences see each other.
+    if not model._supports_attention_backend:
+        raise ConfigError(
+            "model.path",
+            f"{hf_dir} is a {type(model).__name__}, whose attention cannot be replaced, so it "
+            "cannot train on packed sequences; choose another architecture",
+        )
     return model
 
 

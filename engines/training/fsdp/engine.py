@@ -27,7 +27,7 @@ from engines.models import hub_tensors, named_state
 from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine, EngineSpec
-from engines.training.fsdp.build import build_plain, build_sharded
+from engines.training.fsdp.build import build_plain, build_sharded, enable_activation_checkpointing
 from engines.training.logprobs import token_logprobs
 from engines.types import ModelOutputs, TokenBatch
 
@@ -84,7 +84,7 @@ class FSDP2Engine(BaseEngine):
                 self.spec.hf_dir, platform.device(), load_weights=load_weights
             )
         if training.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_activation_checkpointing(self.model)
         if self.spec.optimizer is None:
             self.model.requires_grad_(False)
         else:
@@ -120,8 +120,7 @@ class FSDP2Engine(BaseEngine):
         """All ranks: every rank holds different data."""
         return self._mesh.get_group() if self._mesh is not None else None
 
-    @property
-    def loss_factor(self) -> float:
+    def loss_factor(self, num_micro_batches: int) -> float:
         """FSDP averages gradients over the ranks; the factor makes that a sum."""
         return float(self.data_parallel_size if self._mesh is not None else 1)
 

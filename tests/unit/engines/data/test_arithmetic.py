@@ -3,11 +3,12 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engines.config.data import ArithmeticConfig, Operation
 from engines.data.arithmetic import Notation, Problem, generate
 from engines.data.rows import RLRow
-from hypothesis import given
-from hypothesis import strategies as st
 from infra.errors import ConfigError
 
 OPERATIONS: tuple[Operation, ...] = ("add", "subtract", "multiply", "modulo", "compare", "chain")

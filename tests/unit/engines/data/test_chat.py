@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engines.config.model import TokenizerConfig
 from engines.data.chat import (
     end_of_turn_id,
@@ -14,8 +17,6 @@ from engines.data.chat import (
 from engines.data.rows import Message
 from engines.data.tokenizer import DirectoryTokenizer
 from engines.data.tokenizer_training import train_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 from infra.errors import ConfigError
 
 ALPHABET = "0123456789+= abc\n"
@@ -88,7 +89,9 @@ def test_what_follows_the_end_token_is_not_trained_on(directory: Path) -> None:
 contents = st.text(ALPHABET, min_size=1, max_size=8).filter(str.strip)
 
 
-@given(st.lists(st.tuples(contents, contents), min_size=1, max_size=3), st.sampled_from([None, LINES]))
+@given(
+    st.lists(st.tuples(contents, contents), min_size=1, max_size=3), st.sampled_from([None, LINES])
+)
 def test_training_and_rollout_see_one_prompt(
     directory: Path, turns: list[tuple[str, str]], template: str | None
 ) -> None:
@@ -108,14 +111,16 @@ def test_training_and_rollout_see_one_prompt(
 
 def test_a_template_that_rewrites_the_past_needs_generation_blocks(directory: Path) -> None:
     chat = [USER, Message("assistant", "a=b"), USER, Message("assistant", "c=a")]
-    with pytest.raises(ConfigError, match=r"model\.chat_template: renders a conversation diff.*blocks"):
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template: renders a conversation diff.*blocks"
+    ):
         render_sft(load(directory, FORGETFUL), chat)
     assert trained_text(load(directory, FORGETFUL), *chat[:2]) == ["a=b<|end|>"]
     assert trained_text(load(directory, MARKED), *chat) == ["b<|end|>", "c=a<|end|>"]
 
 
 def test_the_first_token_is_never_trained_on(directory: Path) -> None:
-    silent = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    silent = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     rendered = render_sft(load(directory, silent), [USER, ANSWER])
     assert (rendered.input_ids, rendered.loss_mask) == ((12, 9), (0, 1))
 

@@ -1,6 +1,7 @@
 """Rendering templates: text, generation spans, refusals."""
 
 import pytest
+
 from engines.data.chat_template import DEFAULT_CHAT_TEMPLATE, Rendered, marks_answers, render
 from engines.data.rows import Message
 from infra.errors import ConfigError
@@ -27,7 +28,9 @@ def test_generation_blocks_give_spans() -> None:
     )
     assert marks_answers(template)
     assert not marks_answers(DEFAULT_CHAT_TEMPLATE)
-    assert render(template, CHAT * 2) == Rendered("U:12+34=;A:640!;U:12+34=;A:640!;", ((11, 15), (27, 31)))
+    assert render(template, CHAT * 2) == Rendered(
+        "U:12+34=;A:640!;U:12+34=;A:640!;", ((11, 15), (27, 31))
+    )
 
 
 def test_what_transformers_offers_to_templates() -> None:
@@ -36,7 +39,9 @@ def test_what_transformers_offers_to_templates() -> None:
         "    {%- for m in messages -%}{{ m | tojson }}{% break %}{%- endfor -%}"
         "{{ strftime_now is defined }}"
     )
-    text = render(template, [Message("user", "\u00e9<b>")], special_tokens={"bos_token": "<s>"}).text
+    text = render(
+        template, [Message("user", "\u00e9<b>")], special_tokens={"bos_token": "<s>"}
+    ).text
     assert text == '<s>{"role": "user", "content": "\u00e9<b>"}False'
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engines.config.data import ArithmeticConfig, DataConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.data.dataset import build_dataset, load_dataset
@@ -40,7 +41,8 @@ def sources(directory: Path, evaluation: list[str], **data: Any) -> DataConfig:
         return [{"prompt": prompt, "reward_model": answer} for prompt in prompts]
 
     chats = [
-        [{"role": "user", "content": s}, {"role": "assistant", "content": "y"}] for s in ("s0", "s1")
+        [{"role": "user", "content": s}, {"role": "assistant", "content": "y"}]
+        for s in ("s0", "s1")
     ]
     return DataConfig(
         sft=write("sft.jsonl", [{"messages": chat} for chat in chats], "messages"),
@@ -56,12 +58,18 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     first, again, other = (digests(tmp_path / name) for name in "abc")
     assert first == again
     assert set(first) == {
-        "sft.parquet", "rl.parquet", "eval.parquet", "summary.json",
-        "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
+        "sft.parquet",
+        "rl.parquet",
+        "eval.parquet",
+        "summary.json",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
         "tokenizer/chat_template.jinja",
     }
     assert {name for name in first if first[name] != other[name]} == {
-        "sft.parquet", "rl.parquet", "eval.parquet"
+        "sft.parquet",
+        "rl.parquet",
+        "eval.parquet",
     }
 
 
@@ -77,7 +85,9 @@ def test_a_changed_row_changes_the_artifact(tmp_path: Path) -> None:
 def test_what_was_built_is_loaded(tmp_path: Path) -> None:
     summary = build_dataset(ARITHMETIC, RANDOM, 0, tmp_path)
     dataset = load_dataset(tmp_path)
-    counts = [len(rows) for rows in (dataset.sft_rows(), dataset.rl_rows(), dataset.evaluation_rows())]
+    counts = [
+        len(rows) for rows in (dataset.sft_rows(), dataset.rl_rows(), dataset.evaluation_rows())
+    ]
     assert counts == [50, 40, 30]
     assert [s.num_rows for s in (summary.sft, summary.rl, summary.evaluation)] == counts
     assert dataset.summary()["rl"]["data_sources"] == {"arithmetic/add": 40}

@@ -1,8 +1,7 @@
 """Rows to token ids, under length limits."""
 
-from pathlib import Path
-
 import pytest
+
 from engines.config.model import TokenizerConfig
 from engines.data.examples import rl_prompts, sft_examples
 from engines.data.rows import Message, RewardModel, RLRow, SFTRow
@@ -56,7 +55,9 @@ def test_prompts_keep_the_index_of_their_row(tokenizer: DirectoryTokenizer) -> N
 
 def test_overlong_prompts(tokenizer: DirectoryTokenizer) -> None:
     rows = [rl_row("1" * n) for n in (2, 9, 4)]
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_length: 2 of 3 prompts exceed 5 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"data\.max_prompt_length: 2 of 3 prompts exceed 5 tokens"
+    ):
         rl_prompts(rows, tokenizer, max_prompt_length=5)
     with pytest.raises(ConfigError, match="0 of 3 prompts have at most 1 tokens"):
         rl_prompts(rows, tokenizer, max_prompt_length=1, on_overlong="drop")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from engines.config.data import SourceConfig
 from engines.data.files import resolve_source
 from infra.errors import ConfigError
@@ -58,9 +59,9 @@ def test_subsets(tmp_path: Path) -> None:
 def test_absent_file_names_the_directory_and_what_is_similar(tmp_path: Path) -> None:
     make(tmp_path, "train.jsonl")
     with pytest.raises(ConfigError) as error:
-        resolve_source(SourceConfig(path=str(tmp_path / "trian.jsonl")), "data.sft.1", None)
+        resolve_source(SourceConfig(path=str(tmp_path / "trains.jsonl")), "data.sft.1", None)
     assert str(error.value) == (
-        f"data.sft.1.path: {tmp_path}/trian.jsonl does not exist (cwd is {Path.cwd()}; "
+        f"data.sft.1.path: {tmp_path}/trains.jsonl does not exist (cwd is {Path.cwd()}; "
         "1 similar: train.jsonl)"
     )
 
@@ -71,9 +72,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         chosen(tmp_path / "train.csv")
 
 
-def test_a_hub_id_that_cannot_be_reached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The real client against a port where nobody listens.
     from huggingface_hub import constants
 

@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
-from engines.data.order import ResumableOrder, permutation
 from hypothesis import given
 from hypothesis import strategies as st
+
+from engines.data.order import ResumableOrder, permutation
 
 
 @given(st.integers(1, 50), st.integers(1, 70), st.integers(0, 2**63), st.integers(0, 20))

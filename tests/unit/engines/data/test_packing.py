@@ -3,9 +3,10 @@
 from itertools import product
 
 import pytest
-from engines.data.packing import pack_by_budget, partition_balanced
 from hypothesis import given
 from hypothesis import strategies as st
+
+from engines.data.packing import pack_by_budget, partition_balanced
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from engines.data.readers import BadRow, RawRow, read_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from engines.data.readers import BadRow, RawRow, read_file
 from infra.errors import ConfigError
 
 ROWS = [{"a": 1, "b": "x"}, {"a": 2, "b": "\u00e9"}]
@@ -53,7 +54,7 @@ def test_bad_json_line_names_line_and_column(tmp_path: Path) -> None:
     assert isinstance(rows[2], RawRow)
     assert rows[1] == BadRow(
         "train.jsonl:2",
-        "not JSON (Expecting ',' delimiter at column 16): {\"prompt\": \"a\" \"b\"}",
+        'not JSON (Expecting \',\' delimiter at column 16): {"prompt": "a" "b"}',
         unreadable=True,
     )
 
@@ -113,7 +114,7 @@ def test_a_failing_disk_is_not_an_absent_file(tmp_path: Path) -> None:
         read_rows(tmp_path / "t.jsonl")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(content=st.binary(max_size=80) | st.text(max_size=60).map(str.encode))
 @pytest.mark.parametrize("name", ["f.json", "f.jsonl", "f.parquet"])
 def test_any_bytes_are_rows_or_our_own_error(tmp_path: Path, name: str, content: bytes) -> None:
@@ -125,7 +126,7 @@ def test_any_bytes_are_rows_or_our_own_error(tmp_path: Path, name: str, content:
     assert all(isinstance(row, RawRow | BadRow) for row in rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(st.data())
 def test_one_changed_byte_spares_the_other_lines(tmp_path: Path, data: st.DataObject) -> None:
     lines = [json.dumps({"i": i, "t": "text"}).encode() for i in range(5)]

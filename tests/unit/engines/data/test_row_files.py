@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from engines.data.row_files import (
     read_rl_rows,
     read_sft_rows,
@@ -13,14 +16,14 @@ from engines.data.row_files import (
     write_sft_rows,
 )
 from engines.data.rows import Message, RewardModel, RLRow, RowError, SFTRow
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from infra.errors import ConfigError
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 words = text.filter(str.strip)
 json_values = st.recursive(
-    st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=5,
@@ -35,7 +38,7 @@ rl_rows = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(st.lists(rl_rows, max_size=4))
 def test_rl_rows_come_back_equal(tmp_path: Path, rows: list[RLRow]) -> None:
     write_rl_rows(tmp_path / "rl.parquet", rows)
@@ -92,7 +95,9 @@ def test_defaults_and_structs_of_other_tools() -> None:
 
 
 def test_a_file_that_holds_something_else(tmp_path: Path) -> None:
-    write_sft_rows(tmp_path / "x.parquet", [SFTRow((Message("user", "q"), Message("assistant", "a")))])
+    write_sft_rows(
+        tmp_path / "x.parquet", [SFTRow((Message("user", "q"), Message("assistant", "a")))]
+    )
     with pytest.raises(ConfigError, match=r"x\.parquet row 0: prompt is null"):
         read_rl_rows(tmp_path / "x.parquet")
     with pytest.raises(ConfigError, match="does not exist"):

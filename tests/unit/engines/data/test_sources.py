@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.sources import LoadedRows, load_rl_rows, load_sft_rows
 from infra.errors import ConfigError
@@ -45,7 +46,7 @@ def test_a_null_prompt_names_the_row_and_counts_its_like(tmp_path: Path) -> None
 def test_a_bad_json_line_stops_at_once_or_is_counted(tmp_path: Path) -> None:
     source = write(tmp_path / "train.jsonl", rl_line("ok"), '{"prompt": "a"', rl_line("b"))
     assert error_of(source) == (
-        "train.jsonl:2: not JSON (Expecting ',' delimiter at column 15): {\"prompt\": \"a\""
+        'train.jsonl:2: not JSON (Expecting \',\' delimiter at column 15): {"prompt": "a"'
     )
     assert load(source, on_bad_row="drop").reports[0].num_bad == {"unreadable": 1}
 

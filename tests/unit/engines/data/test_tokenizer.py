@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from engines.config.model import TokenizerConfig
 from engines.data.chat import render_prompt, render_sft
 from engines.data.rows import Message
@@ -19,7 +20,10 @@ def test_stored_padding_and_truncation_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
     stored["truncation"] = {
-        "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
     }
     path.write_text(json.dumps(stored), encoding="utf-8")
     tokenizer = DirectoryTokenizer.load(tmp_path)

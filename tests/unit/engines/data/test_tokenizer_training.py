@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from engines.config.model import TokenizerConfig
 from engines.data.tokenizer import DirectoryTokenizer
 from engines.data.tokenizer_training import train_tokenizer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from infra.errors import ConfigError
 
 TEXTS = ["12+34=640", "a  b\n\nc\t", "ab ab abc abcd"]
@@ -91,7 +92,10 @@ def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / str(i))],
             env={"PYTHONHASHSEED": str(i), "PYTHONPATH": ":".join(filter(None, sys.path))},
-            capture_output=True, text=True, check=True, timeout=60,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         ).stdout
         for i in range(2)
     ]

@@ -80,7 +80,12 @@ class Lab:
         return sync.send_weights(iter(model.named_parameters()), version)
 
     def requests(
-        self, num_prompts: int, num_samples: int, max_new_tokens: int = 12, seed: int = 0, **sampling
+        self,
+        num_prompts: int,
+        num_samples: int,
+        max_new_tokens: int = 12,
+        seed: int = 0,
+        **sampling,
     ) -> list[RolloutRequest]:
         """Prompts of uneven length, 1 to 20 tokens."""
         draw = random.Random(seed)

@@ -21,7 +21,11 @@ def test_prefill_chunks_cover_everything_within_budget(lengths: list[int], budge
         assert len(chunk) * longest <= budget or len(chunk) == 1
 
 
-@given(st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1) if n else st.nothing()))))
+@given(
+    st.integers(0, 30).flatmap(
+        lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1) if n else st.nothing()))
+    )
+)
 def test_fill_holes_keeps_every_other_row_once(case: tuple[int, set[int]]) -> None:
     num_rows, leaving = case
     order, movers, holes = fill_holes(num_rows, leaving)

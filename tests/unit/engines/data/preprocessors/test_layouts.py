@@ -7,14 +7,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.preprocessors.gsm8k import split_solution
 from engines.data.preprocessors.math import last_boxed
 from engines.data.preprocessors.registry import create_preprocessor, names, register
 from engines.data.rows import Message, RLRow, RowError, SFTRow
 from engines.data.sources import load_rl_rows, load_sft_rows
-from hypothesis import given
-from hypothesis import strategies as st
 from infra.errors import ConfigError
 
 GSM8K = {
@@ -61,7 +62,9 @@ def test_gsm8k_from_the_hub_layout(tmp_path: Path) -> None:
     assert row.reward_model.ground_truth == "1072"
     assert row.data_source == "openai/gsm8k"
     question = row.prompt[0].content
-    assert question.startswith("Ann sold 48 clips in April and half as many in May. How many in all?\n")
+    assert question.startswith(
+        "Ann sold 48 clips in April and half as many in May. How many in all?\n"
+    )
     assert question.endswith("\\boxed{}.")
     (example,) = sft(tmp_path, "gsm8k", instruction="")
     assert example.messages == (
@@ -76,7 +79,12 @@ def test_gsm8k_from_the_hub_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "number"),
-    [("x\n#### 5", "5"), ("x #### -3.5 ", "-3.5"), ("x\n#### 1,234,567", "1234567"), ("#### .5", ".5")],
+    [
+        ("x\n#### 5", "5"),
+        ("x #### -3.5 ", "-3.5"),
+        ("x\n#### 1,234,567", "1234567"),
+        ("#### .5", ".5"),
+    ],
 )
 def test_gsm8k_final_numbers(answer: str, number: str) -> None:
     assert split_solution(answer)[1] == number
@@ -121,7 +129,9 @@ def test_last_boxed(solution: str, answer: str) -> None:
     assert last_boxed(solution) == answer
 
 
-@pytest.mark.parametrize("solution", ["none", "\\boxed{", "\\boxed{}", "\\boxed", "\\boxed x{", "}\\boxed}"])
+@pytest.mark.parametrize(
+    "solution", ["none", "\\boxed{", "\\boxed{}", "\\boxed", "\\boxed x{", "}\\boxed}"]
+)
 def test_last_boxed_refuses_or_answers(solution: str) -> None:
     if solution == "\\boxed x{":
         assert last_boxed(solution) == "x{"
@@ -157,7 +167,12 @@ def test_dapo_repeats_are_counted_and_dropped(tmp_path: Path) -> None:
 def test_columns_of_any_table(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"q": "1+1", "a": 2, "x": null}\n', encoding="utf-8")
-    options = {"prompt_column": "q", "answer_column": "a", "system": "Be brief.", "instruction": "?"}
+    options = {
+        "prompt_column": "q",
+        "answer_column": "a",
+        "system": "Be brief.",
+        "instruction": "?",
+    }
     (row,) = rl(path, "columns", **options)
     assert row.prompt == (Message("system", "Be brief."), Message("user", "1+1 ?"))
     assert row.reward_model.ground_truth == "2"
@@ -171,16 +186,22 @@ def test_rows_and_messages(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path.write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
     assert sft(path, "messages")[0].messages == (Message("user", "q"), Message("assistant", "a"))
-    with pytest.raises(ConfigError, match=r"data\.rl\.0\.format: this layout has no answers to check"):
+    with pytest.raises(
+        ConfigError, match=r"data\.rl\.0\.format: this layout has no answers to check"
+    ):
         rl(path, "messages")
 
 
 def test_unknown_layout_and_option() -> None:
     source = SourceConfig(path="x", format="gsmk8")
-    with pytest.raises(ConfigError, match=r"data\.rl\.2\.format: no 'gsmk8'; known: .*mean gsm8k\?"):
+    with pytest.raises(
+        ConfigError, match=r"data\.rl\.2\.format: no 'gsmk8'; known: .*mean gsm8k\?"
+    ):
         create_preprocessor(source, "data.rl.2")
-    source = SourceConfig(path="x", format="gsm8k", options={"instrution": "x"})
-    with pytest.raises(ConfigError, match=r"data\.rl\.2\.options\.instrution: got 'x'; .*instruction"):
+    source = SourceConfig(path="x", format="gsm8k", options={"instructions": "x"})
+    with pytest.raises(
+        ConfigError, match=r"data\.rl\.2\.options\.instructions: got 'x'; .*instruction"
+    ):
         create_preprocessor(source, "data.rl.2")
 
 

@@ -1,0 +1,95 @@
+"""The contract of a reward function: run it on your own.
+
+    pytest tests/contracts/test_reward.py --reward exact
+    pytest tests/contracts/test_reward.py --reward path/to/file.py:name --reward-cases cases.jsonl
+
+A case is a JSON object with `right` (a completion that earns more), `wrong` (one that earns
+less), `ground_truth`, and if the function needs them `data_source` and `extra_info`.
+Covered: it loads in a scoring process, scores what it should higher, repeats itself, judges each
+sample alone, and gives every odd completion a finite score. Not covered: whether it is a good
+measure of what you want.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config.algorithm import RewardConfig
+from engines.rewards.base import Score, ScoreRequest
+from engines.rewards.registry import names, resolve
+from engines.rewards.scorer import RewardScorer
+
+DEFAULT_CASES: list[dict[str, Any]] = [
+    {"right": "42", "wrong": "41", "ground_truth": "42"},
+    {"right": "7", "wrong": "no idea", "ground_truth": "7"},
+]
+ODD_COMPLETIONS = [
+    "", " \n\t", "\x00", "\\boxed{", "}" * 50, "$" * 50, "(" * 200, "\u4e2d\U0001f600 \u202e abc",
+    "9" * 400, "-inf", "nan", "{'score': 1}", "word " * 2000,
+]  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One reward by `--reward`, else every registered one."""
+    if "reward" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--reward", default=None)
+        metafunc.parametrize("reward", [asked] if asked else list(names()), scope="module")
+
+
+@pytest.fixture(scope="module")
+def scorer(reward: str) -> Iterator[RewardScorer]:
+    config = RewardConfig(function=reward, timeout_s=30, max_unscored_frac=1.0)
+    with RewardScorer(config) as scorer:
+        yield scorer
+
+
+@pytest.fixture(scope="module")
+def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    path = request.config.getoption("--reward-cases", default=None)
+    if path is None:
+        return DEFAULT_CASES
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def ask(case: dict[str, Any], completion: str) -> ScoreRequest:
+    return ScoreRequest(
+        case.get("data_source", "contract"),
+        completion,
+        case["ground_truth"],
+        case.get("extra_info", {}),
+    )
+
+
+def values(scorer: RewardScorer, requests: list[ScoreRequest]) -> list[float]:
+    results = scorer.score(requests)
+    unscored = [result for result in results if not isinstance(result, Score)]
+    assert not unscored
+    return [result.value for result in results if isinstance(result, Score)]
+
+
+def test_it_is_found_without_running_it(reward: str) -> None:
+    assert resolve(RewardConfig(function=reward)).target
+
+
+def test_right_completions_score_higher(scorer: RewardScorer, cases: list[dict[str, Any]]) -> None:
+    right = values(scorer, [ask(case, case["right"]) for case in cases])
+    wrong = values(scorer, [ask(case, case["wrong"]) for case in cases])
+    assert all(r > w for r, w in zip(right, wrong, strict=True)), (right, wrong)
+
+
+def test_scores_repeat_and_do_not_depend_on_the_batch(
+    scorer: RewardScorer, cases: list[dict[str, Any]]
+) -> None:
+    requests = [ask(case, case[kind]) for case in cases for kind in ("right", "wrong")]
+    together = values(scorer, requests)
+    assert values(scorer, requests[::-1]) == together[::-1]
+    assert [values(scorer, [request])[0] for request in requests] == together
+
+
+def test_odd_completions_get_a_score(scorer: RewardScorer, cases: list[dict[str, Any]]) -> None:
+    scored = values(scorer, [ask(cases[0], completion) for completion in ODD_COMPLETIONS])
+    best = values(scorer, [ask(cases[0], cases[0]["right"])])[0]
+    assert max(scored) < best

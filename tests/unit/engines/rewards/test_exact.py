@@ -1,0 +1,43 @@
+"""Exact match."""
+
+from typing import Any
+
+import pytest
+
+from engines.rewards.exact import compute_score
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "score"),
+    [
+        ("640", "640", 1.0),
+        (" 640\n", "640", 1.0),
+        ("a  b", "a b", 1.0),
+        ("0640", "640", 0.0),
+        ("640 ", "64", 0.0),
+        ("", "640", 0.0),
+        ("7", 7, 1.0),
+        ("blue", ["red", "blue"], 1.0),
+        ("green", ["red", "blue"], 0.0),
+    ],
+)
+def test_scores(solution: str, truth: Any, score: float) -> None:
+    assert compute_score("d", solution, truth) == score
+
+
+def test_only_what_follows_the_last_delimiter_counts() -> None:
+    assert compute_score("d", "640;140", "140", {"answer_delimiter": ";"}) == 1.0
+    assert compute_score("d", "140;640", "140", {"answer_delimiter": ";"}) == 0.0
+    assert compute_score("d", "140", "140", {"answer_delimiter": ";"}) == 1.0
+    assert compute_score("d", "x #### 5", "5", answer_delimiter="####") == 1.0
+
+
+def test_case() -> None:
+    assert compute_score("d", "Yes", "yes") == 0.0
+    assert compute_score("d", "Yes", "yes", ignore_case=True) == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, "", " ", [], ["", "a"], True, {"target": "x"}])
+def test_a_ground_truth_that_is_none_is_an_error_and_not_a_zero(truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        compute_score("d", "x", truth)

@@ -1,0 +1,44 @@
+"""Mathematical equality, checked on answers whose value is known."""
+
+import pytest
+
+from engines.rewards.math import compute_score
+
+RIGHT = [
+    ("so \\boxed{\\frac{1}{2}}", "0.5"),
+    ("The answer is 18.", "18"),
+    ("I first thought 3, but \\boxed{4}", "4"),
+    ("\\boxed{1,000}", "1000"),
+    ("\\boxed{(1, 2)}", "(1,2)"),
+    ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}"),
+    ("\\boxed{x^2 + 2x + 1}", "(x+1)^2"),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}"),
+    ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}"),
+    ("#### 72", 72),
+    ("it is $\\boxed{50\\%}$", "50\\%"),
+]
+WRONG = [
+    ("\\boxed{5}", "4"),
+    ("I have no idea", "4"),
+    ("", "4"),
+    ("\\boxed{", "4"),
+    ("\\boxed{\\frac{1}{3}}", "0.3"),
+    ("\\boxed{(2, 1)}", "(1,2)"),
+    ("$$$$ \\frac{", "4"),
+]
+
+
+@pytest.mark.parametrize(("solution", "truth"), RIGHT)
+def test_right_answers(solution: str, truth: str) -> None:
+    assert compute_score("d", solution, truth) == 1.0
+
+
+@pytest.mark.parametrize(("solution", "truth"), WRONG)
+def test_wrong_and_unreadable_answers_earn_zero(solution: str, truth: str) -> None:
+    assert compute_score("d", solution, truth) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "  ", None, True, ["1"]])
+def test_an_unreadable_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        compute_score("d", "\\boxed{4}", truth)

@@ -1,0 +1,69 @@
+"""Reward functions by name or file, checked without running them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config.algorithm import RewardConfig
+from engines.errors import UnknownPluginError
+from engines.rewards.registry import RewardFunction, load, names, register, resolve
+from infra.errors import ConfigError
+
+
+def config(function: str, **kwargs: Any) -> RewardConfig:
+    return RewardConfig(function=function, kwargs=kwargs)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "raise SystemExit('the check ran the code')\n"
+        "def compute_score(**kwargs): return 1.0\n"
+        "async def judge(**kwargs): return 1.0\n"
+        "alias = judge\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_registered_names() -> None:
+    assert {"exact", "math"} <= set(names())
+    assert resolve(config("exact", ignore_case=True)).in_process
+    assert not resolve(config("math")).in_process
+    with pytest.raises(UnknownPluginError, match=r"rl\.reward\.function: no 'exacd'; .*exact\?"):
+        resolve(config("exacd"))
+    with pytest.raises(ConfigError, match=r"rl\.reward\.kwargs\.ignorecase: not an option"):
+        resolve(config("exact", ignorecase=True))
+
+
+def test_files_are_checked_and_not_run(file: Path) -> None:
+    for name, found in (("", "compute_score"), (":judge", "judge"), (":alias", "alias")):
+        assert resolve(config(f"{file}{name}")).target == f"{file}:{found}"
+    with pytest.raises(ConfigError, match="does not define 'other'; it defines: alias, compute"):
+        resolve(config(f"{file}:other"))
+    with pytest.raises(ConfigError, match=r"none\.py does not exist \(cwd is"):
+        resolve(config(f"{file.parent}/none.py:f"))
+    file.write_text("def (:", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not Python"):
+        resolve(config(str(file)))
+
+
+def test_paths_are_those_of_the_working_directory(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert resolve(config("mine.py:judge")).target == f"{file}:judge"
+
+
+def test_load(tmp_path: Path) -> None:
+    path = tmp_path / "two.py"
+    path.write_text("def f(**kwargs): return 2.0\n", encoding="utf-8")
+    assert load(f"{path}:f")() == 2.0
+    assert load("engines.rewards.exact:compute_score")("d", "1", "1") == 1.0
+
+
+def test_a_name_belongs_to_one_function() -> None:
+    with pytest.raises(ConfigError, match="registered by both"):
+        register("exact", RewardFunction("elsewhere:f"))

@@ -1,0 +1,83 @@
+"""The scorer: fast where it can be, and loud when too much is unscored."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.config.algorithm import RewardConfig
+from engines.errors import RewardError
+from engines.rewards.base import Score, ScoreRequest, Unscored
+from engines.rewards.scorer import RewardScorer, check_unscored
+
+
+def test_exact_scores_in_this_process_in_milliseconds() -> None:
+    requests = [ScoreRequest("arithmetic/add", str(i % 7), "3") for i in range(512)]
+    with RewardScorer(RewardConfig(function="exact")) as scorer:
+        scorer.score(requests)
+        started = time.perf_counter()
+        results = scorer.score(requests)
+        elapsed_s = time.perf_counter() - started
+    assert results == [Score(float(i % 7 == 3)) for i in range(512)]
+    assert elapsed_s < 0.1  # about 2 ms on an idle core
+
+
+def test_exact_takes_the_delimiter_of_the_row() -> None:
+    with RewardScorer(RewardConfig()) as scorer:
+        rows = [ScoreRequest("d", "640;140", "140", {"answer_delimiter": ";"})]
+        assert scorer.score(rows) == [Score(1.0)]
+
+
+def test_an_error_in_this_process_is_unscored() -> None:
+    requests = [ScoreRequest("d", "1", "1")] * 19 + [ScoreRequest("d", "1", None)]
+    with RewardScorer(RewardConfig()) as scorer:
+        results = scorer.score(requests)
+    assert results[:19] == [Score(1.0)] * 19
+    assert results[19] == Unscored(
+        "raised ValueError: the ground truth is a NoneType; need text or a number"
+    )
+
+
+def test_math_separates_wrong_answers_from_broken_rows() -> None:
+    requests = [
+        ScoreRequest("d", "\\boxed{\\frac12}", "0.5"),
+        ScoreRequest("d", "I do not know", "0.5"),
+        ScoreRequest("d", "\\boxed{1}", ""),
+        ScoreRequest("d", "\\boxed{3}", "3"),
+        ScoreRequest("d", "\\boxed{9^{9^{9^{9^{9}}}}}", "3"),
+    ]
+    config = RewardConfig(function="math", timeout_s=2, max_unscored_frac=0.5)
+    with RewardScorer(config) as scorer:
+        results = scorer.score(requests)
+    assert [r.value for r in results if isinstance(r, Score)] == [1.0, 0.0, 1.0]
+    assert results[2] == Unscored("raised ValueError: the ground truth '' cannot be parsed")
+    assert isinstance(results[4], Unscored)
+
+
+def test_too_many_unscored_samples_stop_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(
+        "def compute_score(solution_str, **rest):\n"
+        "    return None if solution_str == 'odd' else 1.0\n",
+        encoding="utf-8",
+    )
+    requests = [ScoreRequest("d", text, "") for text in ("odd", "even") * 5]
+    with RewardScorer(RewardConfig(function=str(file), max_unscored_frac=0.5)) as scorer:
+        assert scorer.score(requests).count(Score(1.0)) == 5
+    with (
+        RewardScorer(RewardConfig(function=str(file), max_unscored_frac=0.4)) as scorer,
+        pytest.raises(RewardError) as error,
+    ):
+        scorer.score(requests)
+    assert str(error.value) == (
+        "5 of 10 samples could not be scored, more than rl.reward.max_unscored_frac = 0.4: "
+        "5 x returned None; need a number"
+    )
+
+
+def test_the_share_is_compared_exactly() -> None:
+    results = [Unscored("x"), *[Score(0.0)] * 9]
+    check_unscored(results, 0.1)
+    check_unscored([], 0.0)
+    with pytest.raises(RewardError, match="1 of 10"):
+        check_unscored(results, 0.0)

@@ -1,0 +1,41 @@
+"""The synchronous front keeps order and notices what an engine lost; engines here are scripted."""
+
+import pytest
+
+from engines.errors import RolloutError
+from engines.rollout.collect import generate_all
+from engines.types import Completion, RolloutRequest, SamplingParams
+
+
+class ScriptedEngine:
+    """Yields the given completions; only `generate` is ever called."""
+
+    def __init__(self, answers: list[tuple[str, int]]) -> None:
+        self.answers = answers
+
+    async def generate(self, requests):
+        for name, index in self.answers:
+            yield Completion(name, index, (1,), (-0.5,), (0,), "length")
+
+
+def requests(*names: str) -> list[RolloutRequest]:
+    return [RolloutRequest(name, (1,), SamplingParams(1), (1, 2)) for name in names]
+
+
+def test_completions_stand_in_the_order_of_the_requests():
+    engine = ScriptedEngine([("a", 1), ("b", 0), ("a", 0), ("b", 1)])
+    found = generate_all(engine, requests("b", "a"))
+    assert [(c.request_id, c.sample_index) for c in found] == [
+        ("b", 0),
+        ("b", 1),
+        ("a", 0),
+        ("a", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "answers", [[("a", 0)], [("a", 0), ("a", 0)], [("a", 0), ("a", 1), ("a", 1)]]
+)
+def test_lost_and_doubled_samples_are_errors(answers):
+    with pytest.raises(RolloutError, match="asked for 2 samples"):
+        generate_all(ScriptedEngine(answers), requests("a"))
