@@ -1,19 +1,25 @@
 """The pipeline's flow in this process, watched from a terminal."""
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from rich.console import Console
 
 from flows.display import TerminalDisplay, summary_table
 from flows.lazy_cluster import LazyCluster
-from flows.pipeline_run import SURROUNDINGS, Surroundings
+from flows.pipeline_run import SURROUNDINGS, Surroundings, tracking_uri
 from flows.plan import Planner
 from flows.recipe import Recipe
 from flows.report import REPORT_MD, Report
 from flows.rlhf_pipeline import rlhf_pipeline, run_stages
 from infra.errors import ConfigError
+from infra.redact import RedactingFilter
 from infra.storage import open_storage
+
+DRAIN_DEADLINE_S = 10.0
 
 
 def run_locally(
@@ -49,21 +55,53 @@ def run_locally(
     if not planner.all_hit:
         cluster.start_in_background()
     display = TerminalDisplay(console)
+    show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
     detached = False
     try:
         wait_for_prefect()
         return rlhf_pipeline(recipe, force=tokens)
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException:
-        # SIGTERM without a cancellation: the job goes on, and needs its cluster.
-        detached = True
+    except BaseException as error:
+        # SIGTERM is no Exception: a job that was not cancelled goes on, and needs its cluster.
+        detached = not isinstance(error, Exception | KeyboardInterrupt)
         raise
     finally:
         SURROUNDINGS.reset(resetter)
         display.close()
+        drain_prefect()
         cluster.release(keep_running_jobs=detached)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Log records as lines above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.addFilter(RedactingFilter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        text = f"{record.levelname.lower():>12}  {record.getMessage()}"
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_warnings(console: Console) -> None:
+    """Print our own warnings: Prefect's logging, set to be quiet here, would swallow them.
+
+    Args:
+        console: where to print.
+    """
+    for package in ("engines", "flows", "infra", "tasks"):
+        logger = logging.getLogger(package)
+        logger.handlers = [_ConsoleHandler(console)]
+        logger.propagate = False
+
+
+def drain_prefect() -> None:
+    """Send what Prefect still holds back, while its server is there to take it."""
+    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+    APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
 
 def print_outcome(
@@ -96,7 +134,7 @@ def print_outcome(
 
 def mlflow_hint(recipe: Recipe) -> str:
     """How to look at the run in MLflow."""
-    uri = recipe.tracking_uri
+    uri = tracking_uri(recipe)
     return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
 

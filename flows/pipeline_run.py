@@ -20,12 +20,14 @@ from flows.lazy_cluster import LazyCluster, living_cluster
 from flows.recipe import Recipe
 from flows.report import Report, build_report, write_report
 from flows.report_page import show_report
+from infra import env
 from infra.errors import PipelineError
 from infra.journal import JournalRecord
 from infra.ray_jobs import RayJobs
+from infra.services import running_mlflow_url
 from infra.storage import open_storage
 from infra.tracking import Tracker
-from tasks.recorder import Recorder, flatten
+from tasks.recorder import Recorder
 from tasks.run import StageResult
 from tasks.stage import StageContext, StageObserver
 
@@ -95,7 +97,8 @@ class PipelineRun:
         seconds = time.monotonic() - self._started
         report = build_report(self._recipe, self.stages.results, seconds)
         directory = write_report(report, self._recipe, self._home)
-        self._recorder.run_finished(directory)
+        metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
+        self._recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
         return report
@@ -118,11 +121,12 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     surroundings = SURROUNDINGS.get() or Surroundings()
     borrowed = surroundings.cluster
     cluster = borrowed or LazyCluster(home)
+    metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
     recorder = Recorder(
-        lambda: open_tracker(recipe),
+        lambda: Tracker.open(home, tracking_uri(recipe), recipe.location.experiment),
         recipe.run_name,
-        flatten(recipe.model_dump(mode="json", exclude={"location"})),
-        {"recipe": recipe.name, "seed": str(recipe.seed)},
+        recipe.model_dump(mode="json", exclude={"location"}),
+        {"recipe": recipe.name, "seed": str(recipe.seed), **metadata},
     )
     stages = StageContext(
         home=home,
@@ -133,17 +137,16 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         runtime=Runtime(platform=recipe.hardware.platform),
         orchestrated=flow_run is not None,
         force=force,
-        metadata={"flow_run_id": str(flow_run.id)} if flow_run else {},
+        metadata=metadata,
     )
     detached = False
     try:
         yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException:
-        # SIGTERM: if the run was cancelled its job is stopped by now, and an idle cluster is
-        # cheap; if it was not, the job must go on.
-        detached = True
+    except BaseException as error:
+        # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
+        # not, the job must go on, and needs its cluster.
+        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        recorder.run_failed()
         raise
     finally:
         recorder.close()
@@ -151,9 +154,14 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
             cluster.release(keep_running_jobs=detached)
 
 
-def open_tracker(recipe: Recipe) -> Tracker:
-    """The tracker of a recipe; its artifacts lie below the home unless a server keeps them."""
-    return Tracker(recipe.tracking_uri, str(recipe.home / "mlflow"), recipe.location.experiment)
+def tracking_uri(recipe: Recipe) -> str:
+    """The MLflow of a run: asked for, or started by `rlhf up`, or a database in the home."""
+    return (
+        recipe.location.tracking_uri
+        or env.MLFLOW_TRACKING_URI.get()
+        or running_mlflow_url(recipe.home)
+        or f"sqlite:///{recipe.home / 'mlflow.db'}"
+    )
 
 
 def stop_jobs_of(flow_run_id: str, home: Path) -> None:

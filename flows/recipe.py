@@ -56,7 +56,7 @@ class LocationConfig(StrictModel):
     store: str | None = None
     """Artifact store, a directory or a URI; null uses `<home>/store`."""
     tracking_uri: str | None = None
-    """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow/mlflow.db`."""
+    """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`."""
     experiment: str = "rlhf"
     """MLflow experiment."""
 
@@ -98,12 +98,6 @@ class Recipe(StrictModel):
     def store_uri(self) -> str:
         """The artifact store."""
         return self.location.store or str(self.home / "store")
-
-    @property
-    def tracking_uri(self) -> str:
-        """The MLflow server or database."""
-        local = f"sqlite:///{self.home / 'mlflow' / 'mlflow.db'}"
-        return self.location.tracking_uri or env.MLFLOW_TRACKING_URI.get() or local
 
     def preprocess_stage(self) -> PreprocessStageConfig:
         """Configuration of the stage `preprocess`."""

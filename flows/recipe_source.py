@@ -184,8 +184,10 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        both = isinstance(under, Mapping) and isinstance(value, Mapping)
-        merged[key] = overlay(under, value) if both else value
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            merged[key] = overlay(under, value)
+        else:
+            merged[key] = value
     return merged
 
 

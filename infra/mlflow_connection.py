@@ -64,11 +64,14 @@ class MlflowConnection:
         return time.monotonic() < self._silent_until
 
     def call(self, what: str, action: Callable[["MlflowClient"], Value]) -> Value | None:
-        """Do something with the client; None if it could not be done.
+        """Do something with the client.
 
         Args:
             what: the action in words, for the warning.
             action: gets the client.
+
+        Returns:
+            What the action gave; None if it could not be done.
         """
         if self.is_resting:
             return None

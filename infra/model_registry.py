@@ -51,7 +51,7 @@ def register_version(
     *,
     upload: bool,
 ) -> str:
-    """Register a model and give it the alias; the version.
+    """Register a model and give it the alias.
 
     Args:
         client: of the registry.
@@ -61,6 +61,9 @@ def register_version(
         run_id: the run that made it.
         metrics: kept as tags.
         upload: the registry is a server: it gets the files.
+
+    Returns:
+        The version.
 
     Raises:
         ServiceError: a server needs the run to put the files in, and there is none.

@@ -99,6 +99,12 @@ def start_detached(
         log_path: gets its output, appended; its directory is created.
         environment: the whole environment of the program.
         cwd: its working directory; ours by default.
+
+    Returns:
+        What names the process from now on, also for other processes.
+
+    Raises:
+        ServiceError: it ended at once.
     """
     mark = uuid.uuid4().hex
     log_path.parent.mkdir(parents=True, exist_ok=True)

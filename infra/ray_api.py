@@ -77,7 +77,16 @@ class RayApi:
         body: Mapping[str, Any] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Any:
-        """One call; the decoded JSON answer.
+        """One call.
+
+        Args:
+            method: of HTTP.
+            path: below the address, with its first slash.
+            body: sent as JSON.
+            timeout_s: for connecting and for each piece of the answer, in seconds.
+
+        Returns:
+            The decoded JSON answer, or its text if it is not JSON.
 
         Raises:
             RayUnreachableError: no answer within `timeout_s`.

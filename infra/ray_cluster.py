@@ -101,6 +101,9 @@ def ensure_cluster(
         num_gpus: GPUs of a new embedded head; by default Ray counts them.
         persistent: a service: it outlives its users and serves the full dashboard.
 
+    Returns:
+        The cluster; `release` it when no more jobs are wanted.
+
     Raises:
         ConfigError: the address is not one, or the cluster refuses our token.
         ServiceError: the cluster does not answer, or the head did not start.
@@ -130,11 +133,21 @@ def ensure_cluster(
     return Cluster(record.jobs_url, record.gcs_address, started, home, open_api(record))
 
 
-def stop_embedded(home: Path) -> bool:
-    """End the embedded head, whoever uses it; False if there was none."""
+def stop_embedded(home: Path, *, spare_users: bool = False) -> bool:
+    """End the embedded head.
+
+    Args:
+        home: of the head.
+        spare_users: leave a head that is no service and that a living process uses.
+
+    Returns:
+        Whether one was ended.
+    """
     with file_lock(_lock_path(home), START_DEADLINE_S):
         record = load_record(record_path(home), RayRecord)
         if record is None:
+            return False
+        if spare_users and not record.persistent and any(is_alive(u) for u in record.users):
             return False
         stop_head(home, record)
         return True

@@ -79,6 +79,9 @@ def start_head(
         num_gpus: GPUs; by default Ray counts them.
         full_dashboard: serve every dashboard page, at port 8265 if it is free.
 
+    Returns:
+        Its record, with this process as its only user.
+
     Raises:
         ServiceError: it ended; carries the tail of its log.
         DeadlineError: it does not answer in time. It is stopped.
@@ -123,6 +126,10 @@ def start_head(
 
 def wait_until_it_answers(record: RayRecord, deadline_s: float) -> None:
     """Wait for the job server.
+
+    Args:
+        record: of the head.
+        deadline_s: in seconds.
 
     Raises:
         ServiceError: the head ended; carries the tail of its log.

@@ -71,6 +71,9 @@ class RayJobs:
             max_attempts: how many numbers to look at.
             start_grace_s: seconds that a running job has until its first sign of life.
 
+        Returns:
+            The attempt that runs now, and whether it is someone else's.
+
         Raises:
             JobSubmitError: Ray refused the job, cannot be reached, or every number is used up.
         """
@@ -91,6 +94,10 @@ class RayJobs:
     def submit(self, submission_id: str, request: JobRequest) -> None:
         """Submit one job.
 
+        Args:
+            submission_id: a name that no job has had on this cluster.
+            request: what to run.
+
         Raises:
             JobSubmitError: the id is taken, Ray refused the job or cannot be reached.
         """
@@ -99,6 +106,12 @@ class RayJobs:
 
     def status(self, submission_id: str) -> JobStatus:
         """What Ray says about a job now.
+
+        Args:
+            submission_id: of the job.
+
+        Returns:
+            Its status.
 
         Raises:
             JobSubmitError: there is no such job, or Ray cannot be reached.
@@ -117,6 +130,13 @@ class RayJobs:
 
     def follow(self, submission_id: str, deadline_s: float) -> Iterator[JobStatus]:
         """Yield the status at growing intervals, up to and including the last one.
+
+        Args:
+            submission_id: of the job.
+            deadline_s: how long the job may take from now on, in seconds.
+
+        Yields:
+            JobStatus: each one that was read.
 
         Raises:
             DeadlineError: the job still runs.
@@ -148,7 +168,14 @@ class RayJobs:
         return "\n".join(self.logs(submission_id).splitlines()[-num_lines:])
 
     def stop(self, submission_id: str, deadline_s: float = STOP_DEADLINE_S) -> JobStatus:
-        """Stop a job: SIGTERM to its processes, SIGKILL after Ray's grace; its last status.
+        """Stop a job: SIGTERM to its processes, SIGKILL after Ray's grace.
+
+        Args:
+            submission_id: of the job.
+            deadline_s: how long to wait for its end, in seconds.
+
+        Returns:
+            Its last status.
 
         Raises:
             DeadlineError: it has not ended, as a job that cannot be scheduled does not.

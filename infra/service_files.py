@@ -25,6 +25,13 @@ Record = TypeVar("Record", bound=BaseModel)
 def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
     """Hold an exclusive lock on a file of this host; the kernel frees it if we die.
 
+    Args:
+        path: created if absent; nothing is written to it.
+        deadline_s: how long to wait for another holder, in seconds.
+
+    Yields:
+        None: while the lock is held.
+
     Raises:
         DeadlineError: another process held it all the time.
     """
@@ -63,7 +70,14 @@ def save_record(path: Path, record: BaseModel) -> None:
 
 
 def load_record(path: Path, model: type[Record]) -> Record | None:
-    """Read a record; None if there is none.
+    """Read a record.
+
+    Args:
+        path: the file.
+        model: what it holds.
+
+    Returns:
+        The record; None if there is no such file.
 
     Raises:
         ServiceError: the file is no such record.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 TAG = "rlhf."
 """Prefix of every tag of ours."""
 OFFSET_TAG = TAG + "journal_offset"
@@ -54,6 +55,7 @@ class StageRun:
         self._inputs = inputs
         self._offset: int | None = None
         self._shipped_at = -SHIP_EVERY_S
+        self._journal_path: Path | None = None
         self.run_id: str | None = None
 
     def open(self) -> str | None:
@@ -72,6 +74,7 @@ class StageRun:
         Returns:
             Whether everything in the journal is in MLflow.
         """
+        self._journal_path = journal_path
         due = time.monotonic() - self._shipped_at >= SHIP_EVERY_S
         run_id = self.open() if due or now else None
         if run_id is None:
@@ -100,13 +103,13 @@ class StageRun:
 
     def finish(
         self,
-        status: Literal["FINISHED", "FAILED", "KILLED"],
+        status: RunStatus,
         output: Artifact | None = None,
         metrics: Mapping[str, float] | None = None,
         *,
         reused: bool = False,
     ) -> None:
-        """End the run.
+        """Send the rest of the journal that was shipped from, and end the run.
 
         Args:
             status: how the stage ended.
@@ -117,6 +120,8 @@ class StageRun:
         run_id = self.open()
         if run_id is None:
             return
+        if self._journal_path is not None:
+            self.ship(self._journal_path, now=True)
 
         def end(client: "MlflowClient") -> None:
             from mlflow.entities import Metric, RunTag

@@ -10,19 +10,17 @@ Does not promise: that MLflow is there. What could not be sent is sent by the ne
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from infra import env
 from infra.mlflow_connection import MlflowConnection, flatten, log_params
 from infra.model_registry import RegisteredVersion, aliased_version, register_version
 from infra.processes import ProcessIdentity, is_alive, own_identity
-from infra.stage_run import TAG, StageRun
+from infra.stage_run import TAG, RunStatus, StageRun
 from infra.stage_spec import Artifact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
-
-RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Tracker:
@@ -38,14 +36,14 @@ class Tracker:
     def __init__(
         self,
         uri: str,
-        artifact_root: Path,
+        artifact_root: Path | str,
         experiment: str = "rlhf",
         *,
         retry_after_s: float = 60.0,
     ) -> None:
         self.uri = uri
         self._connection = MlflowConnection(uri, retry_after_s)
-        self._artifact_root = artifact_root
+        self._artifact_root = Path(artifact_root).absolute()
         self._experiment = experiment
         self._experiment_id: str | None = None
         self._owner = _owner_tag(own_identity())
@@ -63,16 +61,22 @@ class Tracker:
         self._connection.warm_up()
 
     def start_pipeline(
-        self, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        *,
+        resume: bool = False,
     ) -> str | None:
-        """Start the run of a pipeline, or continue it if `tags` names a flow run that has one.
+        """Start the run of a pipeline, or continue one.
 
         Runs of this host whose process is gone are ended as KILLED on the way.
 
         Args:
             name: name of the pipeline run.
             params: its settings; nested ones get dotted names.
-            tags: `flow_run_id` makes a retried flow run continue its run.
+            tags: a `flow_run_id` that has a run already continues it.
+            resume: continue the newest run of this name, if there is one.
 
         Returns:
             The run's id; None if MLflow is not there now.
@@ -83,8 +87,8 @@ class Tracker:
             experiment_id = self._open_experiment(client)
             self._end_abandoned(client, experiment_id)
             full_tags = {TAG + key: value for key, value in tags.items()}
-            full_tags |= {TAG + "owner": self._owner, TAG + "run_name": name}
-            run_id = _find(client, experiment_id, TAG + "flow_run_id", tags.get("flow_run_id"))
+            full_tags |= {TAG + "owner": self._owner, TAG + "pipeline": name}
+            run_id = self._find_pipeline(client, experiment_id, tags.get("flow_run_id"), resume)
             if run_id is None:
                 run = client.create_run(experiment_id, tags=full_tags, run_name=name)
                 run_id = run.info.run_id
@@ -132,6 +136,9 @@ class Tracker:
             fingerprint: its identity.
             params: its settings; nested ones get dotted names.
             inputs: what it reads, by name.
+
+        Returns:
+            The run; without an id yet if MLflow is not there now.
         """
         tags = {
             TAG + "stage": stage,
@@ -201,9 +208,23 @@ class Tracker:
                 client,
                 self._experiment,
                 # A server decides by itself; embedded, MLflow would use the current directory.
-                None if self._connection.is_server else self._artifact_root.absolute().as_uri(),
+                None if self._connection.is_server else self._artifact_root.as_uri(),
             )
         return self._experiment_id
+
+    def _find_pipeline(
+        self, client: "MlflowClient", experiment_id: str, flow_run_id: str | None, resume: bool
+    ) -> str | None:
+        tag, value = ("flow_run_id", flow_run_id) if flow_run_id else ("pipeline", self._run_name)
+        if not flow_run_id and not resume:
+            return None
+        found = client.search_runs(
+            [experiment_id],
+            f"tags.`{TAG}{tag}` = '{value}'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
+        )
+        return found[0].info.run_id if found else None
 
     def _end_abandoned(self, client: "MlflowClient", experiment_id: str) -> None:
         """A killed process cannot end its runs; without this they would be RUNNING for ever."""
@@ -230,13 +251,6 @@ def _ensure_experiment(client: "MlflowClient", name: str, location: str | None) 
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return found.experiment_id
-
-
-def _find(client: "MlflowClient", experiment_id: str, tag: str, value: str | None) -> str | None:
-    if not value:
-        return None
-    found = client.search_runs([experiment_id], f"tags.`{tag}` = '{value}'", max_results=1)
-    return found[0].info.run_id if found else None
 
 
 def _owner_tag(identity: ProcessIdentity) -> str:

@@ -54,7 +54,9 @@ def stage_task(
         def call(run: StageRunner, *args: Params.args, **kwargs: Params.kwargs) -> StageResult:
             if run.orchestrated:
                 outcome: Any = prefect_task(run, *args, **kwargs)
-                return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
+                return cast(
+                    StageResult, outcome.result() if isinstance(outcome, State) else outcome
+                )
             return function(run, *args, **kwargs)
 
         return call

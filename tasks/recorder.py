@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engines.config.stages import PromoteConfig
 from infra.stage_spec import Artifact, CommitRecord
@@ -19,17 +19,19 @@ from tasks.identity import StageRequest
 
 CLOSE_DEADLINE_S = 90.0
 
+StageStatus = Literal["FINISHED", "FAILED"]
+
 _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """One pipeline run in MLflow: a parent run, and a child for each stage that runs.
+    """One pipeline run in MLflow: a parent run, and a child for each of its stages.
 
     Args:
         make_tracker: opens the tracker; called on the recorder's thread, when first needed.
-        run_name: name of the parent run; runs of one name are one run.
-        params: parameters of the parent run, flat.
-        tags: tags of the parent run.
+        run_name: name of the parent run.
+        params: settings of the parent run.
+        tags: tags of the parent run; `flow_run_id` makes a retried flow run continue its run.
     """
 
     def __init__(
@@ -43,15 +45,23 @@ class Recorder:
         self._run_name = run_name
         self._params = params
         self._tags = tags
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._waiting_to_ship: set[str] = set()
         self._thread: threading.Thread | None = None
         self._tracker: Tracker | None = None
         self._parent_run_id: str | None = None
         self._stage_runs: dict[str, StageRun] = {}
+        self._reused: list[tuple[StageRequest, CommitRecord]] = []
+
+    def stage_reused(self, request: StageRequest, record: CommitRecord) -> None:
+        """A stage was found committed; that is told once some stage of this run is not."""
+        self._reused.append((request, record))
+        if self._thread is not None:
+            self._put(self._tell_reused)
 
     def stage_started(self, request: StageRequest) -> None:
         """A stage begins to run: find or make its run."""
+        self._put(self._tell_reused)
         self._put(lambda: self._open_stage(request))
 
     def ship(self, label: str, journal_path: Path) -> None:
@@ -81,10 +91,15 @@ class Recorder:
         """
         self._put(lambda: self._register(gate, model, metrics, done))
 
-    def run_finished(self, directory: Path) -> None:
-        """Log the report's files, if anything of this run is in MLflow."""
+    def run_finished(self, directory: Path, metrics: Mapping[str, float]) -> None:
+        """The run has its results: log the report's files, if anything of it is in MLflow."""
         if self._thread is not None:
-            self._put(lambda: self._log_report(directory))
+            self._put(lambda: self._finish_run(directory, metrics))
+
+    def run_failed(self) -> None:
+        """The run was ended."""
+        if self._thread is not None:
+            self._put(self._fail_run)
 
     def close(self) -> None:
         """Wait until everything is sent, but not for ever."""
@@ -98,7 +113,7 @@ class Recorder:
                 CLOSE_DEADLINE_S,
             )
 
-    def _put(self, work: Callable[[], None]) -> None:
+    def _put(self, work: Callable[[], object]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="recorder", daemon=True)
             self._thread.start()
@@ -111,57 +126,58 @@ class Recorder:
             except Exception as error:  # noqa: BLE001  lineage is worth a warning, never a run
                 _log.warning("MLflow: %s", error)
 
-    def _open(self) -> tuple[Tracker, str]:
+    def _open(self) -> Tracker:
         if self._tracker is None:
             self._tracker = self._make_tracker()
-        if self._parent_run_id is None:
             self._parent_run_id = self._tracker.start_pipeline(
                 self._run_name, self._params, self._tags
             )
-        return self._tracker, self._parent_run_id
+        return self._tracker
 
-    def _open_stage(self, request: StageRequest) -> None:
-        tracker, parent_run_id = self._open()
-        self._stage_runs[request.label] = tracker.stage_run(
-            parent_run_id,
+    def _open_stage(self, request: StageRequest) -> StageRun:
+        run = self._open().stage_run(
+            self._parent_run_id,
             request.label,
             request.fingerprint,
-            flatten(request.config.model_dump(mode="json")),
+            request.config.model_dump(mode="json"),
             {name: artifact.digest for name, artifact in request.inputs.items()},
         )
+        self._stage_runs[request.label] = run
+        return run
 
-    def _ship(self, label: str, journal_path: Path) -> None:
+    def _tell_reused(self) -> None:
+        while self._reused:
+            request, record = self._reused.pop(0)
+            run = self._open_stage(request)
+            run.finish("FINISHED", record.artifact, record.metrics, reused=True)
+
+    def _ship(self, label: str, journal_path: Path, *, now: bool = False) -> None:
         self._waiting_to_ship.discard(label)
         if label in self._stage_runs:
-            self._stage_runs[label].ship(journal_path)
+            self._stage_runs[label].ship(journal_path, now=now)
 
     def _finish(
-        self, label: str, journal_path: Path, status: str, record: CommitRecord | None
+        self, label: str, journal_path: Path, status: StageStatus, record: CommitRecord | None
     ) -> None:
-        self._ship(label, journal_path)
+        self._ship(label, journal_path, now=True)
         if label in self._stage_runs:
             artifact = record.artifact if record else None
-            self._stage_runs[label].finish(status, artifact, record.metrics if record else {})
+            self._stage_runs[label].finish(status, artifact, record.metrics if record else None)
 
     def _register(
         self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float], done: Path
     ) -> None:
-        tracker, parent_run_id = self._open()
-        tracker.register_model(gate.model_name, gate.alias, model, parent_run_id, metrics)
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+        version = self._open().register_model(
+            gate.model_name, gate.alias, model, self._parent_run_id, metrics
+        )
+        if version is not None:
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
 
-    def _log_report(self, directory: Path) -> None:
-        tracker, parent_run_id = self._open()
-        tracker.log_artifacts(parent_run_id, directory)
+    def _finish_run(self, directory: Path, metrics: Mapping[str, float]) -> None:
+        tracker = self._open()
+        tracker.log_artifacts(self._parent_run_id, directory, "report")
+        tracker.finish_pipeline(self._parent_run_id, "FINISHED", metrics)
 
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted path, as MLflow's parameters need them."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+    def _fail_run(self) -> None:
+        self._open().finish_pipeline(self._parent_run_id, "FAILED")

@@ -102,6 +102,7 @@ class StageContext:
         if record is None:
             record = self._compute(request)
         else:
+            self._recorder.stage_reused(request, record)
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"

@@ -5,6 +5,8 @@ Ray is imported only when more than one rank is asked for.
 
 import functools
 import os
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from engines.controller.in_process import InProcessGroup
@@ -12,8 +14,10 @@ from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import WorkerGroup
 from hardware.registry import detect
+from infra.errors import DeadlineError
 
 RAY_ADDRESS = "auto"
+CONNECT_DEADLINE_S = 60.0
 MARGIN_S = 120.0
 """A rank reports its own time-out; the group waits this much longer for it."""
 
@@ -34,10 +38,7 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         worker = PolicyWorker(spec)
         worker.initialize()
         return InProcessGroup(worker)
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(address=RAY_ADDRESS, log_to_driver=False, configure_logging=False)
+    connect_ray()
     platform, _ = detect(spec.platform)
     num_threads = training.num_threads or max(1, (os.cpu_count() or 1) // training.num_workers)
     timeout_s = training.collective_timeout_s
@@ -51,3 +52,35 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S},
     )
     return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)
+
+
+def connect_ray() -> None:
+    """Connect this process to the cluster it runs on; harmless when it is connected.
+
+    Raises:
+        DeadlineError: the cluster does not answer; Ray itself would try for ever.
+        ConnectionError: there is no cluster.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    # Not the main thread: ray.init has no deadline, and would replace our SIGTERM handler.
+    connection: Future[object] = Future()
+    connecting = threading.Thread(target=_connect, args=(connection,), daemon=True)
+    connecting.start()
+    try:
+        connection.result(timeout=CONNECT_DEADLINE_S)
+    except TimeoutError:
+        raise DeadlineError("the Ray cluster of this job to answer", CONNECT_DEADLINE_S) from None
+
+
+def _connect(connection: "Future[object]") -> None:
+    import ray
+
+    try:
+        connection.set_result(
+            ray.init(address=RAY_ADDRESS, log_to_driver=False, configure_logging=False)
+        )
+    except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
+        connection.set_exception(error)

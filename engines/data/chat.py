@@ -11,9 +11,8 @@ Does not promise: that a template is the one the model was trained with.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from engines.data.chat_template import marks_answers, render
+from engines.data.chat_template import Rendered, render
 from engines.data.rows import Message
 from engines.data.tokenizer import ChatTokenizer, encode_texts, template_source
 from infra.errors import ConfigError
@@ -35,6 +34,13 @@ class RenderedConversation:
 def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
     """The prompt's text, ending with the opening of the assistant's turn.
 
+    Args:
+        tokenizer: with a chat template.
+        messages: the prompt, the last one from the user.
+
+    Returns:
+        The text that `render_prompt` tokenizes.
+
     Raises:
         ConfigError: there is no chat template, or it fails.
     """
@@ -43,6 +49,13 @@ def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
 
 def render_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
     """Token ids of a prompt, ending with the opening of the assistant's turn.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the prompt, the last one from the user.
+
+    Returns:
+        At least one id for every template in use.
 
     Raises:
         ConfigError: there is no chat template, or it fails.
@@ -60,6 +73,13 @@ def render_prompts(
 
 def render_sft(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> RenderedConversation:
     """Token ids and loss mask of a conversation.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the conversation, the last one from the assistant.
+
+    Returns:
+        Ids and mask, of equal length.
 
     Raises:
         ConfigError: there is no chat template, it fails, or the answers cannot be told apart.
@@ -120,14 +140,13 @@ def _pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple
 
 
 def _marked_pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    template = template_source(tokenizer.chat_template)
-    if template is None or not marks_answers(template):
+    rendered = _render(tokenizer, messages)
+    if not rendered.spans:
         raise ConfigError(
             "model.chat_template",
             "renders a conversation differently once it goes on, so its answers cannot be told "
             "apart; need {% generation %} blocks around them, or rows with one answer each",
         )
-    rendered = _render(tokenizer, messages)
     pieces: list[tuple[str, bool]] = []
     done = 0
     for start, end in rendered.spans:
@@ -150,7 +169,7 @@ def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozen
 
 def _render(
     tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> Any:
+) -> Rendered:
     template = template_source(tokenizer.chat_template)
     if template is None:
         raise ConfigError(

@@ -68,6 +68,9 @@ def render(
         add_generation_prompt: end with the opening of the assistant's turn.
         special_tokens: `bos_token`, `eos_token` ... as the template may use them.
 
+    Returns:
+        The text, and the spans the template marks itself.
+
     Raises:
         ConfigError: the template does not compile or raises; names line and message.
     """
@@ -86,13 +89,6 @@ def render(
             f"({roles}); need a template for these roles",
         ) from None
     return _take_spans(marked)
-
-
-def marks_answers(template: str) -> bool:
-    """Whether the template says itself, by `{% generation %}`, what the assistant writes."""
-    return "generation" in template and any(
-        True for _ in _compile_tree(template).find_all(nodes.CallBlock)
-    )
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -127,12 +123,6 @@ def _compile(template: str) -> jinja2.Template:
         raise ConfigError(
             "model.chat_template", f"line {error.lineno}: {error.message}; need valid Jinja"
         ) from None
-
-
-@lru_cache(maxsize=16)
-def _compile_tree(template: str) -> nodes.Template:
-    _compile(template)
-    return _environment().parse(template)
 
 
 def _take_spans(marked: str) -> Rendered:

@@ -111,6 +111,12 @@ class Dataset:
 def load_dataset(directory: Path) -> Dataset:
     """Open a dataset directory.
 
+    Args:
+        directory: of a dataset artifact.
+
+    Returns:
+        The data set; nothing is read yet.
+
     Raises:
         ConfigError: one of its files is absent.
     """
@@ -138,6 +144,9 @@ def build_dataset(
         seed: of generation and sampling.
         out_dir: created if it does not exist.
         tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
+
+    Returns:
+        What summary.json holds.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.

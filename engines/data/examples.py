@@ -92,6 +92,9 @@ def sft_examples(
         max_length: most tokens of one conversation (`model.max_length`).
         on_overlong: `error`, or `drop` and count.
 
+    Returns:
+        The examples that fit, in row order, and the number of the others.
+
     Raises:
         ConfigError: a conversation is too long, or none is left.
     """
@@ -120,6 +123,9 @@ def rl_prompts(
         tokenizer: with a chat template.
         max_prompt_length: most tokens of one prompt, chat template included.
         on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        The prompts that fit, in row order, and the number of the others.
 
     Raises:
         ConfigError: a prompt is too long, or none is left.

@@ -40,6 +40,9 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
         field: the source's place in the configuration, for errors (`data.rl.0`).
         default_subset: folder to read when the source names none and the folder exists.
 
+    Returns:
+        At least one file.
+
     Raises:
         ConfigError: nothing is there, or nothing of the split.
     """

@@ -55,6 +55,12 @@ class BadRow:
 def read_file(path: Path) -> Iterator[RawRow | BadRow]:
     """The rows of one file, by its suffix.
 
+    Args:
+        path: ends with .parquet, .json or .jsonl.
+
+    Returns:
+        Every row in order, the unusable ones as `BadRow`.
+
     Raises:
         ConfigError: the file as a whole is not what its suffix says.
     """
@@ -63,16 +69,6 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
     if path.suffix == ".json":
         return _read_json(path)
     return _read_json_lines(path)
-
-
-def parquet_columns(path: Path) -> list[str]:
-    """Column names of a parquet file.
-
-    Raises:
-        ConfigError: it is not a parquet file.
-    """
-    with _open_parquet(path) as file:
-        return list(file.schema_arrow.names)
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:

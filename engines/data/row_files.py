@@ -61,6 +61,9 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
         columns: `prompt` and `reward_model` are needed; `data_source`, `ability` and
             `extra_info` have defaults.
 
+    Returns:
+        The valid row.
+
     Raises:
         RowError: a column is missing, null or of the wrong shape.
     """
@@ -78,6 +81,9 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
 
     Args:
         columns: `messages` is needed; `data_source` has a default.
+
+    Returns:
+        The valid row.
 
     Raises:
         RowError: a column is missing, null or of the wrong shape.
@@ -114,6 +120,12 @@ def write_sft_rows(path: Path, rows: Sequence[SFTRow]) -> None:
 def read_rl_rows(path: Path) -> tuple[RLRow, ...]:
     """Read what `write_rl_rows` wrote.
 
+    Args:
+        path: the file.
+
+    Returns:
+        The rows in order.
+
     Raises:
         ConfigError: the file holds something else.
     """
@@ -122,6 +134,12 @@ def read_rl_rows(path: Path) -> tuple[RLRow, ...]:
 
 def read_sft_rows(path: Path) -> tuple[SFTRow, ...]:
     """Read what `write_sft_rows` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The rows in order.
 
     Raises:
         ConfigError: the file holds something else.

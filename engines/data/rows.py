@@ -105,6 +105,9 @@ def parse_messages(value: object, name: str) -> tuple[Message, ...]:
         value: as a reader delivers it.
         name: the field's name, for errors.
 
+    Returns:
+        At least one message; their order is not checked here.
+
     Raises:
         RowError: another type, an unknown role, or content that is not text.
     """
@@ -156,6 +159,13 @@ def check_roles(messages: Sequence[Message], name: str, last: str) -> None:
 def check_text(value: object, name: str) -> str:
     """The value, if it is non-blank Unicode text without NUL.
 
+    Args:
+        value: anything.
+        name: the field's name, for errors.
+
+    Returns:
+        The value as it is.
+
     Raises:
         RowError: it is anything else.
     """
@@ -171,6 +181,10 @@ def check_text(value: object, name: str) -> str:
 
 def check_json(value: object, name: str) -> None:
     """Refuse what JSON cannot hold, so that a row survives being written and read.
+
+    Args:
+        value: anything.
+        name: the field's name, for errors.
 
     Raises:
         RowError: a type JSON has not, a number that is not finite, a key that is not a string.
@@ -194,6 +208,13 @@ def check_json(value: object, name: str) -> None:
 
 def parse_json_object(value: object, name: str) -> dict[str, Any]:
     """An object given as such or as JSON text; null is the empty object.
+
+    Args:
+        value: anything.
+        name: the field's name, for errors.
+
+    Returns:
+        A new mapping; its values are not checked here.
 
     Raises:
         RowError: it is neither.

@@ -66,6 +66,9 @@ def load_rl_rows(
         data: `on_bad_row`.
         seed: of the sample that `limit` takes.
 
+    Returns:
+        The rows, and what became of the others.
+
     Raises:
         ConfigError: with the place and the remedy.
     """
@@ -115,31 +118,49 @@ def _load(
         path = f"data.{name}.{place}"
         preprocessor = create_preprocessor(source, path)
         recipe = recipe_of(preprocessor, path)
-        files = resolve_source(source, path, preprocessor.default_subset)
-        bad = _BadRows(data.on_bad_row == "drop")
-        usable: list[RowT] = []
-        for file in files.files:
-            usable += _parse_file(file, path, preprocessor, recipe, bad)
-        bad.raise_if_any()
-        num_read = len(usable) + bad.num_rows
-        if not usable:
-            dropped = f" of {num_read} are usable" if num_read else ""
-            raise ConfigError(f"{path}.path", f"{source.path}: 0 rows{dropped}; need at least 1")
-        distinct = _first_of_each(usable, recipe) if preprocessor.drop_duplicates else usable
-        kept = _limit(distinct, source.limit, seed)
-        reports.append(
-            SourceReport(
-                format=source.format,
-                revision=files.revision,
-                num_read=num_read,
-                num_rows=len(kept),
-                num_duplicates=len(usable) - len(distinct),
-                num_over_limit=len(distinct) - len(kept),
-                num_bad=dict(sorted(bad.reasons.items())),
-            )
-        )
+        kept, report = _load_source(source, path, data, seed, preprocessor, recipe)
         rows += kept
+        reports.append(report)
     return LoadedRows(tuple(rows), tuple(reports))
+
+
+def _load_source(
+    source: SourceConfig,
+    path: str,
+    data: DataConfig,
+    seed: int,
+    preprocessor: Preprocessor[Any],
+    recipe: _Recipe[RowT],
+) -> tuple[list[RowT], SourceReport]:
+    files = resolve_source(source, path, preprocessor.default_subset)
+    bad = _BadRows(data.on_bad_row == "drop")
+    usable: list[RowT] = []
+    seen: set[tuple[Message, ...]] = set()
+    num_usable = 0
+    for file in files.files:
+        for row in _parse_file(file, path, preprocessor, recipe, bad):
+            num_usable += 1
+            # While reading: a file may repeat each of its rows a hundred times.
+            if preprocessor.drop_duplicates and recipe.identity(row) in seen:
+                continue
+            seen.add(recipe.identity(row))
+            usable.append(row)
+    bad.raise_if_any()
+    num_read = num_usable + bad.num_rows
+    if not usable:
+        dropped = f" of {num_read} are usable" if num_read else ""
+        raise ConfigError(f"{path}.path", f"{source.path}: 0 rows{dropped}; need at least 1")
+    kept = _limit(usable, source.limit, seed)
+    report = SourceReport(
+        format=source.format,
+        revision=files.revision,
+        num_read=num_read,
+        num_rows=len(kept),
+        num_duplicates=num_usable - len(usable),
+        num_over_limit=len(usable) - len(kept),
+        num_bad=dict(sorted(bad.reasons.items())),
+    )
+    return kept, report
 
 
 class _BadRows:
@@ -211,13 +232,6 @@ def _parse_row(raw: RawRow, recipe: _Recipe[RowT]) -> RowT | BadRow:
         return recipe.parse(raw.columns)
     except RowError as error:
         return BadRow(raw.place, str(error))
-
-
-def _first_of_each(rows: Sequence[RowT], recipe: _Recipe[RowT]) -> list[RowT]:
-    first: dict[tuple[Message, ...], RowT] = {}
-    for row in rows:
-        first.setdefault(recipe.identity(row), row)
-    return list(first.values())
 
 
 def _limit(rows: list[RowT], limit: int | None, seed: int) -> list[RowT]:

@@ -79,6 +79,9 @@ class DirectoryTokenizer:
             directory: holds tokenizer.json and tokenizer_config.json.
             chat_template: replaces the directory's own.
 
+        Returns:
+            The tokenizer.
+
         Raises:
             ConfigError: there is no tokenizer, or its files cannot be parsed.
         """

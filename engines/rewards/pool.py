@@ -7,46 +7,17 @@ none after `close` (or when the pool is garbage-collected, or the interpreter en
 Not a sandbox: no protection against code that means harm (a child in a new session survives).
 """
 
-import contextlib
-import json
-import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from infra import env
+from engines.rewards.process import ScoringProcess, WorkerSetup
 
-_START_DEADLINE_S = 120.0
 _POLL_S = 0.2
-_MAX_REPLY_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a scoring process is told first.
-
-    Attributes:
-        target: of the reward function, as `engines.rewards.registry.load` takes it.
-        kwargs: extra keyword arguments of every call.
-        timeout_s: deadline of one sample.
-        memory_limit_bytes: address space of the process, or None.
-    """
-
-    target: str
-    kwargs: Mapping[str, Any]
-    timeout_s: float
-    memory_limit_bytes: int | None
 
 
 class ScoringPool:
@@ -61,13 +32,19 @@ class ScoringPool:
         self._setup = setup
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers, self._selector)
+        self._processes: list[ScoringProcess] = []
+        self._finalizer = weakref.finalize(self, _kill_all, self._processes, self._selector)
         for _ in range(num_workers):
-            self._workers.append(_Worker(setup, self._selector))
+            self._processes.append(ScoringProcess(setup, self._selector))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score | Unscored]:
         """Score every request; blocks until the last result, in the order of the requests.
+
+        Args:
+            requests: any number.
+
+        Returns:
+            One result per request.
 
         Raises:
             RewardError: the function cannot be loaded, or a process does not start.
@@ -76,8 +53,13 @@ class ScoringPool:
             if not self._finalizer.alive:
                 raise RewardError("the scoring pool is closed")
             batch = _Batch(requests)
-            while batch.num_open:
-                self._turn(batch)
+            try:
+                while batch.num_open:
+                    self._turn(batch)
+            except BaseException:
+                # A process may hold a request of this batch; its reply must not meet the next one.
+                self._finalizer()
+                raise
             return batch.results()
 
     def close(self) -> None:
@@ -87,33 +69,32 @@ class ScoringPool:
 
     def _turn(self, batch: "_Batch") -> None:
         """Hand out work, wait a moment, take in what happened."""
-        for worker in self._workers:
-            if worker.is_idle and batch.waiting:
+        for process in self._processes:
+            if process.is_idle and batch.waiting:
                 index = batch.waiting.popleft()
-                worker.submit(index, batch.requests[index])
-        wait_s = min(worker.seconds_left() for worker in self._workers)
+                process.submit(index, batch.requests[index])
+        wait_s = min(process.seconds_left() for process in self._processes)
         for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
-            worker: _Worker = key.data
+            process: ScoringProcess = key.data
             if events & selectors.EVENT_WRITE:
-                worker.write()
+                process.write()
             if events & selectors.EVENT_READ:
-                worker.read()
-        for place, worker in enumerate(self._workers):
-            failure = worker.failure()
-            for index, result in worker.take_results():
+                process.read()
+        for place, process in enumerate(self._processes):
+            failure = process.failure()
+            for index, result in process.take_results():
                 batch.set(index, result)
             if failure is not None:
                 self._replace(place, failure, batch)
 
     def _replace(self, place: int, failure: str, batch: "_Batch") -> None:
-        worker = self._workers[place]
-        if not worker.was_ready:
-            self._finalizer()
+        process = self._processes[place]
+        if not process.was_ready:
             raise RewardError(f"the reward function cannot be loaded: {failure}")
-        if worker.index is not None:
-            batch.set(worker.index, Unscored(failure))
-        worker.kill()
-        self._workers[place] = _Worker(self._setup, self._selector)
+        if process.index is not None:
+            batch.set(process.index, Unscored(failure))
+        process.kill()
+        self._processes[place] = ScoringProcess(self._setup, self._selector)
 
 
 class _Batch:
@@ -133,158 +114,8 @@ class _Batch:
         return [result for result in self._results if result is not None]
 
 
-class _Worker:
-    """One scoring process with at most one request in flight. Never blocks on its pipes."""
-
-    def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
-        self._timeout_s = setup.timeout_s
-        self._selector = selector
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engines.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,
-            env=env.child_environment(OMP_NUM_THREADS="1"),
-        )
-        assert self._process.stdin is not None  # noqa: S101 - asked for above
-        assert self._process.stdout is not None  # noqa: S101
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        for pipe in (self._stdin, self._stdout):
-            os.set_blocking(pipe.fileno(), False)
-        selector.register(self._stdout, selectors.EVENT_READ, self)
-        self.was_ready = False
-        self.index: int | None = None
-        self._outgoing = memoryview(b"")
-        self._incoming = b""
-        self._ended = False
-        self._broken: str | None = None
-        self._results: list[tuple[int, Score | Unscored]] = []
-        self._deadline = time.monotonic() + _START_DEADLINE_S
-        self._send(asdict(setup))
-
-    @property
-    def is_idle(self) -> bool:
-        """Ready for a request."""
-        return self.was_ready and self.index is None and self._broken is None
-
-    def submit(self, index: int, request: ScoreRequest) -> None:
-        self.index = index
-        self._deadline = time.monotonic() + self._timeout_s
-        self._send(
-            {
-                "data_source": request.data_source,
-                "solution_str": request.solution_str,
-                "ground_truth": request.ground_truth,
-                "extra_info": dict(request.extra_info),
-            }
-        )
-
-    def seconds_left(self) -> float:
-        """Until the deadline of what it is doing; no limit while idle."""
-        return _POLL_S if self.is_idle else self._deadline - time.monotonic()
-
-    def failure(self) -> str | None:
-        """Why the process must be ended, or None."""
-        overdue = not self.is_idle and time.monotonic() >= self._deadline
-        exited = self._process.poll() is not None
-        if exited or overdue:
-            self._drain()
-            overdue = overdue and not self.is_idle
-        if self._broken is not None:
-            return self._broken
-        if self._ended or exited:
-            return f"the scoring process ended with code {self._wait()}"
-        if overdue:
-            if not self.was_ready:
-                return f"the scoring process was not ready after {_START_DEADLINE_S:g} s"
-            return f"missed the deadline of {self._timeout_s:g} s"
-        return None
-
-    def take_results(self) -> list[tuple[int, Score | Unscored]]:
-        results, self._results = self._results, []
-        return results
-
-    def write(self) -> None:
-        try:
-            written = os.write(self._stdin.fileno(), self._outgoing[:_READ_BYTES])
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._outgoing = memoryview(b"")
-            self._watch_stdin(False)
-            return
-        self._outgoing = self._outgoing[written:]
-        self._watch_stdin(bool(self._outgoing))
-
-    def read(self) -> bool:
-        """Take in what has arrived; whether there was anything."""
-        try:
-            data = os.read(self._stdout.fileno(), _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._ended = True
-            self._selector.unregister(self._stdout)
-            return False
-        *lines, self._incoming = (self._incoming + data).split(b"\n")
-        for line in lines:
-            self._receive(line)
-        if len(self._incoming) > _MAX_REPLY_BYTES:
-            self._broken = f"the reply is longer than {_MAX_REPLY_BYTES} bytes"
-        return True
-
-    def kill(self) -> None:
-        """End the process and its process group now."""
-        for pipe in (self._stdin, self._stdout):
-            if not pipe.closed and pipe.fileno() in self._selector.get_map():
-                self._selector.unregister(pipe)
-            pipe.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._wait()
-
-    def _drain(self) -> None:
-        """Take in what arrived between the last look and now."""
-        while not self._ended and self._broken is None and self.read():
-            pass
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        self._outgoing = memoryview(bytes(self._outgoing) + data)
-        self.write()
-
-    def _receive(self, line: bytes) -> None:
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            self._broken = "the scoring process sent something that is not a reply"
-            return
-        if "failed" in reply:
-            self._broken = reply["failed"]
-        elif "ready" in reply:
-            self.was_ready = True
-        elif self.index is not None:
-            unscored = reply.get("unscored")
-            result = Score(reply["score"], reply["extras"]) if unscored is None else None
-            self._results.append((self.index, result or Unscored(str(unscored))))
-            self.index = None
-
-    def _watch_stdin(self, wanted: bool) -> None:
-        watched = self._stdin.fileno() in self._selector.get_map()
-        if wanted and not watched:
-            self._selector.register(self._stdin, selectors.EVENT_WRITE, self)
-        elif watched and not wanted:
-            self._selector.unregister(self._stdin)
-
-    def _wait(self) -> int | None:
-        try:
-            return self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return None
-
-
-def _kill_all(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
-    for worker in workers:
-        worker.kill()
-    workers.clear()
+def _kill_all(processes: list[ScoringProcess], selector: selectors.BaseSelector) -> None:
+    for process in processes:
+        process.kill()
+    processes.clear()
     selector.close()

@@ -1,18 +1,20 @@
 """Reward functions by the name that `rl.reward.function` gives them.
 
-A name is registered (`exact`, `math`), or it is a file: `path/to/file.py:name` (`:compute_score`
-when left out). Promises: a name registered twice is an error; a wrong name, file or option is a
-`ConfigError` before any process starts, and no user code runs to find that out.
+A name is built in (`exact`, `math`) or an entry point `reward.<name>` of another distribution, or
+it is a file: `path/to/file.py:name` (`:compute_score` when left out).
+Promises: a name with two owners is an error; a wrong name, file or option is a `ConfigError`
+before any process starts, and no user code runs to find that out.
 """
 
 import ast
-import difflib
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name
 from engines.errors import UnknownPluginError
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
@@ -60,12 +62,18 @@ def register(name: str, function: RewardFunction) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Registered names, sorted."""
-    return tuple(sorted(_functions))
+    """Registered names, sorted; entry points of other distributions included."""
+    return tuple(sorted({*_functions, *_outside()}))
 
 
 def resolve(config: RewardConfig) -> RewardFunction:
     """The function that a configuration names, checked without running it.
+
+    Args:
+        config: its `function` and `kwargs`.
+
+    Returns:
+        Where the function is.
 
     Raises:
         UnknownPluginError: no function has that name.
@@ -74,14 +82,10 @@ def resolve(config: RewardConfig) -> RewardFunction:
     path, name = _split(config.function)
     if path is not None:
         return RewardFunction(f"{_check_file(path, name)}:{name}")
-    function = _functions.get(config.function)
+    function = _functions.get(name) or _outside().get(name)
     if function is None:
-        nearest = difflib.get_close_matches(config.function, _functions, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise UnknownPluginError(
-            _FIELD,
-            f"no {config.function!r}; known: {', '.join(names())}, path/to/file.py:name{hint}",
-        )
+        known = (*names(), "path/to/file.py:name")
+        raise UnknownPluginError(_FIELD, unknown_name(config.function, known))
     for option in config.kwargs:
         if function.options is not None and option not in function.options:
             raise ConfigError(
@@ -96,6 +100,9 @@ def load(target: str) -> ComputeScore:
 
     Args:
         target: `module:function` or `/absolute/file.py:function`.
+
+    Returns:
+        The function.
     """
     path, name = _split(target)
     if path is None:
@@ -107,6 +114,21 @@ def load(target: str) -> ComputeScore:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
+
+
+def _outside() -> dict[str, RewardFunction]:
+    """Functions that other distributions announce."""
+    found: dict[str, RewardFunction] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        kind, _, name = entry.name.partition(".")
+        if kind != "reward":
+            continue
+        function = RewardFunction(entry.value)
+        if found.setdefault(name, function) != function or name in _functions:
+            raise ConfigError(
+                f"reward {name!r}", f"{entry.value} uses a name that is taken; uninstall one"
+            )
+    return found
 
 
 def _split(function: str) -> tuple[str | None, str]:
@@ -149,7 +171,7 @@ def _names_defined(tree: ast.Module) -> list[str]:
 register(
     "exact",
     RewardFunction(
-        "engines.rewards.exact:compute_score",
+        BUILT_IN["reward"]["exact"].target,
         in_process=True,
         options=("answer_delimiter", "ignore_case"),
     ),
@@ -157,7 +179,7 @@ register(
 register(
     "math",
     RewardFunction(
-        "engines.rewards.math:compute_score",
+        BUILT_IN["reward"]["math"].target,
         options=("num_decimals",),
         # A power tower in an answer must end in MemoryError, not take the machine down.
         memory_limit_bytes=4 * 2**30,

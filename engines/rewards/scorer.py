@@ -12,7 +12,8 @@ from typing import Self
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe, interpret
-from engines.rewards.pool import ScoringPool, WorkerSetup
+from engines.rewards.pool import ScoringPool
+from engines.rewards.process import WorkerSetup
 from engines.rewards.registry import load, resolve
 
 _SHOWN_REASONS = 3

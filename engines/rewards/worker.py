@@ -1,6 +1,6 @@
 """The main of a scoring process: one JSON line in, one JSON line out.
 
-Started by `engines.rewards.pool` only. Promises: whatever the reward function prints goes to
+Started by `engines.rewards.process` only. Promises: whatever the reward function prints goes to
 stderr, never into the replies; the process ends when its parent is gone (end of input), and
 ends itself shortly after a sample's deadline even if the function never returns to Python (a C
 timer, independent of the interpreter lock). Not a sandbox: the function has the rights of the user.

@@ -59,7 +59,7 @@ class RunningBatch:
         # Per row: last token, its position, length of the prompt, random stream, top-k.
         self._ints_5B = torch.empty((5, 0), dtype=torch.int64, device=model.device)
         # Per row: temperature, top-p.
-        self._floats_2B = torch.empty((2, 0), device=model.device)
+        self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
         self._longest = 0
         self._any_greedy = self._any_filter = False
 
@@ -191,6 +191,7 @@ class RunningBatch:
         )
         floats = torch.tensor(
             [[params.temperature for params in sampling], [params.top_p for params in sampling]],
+            dtype=torch.float64,
             device=device,
         )
         self._ints_5B = torch.cat([self._ints_5B, ints], dim=1)

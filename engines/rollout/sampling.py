@@ -37,9 +37,9 @@ class SamplingColumns:
     """The sampling distribution of each row, as tensors.
 
     Attributes:
-        temperature_B: (B,) float32; 0 is greedy.
+        temperature_B: (B,) float64; 0 is greedy.
         top_k_B: (B,) int64; 0 is off.
-        top_p_B: (B,) float32; 1 is off.
+        top_p_B: (B,) float64; 1 is off.
         any_greedy: some row has temperature 0.
         any_filter: some row with a positive temperature has top-k or top-p.
     """
@@ -115,7 +115,7 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
     Args:
         logits_BV: (B, V) float32, already divided by the temperature.
         top_k_B: (B,) int64; 0 is off.
-        top_p_B: (B,) float32; 1 is off.
+        top_p_B: (B,) float64; 1 is off.
 
     Returns:
         (B, V) logits; at least one per row is finite.
@@ -125,10 +125,10 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
     num_kept_B = torch.where(top_k_B > 0, top_k_B.clamp(max=vocab_size), vocab_size)
     threshold_B1 = sorted_BV.gather(1, num_kept_B[:, None] - 1)
     sorted_BV = sorted_BV.masked_fill(sorted_BV < threshold_B1, -torch.inf)
-    probabilities_BV = sorted_BV.softmax(-1)
-    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
-    limit_B1 = torch.where(top_p_B < 1, top_p_B, torch.inf)[:, None]
-    removed_BV = (before_BV >= limit_B1) | sorted_BV.isneginf()
+    # Summed from the least probable end: near 1 the other sum would lose the tail to rounding.
+    tail_BV = sorted_BV.softmax(-1).flip(-1).cumsum(-1).flip(-1)
+    limit_B1 = torch.where(top_p_B < 1, 1 - top_p_B, -1.0).to(tail_BV.dtype)[:, None]
+    removed_BV = (tail_BV <= limit_B1) | sorted_BV.isneginf()
     removed_BV[:, 0] = False
     return logits_BV.masked_fill(
         torch.zeros_like(removed_BV).scatter_(1, order_BV, removed_BV), -torch.inf
@@ -140,7 +140,8 @@ def _sample_chunk(
 ) -> tuple[Tensor, Tensor]:
     logits_BV = logits_BV.float()
     greedy_B = columns.temperature_B == 0
-    scaled_BV = logits_BV / torch.where(greedy_B, 1.0, columns.temperature_B)[:, None]
+    temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).to(logits_BV.dtype)
+    scaled_BV = logits_BV / temperature_B[:, None]
     if columns.any_filter:
         top_k_B = columns.top_k_B.masked_fill(greedy_B, 0)
         top_p_B = columns.top_p_B.masked_fill(greedy_B, 1.0)

@@ -5,6 +5,7 @@ padding or T x T mask exists. The layout travels as the keyword argument `packin
 transformers model. On CPU (and for float32 on a GPU) neighbouring sequences of equal length are
 one batched causal SDPA call, so sequences sorted by length cost few calls; on a GPU in
 bf16/fp16 it is `torch.nn.attention.varlen.varlen_attn`.
+Dropout is ignored: training and inference must see the same log-probabilities.
 Does not cover: soft-capping, sinks and position biases (refused), chunked or linear attention.
 Always call the model with `use_cache=False, attention_mask=None`.
 """
@@ -59,7 +60,6 @@ def packed_attention(
     *,
     packing: Packing,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -73,7 +73,6 @@ def packed_attention(
         attention_mask: must be None; the layout is `packing`.
         packing: the sequences of the row.
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
-        dropout: of the attention weights.
         sliding_window: each token sees at most so many, itself included.
         **kwargs: what else the model passes; refused where it would change the result.
 
@@ -92,15 +91,15 @@ def packed_attention(
         )
     rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < packing.max_length else None
-    if query.device.type != "cpu" and query.dtype != torch.float32 and dropout == 0.0:
+    if query.device.type != "cpu" and query.dtype != torch.float32:
         out_THD = _varlen(rows, packing, scaling, window)
     else:
-        out_THD = _batched_runs(rows, packing, scaling, dropout, window)
+        out_THD = _batched_runs(rows, packing, scaling, window)
     return out_THD.unsqueeze(0), None
 
 
 def _batched_runs(
-    rows: list[Tensor], packing: Packing, scaling: float | None, dropout: float, window: int | None
+    rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     """One SDPA call per run of equal lengths; (T, heads, head_dim) in and out."""
     sizes = [count * length for count, length in packing.runs]
@@ -111,7 +110,7 @@ def _batched_runs(
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
         mask = _window_mask(length, window, q.device) if window and window < length else None
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         outputs.append(out.transpose(1, 2).flatten(0, 1))

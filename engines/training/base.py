@@ -12,7 +12,7 @@ permutes the splits for every backend and every loss.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from engines.errors import EngineError, NonFiniteError
 from engines.training import collectives
 from engines.training.micro_batches import MicroBatch, cut, filler, plan_micro_batches
 from engines.training.schedule import learning_rate
+from engines.training.totals import Totals, loss_counts
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
 from hardware.base import PlatformBase
 from infra.errors import ConfigError
@@ -191,7 +192,7 @@ class BaseEngine(ABC):
     def lr(self) -> float:
         """Learning rate of the next optimizer step."""
         if self.spec.optimizer is None:
-            raise EngineError("an engine without an optimizer has no learning rate")
+            raise EngineError("this engine was made without an optimizer: it cannot train")
         return learning_rate(self._schedule_step, self.spec.optimizer, self.spec.total_steps)
 
     # Scopes.
@@ -250,13 +251,14 @@ class BaseEngine(ABC):
                 weights are as before.
             ConfigError: a sequence exceeds the token budget.
         """
+        lr = self.lr
         counts, num_tokens, micro_batches = self._prepare(batch)
         if counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
         with self.train_mode():
             self._set_training(True)
             self.optimizer_zero_grad()
-            totals = _Totals(self.spec.platform.device())
+            totals = Totals(self.spec.platform.device())
             factor = self.loss_factor(len(micro_batches))
             for i, micro in enumerate(micro_batches):
                 self._set_gradient_sync(i == len(micro_batches) - 1)
@@ -266,7 +268,6 @@ class BaseEngine(ABC):
             loss, metrics = totals.reduce(self.data_parallel_group)
             if not math.isfinite(loss):
                 raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}")
-            lr = self.lr
             grad_norm = self.optimizer_step()
             self.lr_scheduler_step()
             self.optimizer_zero_grad()
@@ -344,7 +345,7 @@ class BaseEngine(ABC):
         budget = self.spec.training.max_tokens_per_micro_batch
         lengths = batch.lengths_B.tolist()
         plan = plan_micro_batches(lengths, budget)
-        sums = [*_loss_counts(batch), batch.num_tokens]
+        sums = [*loss_counts(batch), batch.num_tokens]
         maxima = [len(plan), max(lengths, default=0), -len(lengths)]
         rows = collectives.gather_rows(
             [*sums, *maxima], self.spec.platform.device(), self.data_parallel_group
@@ -365,49 +366,3 @@ class BaseEngine(ABC):
         missing = int(num_micro) - len(micro_batches)
         micro_batches = [filler(batch) for _ in range(missing)] + micro_batches
         return GlobalCounts(int(num_tokens), int(num_sequences)), int(total), micro_batches
-
-
-def _loss_counts(batch: TokenBatch) -> tuple[int, int]:
-    """Trained tokens of a batch, and its sequences that have one."""
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is None:
-        return 0, 0
-    on_T = mask_T != 0
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), on_T.cumsum(0).cpu()])
-    per_sequence_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff()
-    return int(cumulative[-1]), int((per_sequence_B > 0).sum())
-
-
-class _Totals:
-    """Sums and maxima over micro-batches, kept on the device until the one exchange."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, output: LossOutput) -> None:
-        """Take in one micro-batch."""
-        self._loss += output.loss.detach()
-        for name, value in output.metrics.items():
-            value = value.detach().double()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        for name, value in output.maxima.items():
-            value = value.detach().double()
-            seen = self._maxima.get(name)
-            self._maxima[name] = value if seen is None else torch.maximum(seen, value)
-
-    def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over all ranks."""
-        sum_names, max_names = sorted(self._sums), sorted(self._maxima)
-        values: Sequence[Tensor] = [
-            self._loss,
-            *(self._sums[name] for name in sum_names),
-            *(self._maxima[name] for name in max_names),
-        ]
-        rows = collectives.gather_rows(torch.stack(list(values)), self._device, group)
-        split = 1 + len(sum_names)
-        loss, *sums = collectives.column_sums([row[:split] for row in rows])
-        maxima = collectives.column_maxima([row[split:] for row in rows])
-        return loss, dict(zip([*sum_names, *max_names], [*sums, *maxima], strict=True))

@@ -9,5 +9,5 @@ from infra import env, services
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
     """Start what does not run yet, and say where it answers."""
     services.up(env.home())
-    print_status()
+    print_status(env.home())
     return 0

@@ -50,6 +50,12 @@ class Preprocessor(ABC, Generic[OptionsT]):
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """An RL or evaluation row.
 
+        Args:
+            columns: of the raw row; those of `rl_columns` are there.
+
+        Returns:
+            The valid row.
+
         Raises:
             RowError: the raw row cannot be used.
         """
@@ -58,6 +64,12 @@ class Preprocessor(ABC, Generic[OptionsT]):
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """A supervised row.
 
+        Args:
+            columns: of the raw row; those of `sft_columns` are there.
+
+        Returns:
+            The valid row.
+
         Raises:
             RowError: the raw row cannot be used.
         """
@@ -65,6 +77,13 @@ class Preprocessor(ABC, Generic[OptionsT]):
 
 def text_answer(value: object, name: str) -> str:
     """A ground truth as text; whole numbers are accepted as they are often stored.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        The text without white space around it.
 
     Raises:
         RowError: it is null, empty or of another type.

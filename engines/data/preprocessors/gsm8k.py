@@ -60,6 +60,12 @@ class GSM8K(Preprocessor[GSM8KOptions]):
 def split_solution(answer: object) -> tuple[str, str]:
     """The worked solution and the final number of a GSM8K answer.
 
+    Args:
+        answer: the raw column.
+
+    Returns:
+        The solution without calculator notes, and the number without thousands separators.
+
     Raises:
         RowError: no line `#### number` ends it.
     """

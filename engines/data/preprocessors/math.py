@@ -59,6 +59,12 @@ class MATH(Preprocessor[MATHOptions]):
 def last_boxed(solution: str) -> str:
     """Content of the last `\\boxed{...}` (or `\\boxed x`, `\\fbox{...}`), braces matched.
 
+    Args:
+        solution: a worked solution.
+
+    Returns:
+        The answer without white space around it.
+
     Raises:
         RowError: there is none, it is not closed, or it is empty.
     """

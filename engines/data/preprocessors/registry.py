@@ -1,43 +1,48 @@
 """The preprocessors by the name that `data.*.format` gives them.
 
-Promises: an unknown name lists those that exist; a name registered twice is an error; a target
-is imported when it is first used.
+Promises: an unknown name lists those that exist; a name registered twice is an error. The imports
+are static, so that editing a preprocessor re-runs the stage that used it.
 """
 
-import difflib
-from importlib import import_module
 from typing import Any
 
 from pydantic import ValidationError
 
 from engines.config.data import SourceConfig
+from engines.config.plugins import unknown_name
 from engines.data.preprocessors.base import Preprocessor
+from engines.data.preprocessors.columns import Columns
+from engines.data.preprocessors.dapo_math_17k import DAPOMath17k
+from engines.data.preprocessors.gsm8k import GSM8K
+from engines.data.preprocessors.math import MATH
+from engines.data.preprocessors.row_schema import Conversations, RowSchema
 from engines.errors import UnknownPluginError
 from infra.errors import ConfigError
 
-_targets: dict[str, str] = {}
+_preprocessors: dict[str, type[Preprocessor[Any]]] = {}
 
 
-def register(name: str, target: str) -> None:
+def register(name: str, preprocessor: type[Preprocessor[Any]]) -> None:
     """Make a preprocessor known.
 
     Args:
         name: the value of `data.*.format`.
-        target: `module:Class`.
+        preprocessor: its class.
 
     Raises:
-        ConfigError: the name belongs to another target.
+        ConfigError: the name belongs to another class.
     """
-    if _targets.setdefault(name, target) != target:
+    holder = _preprocessors.setdefault(name, preprocessor)
+    if holder is not preprocessor:
         raise ConfigError(
             f"preprocessor {name!r}",
-            f"registered by both {_targets[name]} and {target}; remove one",
+            f"registered by both {holder.__module__} and {preprocessor.__module__}; remove one",
         )
 
 
 def names() -> tuple[str, ...]:
     """Registered names, sorted."""
-    return tuple(sorted(_targets))
+    return tuple(sorted(_preprocessors))
 
 
 def create_preprocessor(source: SourceConfig, field: str) -> Preprocessor[Any]:
@@ -47,19 +52,16 @@ def create_preprocessor(source: SourceConfig, field: str) -> Preprocessor[Any]:
         source: its `format` and `options`.
         field: the source's place in the configuration, for errors (`data.rl.0`).
 
+    Returns:
+        Ready to read rows.
+
     Raises:
         UnknownPluginError: no preprocessor has that name.
         ConfigError: the options are not its options.
     """
-    target = _targets.get(source.format)
-    if target is None:
-        nearest = difflib.get_close_matches(source.format, _targets, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise UnknownPluginError(
-            f"{field}.format", f"no {source.format!r}; known: {', '.join(names())}{hint}"
-        )
-    module, _, class_name = target.partition(":")
-    preprocessor: type[Preprocessor[Any]] = getattr(import_module(module), class_name)
+    preprocessor = _preprocessors.get(source.format)
+    if preprocessor is None:
+        raise UnknownPluginError(f"{field}.format", unknown_name(source.format, names()))
     try:
         options = preprocessor.Options.model_validate(source.options)
     except ValidationError as error:
@@ -73,9 +75,9 @@ def create_preprocessor(source: SourceConfig, field: str) -> Preprocessor[Any]:
     return preprocessor(options)
 
 
-register("rows", "engines.data.preprocessors.row_schema:RowSchema")
-register("messages", "engines.data.preprocessors.row_schema:Conversations")
-register("columns", "engines.data.preprocessors.columns:Columns")
-register("gsm8k", "engines.data.preprocessors.gsm8k:GSM8K")
-register("math", "engines.data.preprocessors.math:MATH")
-register("dapo_math_17k", "engines.data.preprocessors.dapo_math_17k:DAPOMath17k")
+register("rows", RowSchema)
+register("messages", Conversations)
+register("columns", Columns)
+register("gsm8k", GSM8K)
+register("math", MATH)
+register("dapo_math_17k", DAPOMath17k)

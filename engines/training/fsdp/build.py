@@ -122,6 +122,9 @@ def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
             f"{hf_dir} is a {type(model).__name__}, whose attention cannot be replaced, so it "
             "cannot train on packed sequences; choose another architecture",
         )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # training and inference must see the same log-probabilities
     return model
 
 

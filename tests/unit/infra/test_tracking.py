@@ -181,9 +181,13 @@ def test_headline_metrics_do_not_repeat_what_the_journal_brought(
     with Journal(path) as journal:
         journal.metrics(7, {"val-core/accuracy": 0.25})
     stage = tracker.stage_run(None, "sft", "2" * 64, {}, {})
-    stage.ship(path, now=True)
+    assert stage.ship(path)
+    with Journal(path) as journal:
+        journal.metrics(8, {"late": 1})  # not shipped by anybody: finishing does
+    assert not stage.ship(path)
     stage.finish("FAILED", None, {"val-core/accuracy": 0.25, "rows": 3})
     assert [row[:3] for row in _rows(home, stage.run_id)] == [
+        ("late", 8, 1.0),
         ("rows", 0, 3.0),
         ("val-core/accuracy", 7, 0.25),
     ]
@@ -197,6 +201,17 @@ def test_a_retried_flow_run_continues_its_run(tracker: Tracker, client: MlflowCl
     assert second == first
     assert _run(client, first).info.status == "RUNNING"
     assert tracker.start_pipeline("flow", {}, {"flow_run_id": "fr-2"}) != first
+
+
+def test_a_run_of_the_same_name_is_continued_only_on_request(
+    tracker: Tracker, client: MlflowClient
+) -> None:
+    first = tracker.start_pipeline("named", {"a": 1}, {})
+    tracker.stage_run(first, "sft", "6" * 64, {}, {})
+    assert tracker.start_pipeline("named", {"a": 1}, {}, resume=True) == first
+    second = tracker.start_pipeline("named", {"a": 1}, {})
+    assert second not in {first, None}
+    assert tracker.start_pipeline("other name", {}, {}, resume=True) not in {first, second}
 
 
 def test_the_runs_of_a_killed_process_are_ended(
@@ -282,9 +297,8 @@ def test_a_database_that_comes_back_gets_what_it_missed(home: Path, tmp_path: Pa
     gate.unlink()
     gate.mkdir()
     # A ready database spares this test MLflow's migrations.
-    with sqlite3.connect(home / "mlflow.db") as source:
-        with sqlite3.connect(gate / "mlflow.db") as target:
-            source.backup(target)
+    with sqlite3.connect(home / "mlflow.db") as source, sqlite3.connect(gate / "mlflow.db") as copy:
+        source.backup(copy)
     assert stage.ship(journal_path, now=True)
     assert [row[:3] for row in _rows(gate, stage.run_id)] == [("a", 0, 1.0)]
 

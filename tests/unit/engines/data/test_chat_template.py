@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.data.chat_template import DEFAULT_CHAT_TEMPLATE, Rendered, marks_answers, render
+from engines.data.chat_template import DEFAULT_CHAT_TEMPLATE, Rendered, render
 from engines.data.rows import Message
 from infra.errors import ConfigError
 
@@ -26,8 +26,7 @@ def test_generation_blocks_give_spans() -> None:
         "{% else %}U:{{ m.content }};{% endif %}"
         "{% endfor %}"
     )
-    assert marks_answers(template)
-    assert not marks_answers(DEFAULT_CHAT_TEMPLATE)
+    assert render(DEFAULT_CHAT_TEMPLATE, CHAT).spans == ()
     assert render(template, CHAT * 2) == Rendered(
         "U:12+34=;A:640!;U:12+34=;A:640!;", ((11, 15), (27, 31))
     )

@@ -12,7 +12,8 @@ import pytest
 
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.pool import ScoringPool, WorkerSetup
+from engines.rewards.pool import ScoringPool
+from engines.rewards.process import WorkerSetup
 
 TIMEOUT_S = 1.0
 PATIENT_S = 60.0  # where no deadline is meant to be missed, even on a busy machine
@@ -145,6 +146,14 @@ def test_a_stopped_process_is_replaced(file: Path) -> None:
     pool.close()
 
 
+def test_an_interrupted_batch_closes_the_pool(file: Path) -> None:
+    pool = make_pool(file)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        pool.score([ScoreRequest("d", "ok", object())])
+    with pytest.raises(RewardError, match="closed"):
+        pool.score(ask("ok"))
+
+
 def test_async_functions(file: Path) -> None:
     pool = make_pool(file, name="later")
     assert pool.score(ask("now", "sleep")) == [Score(0.5), Unscored(REASONS["loop"])]
@@ -188,11 +197,12 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
     program = (
         "import sys\n"
         "from engines.rewards.base import ScoreRequest\n"
-        "from engines.rewards.pool import ScoringPool, WorkerSetup\n"
+        "from engines.rewards.pool import ScoringPool\n"
+        "from engines.rewards.process import WorkerSetup\n"
         f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 1.0, None), 2)\n"
         "pids = [int(r.value) for r in pool.score([ScoreRequest('d', 'pid', '')] * 20)]\n"
         "print(*set(pids), flush=True)\n"
-        "pool._workers[0]._timeout_s = 60\n"
+        "pool._processes[0]._timeout_s = 60\n"
         "pool.score([ScoreRequest('d', 'regex', '')])\n"
     )
     command = [sys.executable, "-c", program]

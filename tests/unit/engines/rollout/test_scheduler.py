@@ -1,6 +1,6 @@
 """The waiting line and the two planning functions, on plain integers."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.rollout.scheduler import Sample, Scheduler, fill_holes, prefill_chunks
@@ -12,6 +12,7 @@ def samples_of(name: str, num_samples: int) -> list[Sample]:
     return [Sample(request, index, 0, 4) for index in range(num_samples)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
 def test_prefill_chunks_cover_everything_within_budget(lengths: list[int], budget: int) -> None:
     chunks = prefill_chunks(lengths, budget)
@@ -21,6 +22,7 @@ def test_prefill_chunks_cover_everything_within_budget(lengths: list[int], budge
         assert len(chunk) * longest <= budget or len(chunk) == 1
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 30).flatmap(
         lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1) if n else st.nothing()))

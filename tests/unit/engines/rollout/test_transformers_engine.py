@@ -1,5 +1,6 @@
 """What is sampled: against plain forward passes, `generate`, and the engine under other loads."""
 
+import itertools
 import json
 import random
 
@@ -95,6 +96,8 @@ def test_greedy_equals_generate(lab):
     [
         {"max_num_sequences": 1},
         {"max_num_sequences": 3},
+        {"max_num_sequences": 7},
+        {"max_num_sequences": 10},
         {"max_num_sequences": 7, "options": {"max_prefill_tokens": 1}},
         {"max_num_sequences": 40},
     ],
@@ -118,6 +121,38 @@ def test_equal_seeds_give_equal_samples_and_others_differ(lab):
     first, same, other, largest = generate_all(lab.engine(), [request])
     assert first.token_ids == same.token_ids
     assert len({first.token_ids, other.token_ids, largest.token_ids}) == 3
+
+
+def splitmix64_uniform(seed: int, index: int) -> float:
+    """Number `index` of the stream of `seed`, on Python integers."""
+    mask, gamma = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    return (mix((mix(seed & mask) + (index + 1) * gamma) & mask) >> 11) / 2**53
+
+
+@torch.no_grad()
+def test_samples_are_those_of_a_plain_loop(lab):
+    """One sequence at a time, the whole sequence anew for each token, inverse of the CDF."""
+    requests = lab.requests(num_prompts=4, num_samples=2, max_new_tokens=10, temperature=0.8)
+    found = generate_all(lab.engine(max_num_sequences=5), requests)
+    for completion, (request, seed) in zip(
+        found, [(r, seed) for r in requests for seed in r.seeds], strict=True
+    ):
+        ids = list(request.prompt_ids)
+        for index in range(10):
+            logits = lab.model(input_ids=torch.tensor([ids])).logits[0, -1].double()
+            sums = itertools.accumulate((logits / 0.8).softmax(-1).tolist())
+            target = splitmix64_uniform(seed, index)
+            token = next(token for token, total in enumerate(sums) if total > target)
+            ids.append(token)
+            if token == lab.eos:
+                break
+        assert completion.token_ids == tuple(ids[len(request.prompt_ids) :])
 
 
 @pytest.mark.parametrize("max_num_sequences", [64, 3])

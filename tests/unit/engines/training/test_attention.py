@@ -155,7 +155,7 @@ def test_forward_and_backward_by_the_formula(
     out_grad = torch.randn(total, 4, 4, generator=generator)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     packing = Packing.from_cu_seqlens(bounds)
-    ours = _batched_runs([q, k, v], packing, None, 0.0, window)
+    ours = _batched_runs([q, k, v], packing, None, window)
     expected = dense(q, k, v, lengths, window)
     assert torch.allclose(ours, expected, atol=1e-5)
     for a, b in zip(

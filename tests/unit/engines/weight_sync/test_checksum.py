@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.weight_sync.checksum import combine, tensor_checksum
@@ -30,6 +30,7 @@ def test_every_dtype_and_shape_has_a_checksum_of_its_own(dtype, shape):
     assert tensor_checksum(tensor) != tensor_checksum(tensor[None])
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1999), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_one_ulp_in_one_element_is_seen(index, dtype):
     tensor = torch.linspace(-3, 3, 2000).to(dtype).reshape(40, 50)
@@ -47,6 +48,7 @@ def test_signed_zeros_differ_and_strides_do_not():
     assert tensor_checksum(tensor[:, 1:3]) == tensor_checksum(tensor[:, 1:3].clone())
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(max_size=8), st.text("0123456789abcdef", max_size=4)), st.randoms())
 def test_combination_ignores_order_only(checksums: dict[str, str], draw: random.Random):
     pairs = list(checksums.items())

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.data import DataConfig, SourceConfig
+from engines.data.preprocessors.gsm8k import GSM8K as GSM8KPreprocessor
 from engines.data.preprocessors.gsm8k import split_solution
+from engines.data.preprocessors.math import MATH as MATHPreprocessor
 from engines.data.preprocessors.math import last_boxed
 from engines.data.preprocessors.registry import create_preprocessor, names, register
 from engines.data.rows import Message, RLRow, RowError, SFTRow
@@ -206,7 +208,7 @@ def test_unknown_layout_and_option() -> None:
 
 
 def test_a_name_belongs_to_one_layout() -> None:
-    register("gsm8k", "engines.data.preprocessors.gsm8k:GSM8K")
+    register("gsm8k", GSM8KPreprocessor)
     with pytest.raises(ConfigError, match="registered by both"):
-        register("gsm8k", "elsewhere:GSM8K")
+        register("gsm8k", MATHPreprocessor)
     assert {"gsm8k", "math", "dapo_math_17k", "rows", "messages", "columns"} <= set(names())

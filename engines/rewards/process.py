@@ -1,0 +1,202 @@
+"""One scoring process, seen from its parent: start, hand over a request, take the reply, kill.
+
+Promises: no call blocks on the process's pipes, however large a request is and whatever the
+process does; `failure` says when it must be ended, and `kill` ends its whole process group.
+The caller owns the selector and decides when to look.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engines.rewards import worker
+from engines.rewards.base import Score, ScoreRequest, Unscored
+from infra import env
+
+_START_DEADLINE_S = 120.0
+_END_DEADLINE_S = 5.0
+_MAX_REPLY_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a scoring process is told first.
+
+    Attributes:
+        target: of the reward function, as `engines.rewards.registry.load` takes it.
+        kwargs: extra keyword arguments of every call.
+        timeout_s: deadline of one sample.
+        memory_limit_bytes: address space of the process, or None.
+    """
+
+    target: str
+    kwargs: Mapping[str, Any]
+    timeout_s: float
+    memory_limit_bytes: int | None
+
+
+class ScoringProcess:
+    """One scoring process, with at most one request in flight.
+
+    Args:
+        setup: what it is told first.
+        selector: watches its pipes; the key's data is this object.
+    """
+
+    def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
+        self._timeout_s = setup.timeout_s
+        self._selector = selector
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", worker.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            env=env.child_environment(OMP_NUM_THREADS="1"),
+        )
+        assert self._process.stdin is not None  # noqa: S101 - asked for above
+        assert self._process.stdout is not None  # noqa: S101
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        for pipe in (self._stdin, self._stdout):
+            os.set_blocking(pipe.fileno(), False)
+        selector.register(self._stdout, selectors.EVENT_READ, self)
+        self.was_ready = False
+        self.index: int | None = None
+        self._outgoing = memoryview(b"")
+        self._incoming = b""
+        self._ended = False
+        self._broken: str | None = None
+        self._results: list[tuple[int, Score | Unscored]] = []
+        self._deadline = time.monotonic() + _START_DEADLINE_S
+        self._send(asdict(setup))
+
+    @property
+    def is_idle(self) -> bool:
+        """Ready for a request."""
+        return self.was_ready and self.index is None and self._broken is None
+
+    def submit(self, index: int, request: ScoreRequest) -> None:
+        """Hand over a request; it must be idle. `index` comes back with the result."""
+        self.index = index
+        self._deadline = time.monotonic() + self._timeout_s
+        self._send(
+            {
+                "data_source": request.data_source,
+                "solution_str": request.solution_str,
+                "ground_truth": request.ground_truth,
+                "extra_info": dict(request.extra_info),
+            }
+        )
+
+    def seconds_left(self) -> float:
+        """Until the deadline of what it is doing; infinite while idle."""
+        return float("inf") if self.is_idle else self._deadline - time.monotonic()
+
+    def failure(self) -> str | None:
+        """Why the process must be ended, or None."""
+        overdue = not self.is_idle and time.monotonic() >= self._deadline
+        exited = self._process.poll() is not None
+        if exited or overdue:
+            self._drain()
+            overdue = overdue and not self.is_idle
+        if self._broken is not None:
+            return self._broken
+        if self._ended or exited:
+            return f"the scoring process ended with code {self._wait()}"
+        if overdue:
+            if not self.was_ready:
+                return f"the scoring process was not ready after {_START_DEADLINE_S:g} s"
+            return f"missed the deadline of {self._timeout_s:g} s"
+        return None
+
+    def take_results(self) -> list[tuple[int, Score | Unscored]]:
+        """Results that arrived since the last call, each with its request's index."""
+        results, self._results = self._results, []
+        return results
+
+    def write(self) -> None:
+        """Pass on as much of the request as the pipe takes."""
+        try:
+            written = os.write(self._stdin.fileno(), self._outgoing[:_PIPE_BYTES])
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing = memoryview(b"")
+            self._watch_stdin(False)
+            return
+        self._outgoing = self._outgoing[written:]
+        self._watch_stdin(bool(self._outgoing))
+
+    def read(self) -> bool:
+        """Take in what has arrived; whether there was anything."""
+        try:
+            data = os.read(self._stdout.fileno(), _PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._ended = True
+            self._selector.unregister(self._stdout)
+            return False
+        *lines, self._incoming = (self._incoming + data).split(b"\n")
+        for line in lines:
+            self._receive(line)
+        if len(self._incoming) > _MAX_REPLY_BYTES:
+            self._broken = f"the reply is longer than {_MAX_REPLY_BYTES} bytes"
+        return True
+
+    def kill(self) -> None:
+        """End the process and its process group now."""
+        for pipe in (self._stdin, self._stdout):
+            if not pipe.closed and pipe.fileno() in self._selector.get_map():
+                self._selector.unregister(pipe)
+            pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._wait()
+
+    def _drain(self) -> None:
+        """Take in what arrived between the last look and now."""
+        while not self._ended and self._broken is None and self.read():
+            pass
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        self._outgoing = memoryview(bytes(self._outgoing) + data)
+        self.write()
+
+    def _receive(self, line: bytes) -> None:
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            self._broken = "the scoring process sent something that is not a reply"
+            return
+        if "failed" in reply:
+            self._broken = reply["failed"]
+        elif "ready" in reply:
+            self.was_ready = True
+        elif self.index is not None:
+            unscored = reply.get("unscored")
+            result = Score(reply["score"], reply["extras"]) if unscored is None else None
+            self._results.append((self.index, result or Unscored(str(unscored))))
+            self.index = None
+
+    def _watch_stdin(self, wanted: bool) -> None:
+        watched = self._stdin.fileno() in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(self._stdin, selectors.EVENT_WRITE, self)
+        elif watched and not wanted:
+            self._selector.unregister(self._stdin)
+
+    def _wait(self) -> int | None:
+        try:
+            return self._process.wait(timeout=_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return None

@@ -1,0 +1,334 @@
+"""The jobs as they are run: processes with a specification file, without Ray and Prefect.
+
+Killed with SIGKILL and started again, a stage must end with the very bytes of a run that was
+never disturbed, and with every metric once.
+"""
+
+import hashlib
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import env
+from infra.journal import JournalRecord, read_records
+from infra.stage_spec import Artifact, CommitRecord, StageSpec
+from infra.storage import open_storage
+from infra.waiting import wait_for
+
+JOB_DEADLINE_S = 240.0
+MODEL = {
+    "init": "random",
+    "max_length": 32,
+    "architecture": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+    },
+}
+DATA = {
+    "arithmetic": {"num_digits": 1, "num_sft": 40, "num_rl": 40, "num_eval": 4},
+    "max_prompt_length": 16,
+}
+EVALUATION = {"max_new_tokens": 5, "num_samples": 4, "pass_at": [1, 4]}
+REWARD = {"function": "exact"}
+SFT = {
+    "model": MODEL,
+    "training": {"num_threads": 1},
+    "sft": {
+        "num_steps": 24,
+        "batch_size_sequences": 16,
+        "optimizer": {"lr": 5e-3, "schedule": "cosine", "num_warmup_steps": 4},
+    },
+    "checkpoint": {"every_num_steps": 4},
+    "rollout": {},
+    "reward": REWARD,
+    "evaluation": EVALUATION,
+}
+RL_ROUND = {
+    "round": 1,
+    "model": MODEL,
+    "training": {"num_threads": 1},
+    "rollout": {},
+    "num_steps": 8,
+    "batch_size_prompts": 8,
+    "group_size": 4,
+    "mini_batch_size_prompts": 4,
+    "num_epochs": 2,
+    "sampling": {"max_new_tokens": 5},
+    "optimizer": {"lr": 1e-3},
+    "algorithm": {
+        "use_kl_loss": True,
+        "filter_groups": {"enable": True, "max_num_gen_batches": 3},
+        "overlong": {"enable": True, "buffer_length": 2, "penalty_factor": 0.5},
+    },
+    "reward": REWARD,
+    "max_logprob_diff": 1e-4,
+    "checkpoint": {"every_num_steps": 2},
+    "evaluation": EVALUATION,
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A store and a work directory of their own."""
+
+    root: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def spec(
+        self,
+        stage: str,
+        config: Mapping[str, Any],
+        inputs: Mapping[str, Artifact],
+        attempt: int = 0,
+    ) -> StageSpec:
+        """A specification whose fingerprint depends on stage, configuration and inputs."""
+        identity = [stage, config, {name: artifact.digest for name, artifact in inputs.items()}]
+        fingerprint = _digest(json.dumps(identity, sort_keys=True))
+        return StageSpec(
+            stage=stage,
+            job_module=f"engines.jobs.{stage}",
+            fingerprint=fingerprint,
+            attempt=attempt,
+            config=dict(config),
+            inputs=dict(inputs),
+            seed=3,
+            store_uri=str(self.root / "store"),
+            work_dir=self.root / "work" / fingerprint[:8],
+            runtime={"platform": "cpu", "num_threads": 1},
+        )
+
+    def start(self, spec: StageSpec) -> "subprocess.Popen[str]":
+        """The job's process."""
+        spec.attempt_dir.mkdir(parents=True, exist_ok=True)
+        path = spec.attempt_dir / "spec.json"
+        path.write_text(spec.model_dump_json(), encoding="utf-8")
+        return subprocess.Popen(
+            [sys.executable, "-m", spec.job_module, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **self.environment),
+        )
+
+    def run(self, spec: StageSpec) -> CommitRecord:
+        """Run a job to its end."""
+        process = self.start(spec)
+        output, _ = process.communicate(timeout=JOB_DEADLINE_S)
+        assert process.returncode == 0, output
+        record = open_storage(spec.store_uri).committed(spec.fingerprint)
+        assert record is not None
+        return record
+
+    def kill_after_step(self, spec: StageSpec, step: int) -> None:
+        """Start a job and SIGKILL it once it has recorded a step."""
+        process = self.start(spec)
+        try:
+            wait_for(
+                lambda: process.poll() is not None or _steps_done(spec) >= step,
+                f"step {step} of {spec.stage}",
+                JOB_DEADLINE_S,
+                poll_s=0.002,
+            )
+        finally:
+            process.kill()
+            output, _ = process.communicate(timeout=30)
+        assert process.returncode == -signal.SIGKILL, output
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _steps_done(spec: StageSpec) -> int:
+    records, _ = read_records(spec.journal_path, 0)
+    return max((record.done or 0 for record in records if record.kind == "progress"), default=0)
+
+
+def _metrics(spec: StageSpec) -> list[JournalRecord]:
+    records, _ = read_records(spec.journal_path, 0)
+    return [record for record in records if record.kind == "metrics"]
+
+
+def _comparable(records: list[JournalRecord]) -> list[tuple[int | None, dict[str, float]]]:
+    """Metrics without those that measure time."""
+    return [
+        (
+            record.step,
+            {
+                name: value
+                for name, value in record.values.items()
+                if not name.startswith(("timing_s/", "perf/"))
+            },
+        )
+        for record in records
+    ]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An undisturbed pipeline."""
+
+    bench: Bench
+    dataset: Artifact
+    sft: CommitRecord
+    rl: CommitRecord
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    bench = Bench(tmp_path_factory.mktemp("reference"))
+    dataset = bench.run(bench.spec("preprocess", {"data": DATA, "model": MODEL}, {})).artifact
+    sft = bench.run(bench.spec("sft", SFT, {"dataset": dataset}))
+    rl = bench.run(bench.spec("rl_round", RL_ROUND, _rl_inputs(dataset, sft.artifact)))
+    return Reference(bench, dataset, sft, rl)
+
+
+def _rl_inputs(dataset: Artifact, policy: Artifact) -> dict[str, Artifact]:
+    return {"dataset": dataset, "policy": policy, "reference": policy}
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl_round"])
+def test_a_stage_killed_twice_ends_as_if_it_never_was(
+    stage: str, reference: Reference, tmp_path: Path
+) -> None:
+    """SIGKILL at a random step, and again after it resumed: same bytes, every metric once."""
+    config = SFT if stage == "sft" else RL_ROUND
+    expected = reference.sft if stage == "sft" else reference.rl
+    inputs = {"dataset": reference.dataset}
+    if stage == "rl_round":
+        inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
+    undisturbed = reference.bench.spec(stage, config, inputs)
+    # The same store for the inputs, another work directory and fingerprint for the stage.
+    spec = undisturbed.model_copy(update={"work_dir": tmp_path, "fingerprint": _digest(stage)})
+    num_steps = config["num_steps"] if stage == "rl_round" else config["sft"]["num_steps"]
+    first, second = sorted(random.Random(time.time_ns()).sample(range(1, num_steps), 2))
+    bench = reference.bench
+    bench.kill_after_step(spec, first)
+    bench.kill_after_step(spec.model_copy(update={"attempt": 1}), second)
+    record = bench.run(spec.model_copy(update={"attempt": 2}))
+    assert record.artifact.digest == expected.artifact.digest, (first, second)
+    assert record.metrics == expected.metrics
+    steps = [entry.step for entry in _metrics(spec) if "training/global_step" in entry.values]
+    assert steps == list(range(1, num_steps + 1))
+    assert _comparable(_metrics(spec)) == _comparable(_metrics(undisturbed))
+
+
+def test_sampler_and_trainer_agree_in_every_rl_step(reference: Reference) -> None:
+    """Rollout logprobs against the training engine's on the same tokens: <= 1e-4 in fp32."""
+    inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
+    spec = reference.bench.spec("rl_round", RL_ROUND, inputs)
+    trained = [r.values for r in _metrics(spec) if r.values.get("training/skipped_steps") == 0]
+    assert trained
+    for values in trained:
+        assert 0 <= values["mismatch/logprob_abs_mean"] <= values["mismatch/logprob_abs_max"]
+        assert values["mismatch/logprob_abs_max"] <= 1e-4
+        assert values["training/rollout_probs_diff_max"] <= 1e-4
+
+
+def test_rl_reports_under_the_names_that_users_of_verl_know(reference: Reference) -> None:
+    inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
+    spec = reference.bench.spec("rl_round", RL_ROUND, inputs)
+    trained = [r.values for r in _metrics(spec) if r.values.get("training/skipped_steps") == 0]
+    assert trained[0].keys() >= {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/ppo_kl",
+        "actor/entropy",
+        "actor/kl_loss",
+        "actor/grad_norm",
+        "actor/lr",
+        "critic/score/mean",
+        "critic/rewards/max",
+        "critic/advantages/min",
+        "response_length/mean",
+        "response_length/clip_ratio",
+        "prompt_length/mean",
+        "timing_s/gen",
+        "timing_s/reward",
+        "timing_s/old_log_prob",
+        "timing_s/ref",
+        "timing_s/adv",
+        "timing_s/update_actor",
+        "timing_s/update_weights",
+        "timing_s/step",
+        "perf/throughput",
+        "perf/total_num_tokens",
+        "training/global_step",
+        "training/epoch",
+        "training/rollout_probs_diff_mean",
+    }
+    assert all(math.isfinite(value) for values in trained for value in values.values())
+    assert reference.rl.metrics.keys() >= {"val-core/accuracy", "val-core/pass@4"}
+    assert reference.rl.seconds.keys() >= {"load", "gen", "reward", "train", "evaluate", "save"}
+    assert sum(v for k, v in reference.rl.seconds.items() if k != "total") <= (
+        reference.rl.seconds["total"] + 0.5
+    )
+
+
+def test_the_rest_of_the_pipeline(reference: Reference) -> None:
+    """A second round continues the optimizer; merge, evaluate and promote follow."""
+    bench, dataset = reference.bench, reference.dataset
+    second = {**RL_ROUND, "round": 2, "num_steps": 2, "algorithm": {}, "num_epochs": 1}
+    inputs = {"dataset": dataset, "policy": reference.rl.artifact}
+    spec = bench.spec("rl_round", second, inputs)
+    round_2 = bench.run(spec)
+    assert [r.step for r in _metrics(spec) if "actor/lr" in r.values] == [3, 4]
+    directory = round_2.artifact.local_path()
+    engine_state = json.loads((directory / "checkpoint" / "engine.json").read_text())
+    before = json.loads(
+        (reference.rl.artifact.local_path() / "checkpoint" / "engine.json").read_text()
+    )
+    assert engine_state["num_optimizer_steps"] == before["num_optimizer_steps"] + 4
+    model = bench.run(bench.spec("merge", {"model": MODEL}, {"policy": round_2.artifact})).artifact
+    config = {"evaluation": EVALUATION, "rollout": {}, "reward": REWARD}
+    evaluated = bench.run(bench.spec("evaluate", config, {"model": model, "dataset": dataset}))
+    # The merged model is the policy: the same answers, hence the same numbers.
+    for name in ("accuracy", "accuracy_low", "pass@1", "pass@4"):
+        assert evaluated.metrics[name] == round_2.metrics[f"val-core/{name}"]
+    inputs = {"evaluation": evaluated.artifact, "model": model}
+    for min_value, promoted in ((0.0, True), (1.1, False)):
+        gate = {"promote": {"min_value": min_value}}
+        decision = bench.run(bench.spec("promote", gate, inputs)).artifact.local_path()
+        content = json.loads((decision / "decision.json").read_text())
+        assert content["promoted"] is promoted
+        assert content["model_digest"] == model.digest
+
+
+def test_equal_runs_publish_equal_bytes_and_a_second_commit_changes_nothing(
+    reference: Reference, tmp_path: Path
+) -> None:
+    other = Bench(tmp_path)
+    dataset = other.run(other.spec("preprocess", {"data": DATA, "model": MODEL}, {})).artifact
+    assert dataset.digest == reference.dataset.digest
+    spec = reference.bench.spec("preprocess", {"data": DATA, "model": MODEL}, {})
+    again = reference.bench.run(spec.model_copy(update={"attempt": 5}))
+    assert again.attempt == 0
+
+
+def test_sigterm_ends_a_job_at_once_and_it_resumes(reference: Reference, tmp_path: Path) -> None:
+    bench = reference.bench
+    spec = bench.spec("sft", SFT, {"dataset": reference.dataset})
+    spec = spec.model_copy(update={"work_dir": tmp_path, "fingerprint": _digest("sigterm")})
+    process = bench.start(spec)
+    wait_for(lambda: _steps_done(spec) >= 6, "step 6", JOB_DEADLINE_S, poll_s=0.002)
+    process.terminate()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143, output
+    error = json.loads((spec.attempt_dir / "error.json").read_text())
+    assert error["exit_code"] == 143
+    record = bench.run(spec.model_copy(update={"attempt": 1}))
+    assert record.artifact.digest == reference.sft.artifact.digest

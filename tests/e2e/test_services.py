@@ -1,0 +1,218 @@
+"""`up`, `status` and `down` with the real Prefect, MLflow and Ray servers."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import env
+from infra.journal import Journal
+from infra.loopback_http import online_workers
+from infra.processes import ProcessRecord, is_alive
+from infra.ray_cluster import ensure_cluster
+from infra.ray_embedded import RayRecord, record_path
+from infra.ray_jobs import RayJobs
+from infra.service_commands import WORK_POOL
+from infra.service_files import load_record
+from infra.services import (
+    ServiceRecord,
+    down,
+    running_mlflow_url,
+    running_prefect_url,
+    status,
+    up,
+)
+from infra.stage_spec import Artifact
+from infra.tracking import Tracker
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("prefect", "worker", "mlflow", "ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_addresses() -> Iterator[None]:
+    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "PREFECT_API_URL")
+    before = {name: os.environ.pop(name, None) for name in names}
+    yield
+    for name, value in before.items():
+        env.set_for_process(name, value)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("services-home")
+    try:
+        yield home
+    finally:
+        down(home)
+
+
+@pytest.fixture(scope="module")
+def running(home: Path) -> Path:
+    assert [service.state for service in up(home)] == ["up"] * 4
+    return home
+
+
+def _records(home: Path) -> dict[str, ProcessRecord]:
+    records = {}
+    for name in NAMES[:3]:
+        record = load_record(home / "services" / f"{name}.json", ServiceRecord)
+        assert record is not None
+        records[name] = record.process
+    ray = load_record(record_path(home), RayRecord)
+    assert ray is not None
+    return {**records, "ray": ray.process}
+
+
+def test_everything_answers_on_loopback_only(running: Path) -> None:
+    records = _records(running)
+    families = {
+        name: {record.pid, *(c.pid for c in psutil.Process(record.pid).children(recursive=True))}
+        for name, record in records.items()
+    }
+    listening: dict[str, set[str]] = {name: set() for name in NAMES}
+    for connection in psutil.net_connections("tcp"):
+        for name, pids in families.items():
+            if connection.status == psutil.CONN_LISTEN and connection.pid in pids:
+                listening[name].add(connection.laddr.ip)
+    for name in ("prefect", "mlflow", "ray"):
+        assert listening[name]
+        assert listening[name] <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, name
+
+
+def test_the_worker_polls_its_pool(running: Path) -> None:
+    url = running_prefect_url(running)
+    assert url is not None
+    assert online_workers(url, WORK_POOL) == 1
+    with urllib.request.urlopen(f"{url}/work_pools/{WORK_POOL}", timeout=10) as answer:
+        assert b'"type":"process"' in answer.read().replace(b'": "', b'":"')
+
+
+def test_a_second_up_changes_nothing(running: Path) -> None:
+    before = _records(running)
+    started = time.monotonic()
+    up(running)
+    assert time.monotonic() - started < 10
+    assert _records(running) == before
+
+
+def test_a_run_uses_the_head_and_does_not_end_it(running: Path) -> None:
+    cluster = ensure_cluster(running)
+    assert not cluster.started
+    assert RayJobs(cluster).find({}) == []
+    assert cluster.release() is False
+    assert is_alive(_records(running)["ray"])
+
+
+def test_runs_files_and_models_go_through_the_mlflow_server(running: Path, tmp_path: Path) -> None:
+    url = running_mlflow_url(running)
+    assert url is not None
+    tracker = Tracker.open(running, uri=url)
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for step in range(50):
+            journal.metrics(step, {"train/loss": 1.0 / (step + 1)})
+    parent = tracker.start_pipeline("through the server", {"a": 1}, {})
+    stage = tracker.stage_run(parent, "sft", "a" * 64, {"b": 2}, {})
+    assert stage.ship(tmp_path / "journal.jsonl", now=True)
+    assert stage.ship(tmp_path / "journal.jsonl", now=True)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text("{}")
+    model = Artifact(kind="model", uri=str(model_dir), digest="e" * 64, fingerprint="f" * 64)
+    version = tracker.register_model("m", "champion", model, stage.run_id, {"accuracy": 0.9})
+    assert version == "1"
+    assert tracker.register_model("m", "champion", model, stage.run_id, {}) == "1"
+    stage.finish("FINISHED", model, {"accuracy": 0.9})
+    tracker.finish_pipeline(parent, "FINISHED")
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=url)
+    history = client.get_metric_history(str(stage.run_id), "train/loss")
+    assert [(m.step, m.value) for m in history] == [(s, 1.0 / (s + 1)) for s in range(50)]
+    assert [f.path for f in client.list_artifacts(str(stage.run_id), "model")] == [
+        "model/config.json"
+    ]
+    champion = tracker.registered_model("m", "champion")
+    assert champion is not None
+    assert champion.digest == "e" * 64
+
+
+def test_a_service_that_died_is_started_again(running: Path) -> None:
+    before = _records(running)
+    psutil.Process(before["mlflow"].pid).kill()
+    assert {s.name: s.state for s in status(running)}["mlflow"] == "down"
+    assert [service.state for service in up(running)] == ["up"] * 4
+    after = _records(running)
+    assert after["mlflow"] != before["mlflow"]
+    assert {k: v for k, v in after.items() if k != "mlflow"} == {
+        k: v for k, v in before.items() if k != "mlflow"
+    }
+
+
+def test_zz_down_ends_exactly_these_and_is_idempotent(running: Path) -> None:
+    processes = [
+        process
+        for record in _records(running).values()
+        for process in (
+            psutil.Process(record.pid),
+            *psutil.Process(record.pid).children(recursive=True),
+        )
+    ]
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    try:
+        started = time.monotonic()
+        assert sorted(down(running)) == sorted(NAMES)
+        assert time.monotonic() - started < 30
+        assert psutil.wait_procs(processes, timeout=1)[1] == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+    assert down(running) == []
+    assert [service.state for service in status(running)] == ["down"] * 4
+
+
+def test_zz_down_spares_the_head_of_a_run_that_is_no_service(tmp_path: Path) -> None:
+    cluster = ensure_cluster(tmp_path)
+    try:
+        assert cluster.started
+        assert down(tmp_path) == []
+        assert cluster.api.version()
+    finally:
+        assert cluster.release() is True
+
+
+def test_zz_an_up_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "prefect").write_text("a file where the server's directory should be")
+    code = f"""
+        from pathlib import Path
+        from infra.errors import ServiceError
+        from infra.services import up
+        try:
+            up(Path({str(tmp_path)!r}), deadline_s=90)
+        except ServiceError as error:
+            print("refused:", error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "refused: prefect ended" in done.stdout
+    assert list((tmp_path / "services").glob("*.json")) == []
+    assert [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ] == []

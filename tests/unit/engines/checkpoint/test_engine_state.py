@@ -1,0 +1,75 @@
+"""An engine's files: equal for equal states, refused when something is missing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.checkpoint.engine_state import read_scalars
+from engines.errors import CheckpointError
+from engines.training.fsdp.engine import FSDP2Engine
+
+MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
+
+
+def test_save_load_save_gives_the_same_bytes(
+    make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
+) -> None:
+    _, policy = make_policy("qwen3")
+    engine = make_engine(tmp_path / "model", load_weights=False)
+    assert engine.load_checkpoint(policy / "checkpoint") == 2
+    (tmp_path / "again").mkdir()
+    engine.save_checkpoint(tmp_path / "again", step=2)
+    first = contents(policy / "checkpoint")
+    assert first == contents(tmp_path / "again")
+    assert sorted(first) == [
+        "engine.json",
+        "rng/rank-00000.safetensors",
+        "tensors/shard-00000-00000.safetensors",
+    ]
+    scalars = json.loads(first["engine.json"])
+    assert scalars == {
+        "schema_version": 1, "step": 2, "num_steps": 2, "schedule_step": 2,
+        "num_optimizer_steps": 2, "world_size": 1,
+    }  # fmt: skip
+
+
+def test_random_generators_are_restored(
+    make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
+) -> None:
+    _, policy = make_policy("qwen3")
+    engine = make_engine(tmp_path / "model")
+    engine.load_checkpoint(policy / "checkpoint")
+    drawn = torch.rand(4)
+    engine.load_checkpoint(policy / "checkpoint")
+    assert torch.equal(torch.rand(4), drawn)
+    engine.load_checkpoint(policy / "checkpoint", optimizer=False)
+    assert not torch.equal(torch.rand(4), drawn)
+    assert engine.num_steps == 2
+
+
+def test_what_is_damaged_is_refused(
+    make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
+) -> None:
+    _, policy = make_policy("qwen3")
+    checkpoint = policy / "checkpoint"
+    engine = make_engine(tmp_path / "model")
+    (checkpoint / "rng" / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors is absent"):
+        engine.load_checkpoint(checkpoint)
+    (checkpoint / "tensors" / "shard-00000-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot load"):
+        engine.load_checkpoint(checkpoint)
+    (checkpoint / "engine.json").write_text('{"step": 2}')
+    with pytest.raises(CheckpointError, match=r"engine.json"):
+        read_scalars(checkpoint)

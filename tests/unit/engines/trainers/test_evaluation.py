@@ -1,0 +1,165 @@
+"""Evaluation over a scripted sampler: what is counted, what is left out, what is written."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from engines.config.algorithm import RewardConfig
+from engines.config.model import TokenizerConfig
+from engines.config.stages import EvaluationConfig
+from engines.data.examples import RLPrompt, rl_prompts
+from engines.data.rows import Message, RewardModel, RLRow
+from engines.data.tokenizer import DirectoryTokenizer
+from engines.data.tokenizer_training import train_tokenizer
+from engines.rewards.base import Score
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.evaluation import Evaluation, Evaluator
+from engines.trainers.evaluation_files import write_evaluation
+from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.types import Completion, RolloutRequest
+
+TRUTHS = ("1", "2", "3", "4")
+SOURCES = ("even", "odd", "even", "odd")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> DirectoryTokenizer:
+    directory = train_tokenizer(
+        TokenizerConfig(),
+        ["0123456789?"],
+        tmp_path_factory.mktemp("tokenizer"),
+        max_length=32,
+        chat_template=None,
+    )
+    return DirectoryTokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: DirectoryTokenizer) -> tuple[RLPrompt, ...]:
+    rows = [
+        RLRow(source, (Message("user", f"{truth}?"),), "", RewardModel("rule", truth))
+        for truth, source in zip(TRUTHS, SOURCES, strict=True)
+    ]
+    return rl_prompts(rows, tokenizer, 30).prompts
+
+
+def evaluate(
+    tokenizer: DirectoryTokenizer,
+    prompts: Sequence[RLPrompt],
+    greedy: Sequence[str],
+    sampled: Sequence[Sequence[str]] = ((),) * 4,
+    **config,
+) -> tuple[Evaluation, list[RolloutRequest]]:
+    """Evaluate a sampler that says what it is told."""
+    asked: list[RolloutRequest] = []
+
+    def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        asked.extend(requests)
+        texts = [[text] for text in greedy]
+        if requests[0].sampling.temperature:
+            texts = [list(row) for row in sampled]
+        return [
+            [_completion(request, i, text, tokenizer) for i, text in enumerate(row)]
+            for request, row in zip(requests, texts, strict=True)
+        ]
+
+    with RewardScorer(RewardConfig(function="exact", max_unscored_frac=1)) as rewards:
+        evaluator = Evaluator(
+            EvaluationConfig(max_new_tokens=4, **config),
+            prompts,
+            CompletionScorer(rewards, tokenizer),
+            seed=1,
+        )
+        reports: list[tuple[int, int]] = []
+        evaluation = evaluator.run(generate, lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (len(evaluation.problems), len(evaluation.problems))
+    return evaluation, asked
+
+
+def _completion(request, index: int, text: str, tokenizer: DirectoryTokenizer) -> Completion:
+    if text == "abort":
+        return Completion(request.request_id, index, (), (), (), "abort")
+    ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+    zeros = (0,) * len(ids)
+    return Completion(request.request_id, index, ids, zeros, zeros, "stop")
+
+
+def test_greedy_accuracy_with_its_interval_and_by_source(tokenizer, prompts) -> None:
+    evaluation, asked = evaluate(tokenizer, prompts, ["1", "2", "9", "4"])
+    metrics = evaluation.metrics
+    assert metrics["accuracy"] == 0.75
+    # Wilson for 3 of 4: (0.75 + z^2/8 -+ z sqrt(0.1875/4 + z^2/64)) / (1 + z^2/4), z = 1.96.
+    assert metrics["accuracy_low"] == pytest.approx(0.300642, abs=1e-4)
+    assert metrics["accuracy_high"] == pytest.approx(0.954413, abs=1e-4)
+    assert evaluation.sources["even"]["accuracy"] == 0.5
+    assert evaluation.sources["odd"]["accuracy"] == 1.0
+    assert metrics["response_length/mean"] == 2
+    assert {request.sampling.temperature for request in asked} == {0.0}
+    assert [problem.greedy.text for problem in evaluation.problems] == ["1", "2", "9", "4"]
+
+
+def test_what_could_not_be_scored_is_left_out_and_counted(tokenizer, prompts) -> None:
+    metrics = evaluate(tokenizer, prompts, ["1", "abort", "9", "abort"])[0].metrics
+    assert (metrics["accuracy"], metrics["num_unscored"]) == (0.5, 2)
+    nothing = evaluate(tokenizer, prompts, ["abort"] * 4)[0].metrics
+    assert "accuracy" not in nothing
+    assert nothing["num_unscored"] == 4
+
+
+def test_pass_at_k_over_samples(tokenizer, prompts) -> None:
+    """Right of 2 samples: 2, 1, 0, 1: pass@1 = (1 + .5 + 0 + .5) / 4, pass@2 = (1+1+0+1) / 4."""
+    sampled = [("1", "1"), ("2", "0"), ("0", "0"), ("4", "3")]
+    evaluation, asked = evaluate(
+        tokenizer, prompts, ["0"] * 4, sampled, num_samples=2, pass_at=(1, 2), temperature=0.8
+    )
+    assert evaluation.metrics["pass@1"] == 0.5
+    assert evaluation.metrics["pass@2"] == 0.75
+    # Sample standard deviation of (1, .5, 0, .5) is sqrt(1/6); over sqrt(4).
+    assert evaluation.metrics["pass@1_stderr"] == pytest.approx((1 / 6) ** 0.5 / 2)
+    seeds = [seed for request in asked if request.num_samples == 2 for seed in request.seeds]
+    assert len(set(seeds)) == 8
+
+
+def test_only_the_first_problems_when_fewer_are_asked_for(tokenizer, prompts) -> None:
+    evaluation, _ = evaluate(tokenizer, prompts, ["1", "2"], num_problems=2)
+    assert evaluation.metrics["num_problems"] == 2
+    with pytest.raises(ValueError, match="was not resolved"):
+        Evaluator(EvaluationConfig(), prompts, None, 0)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_files_hold_every_text_and_repeat_bitwise(tokenizer, prompts, tmp_path: Path) -> None:
+    sampled = [("1", "5"), ("2", "0"), ("0", "abort"), ("4", "3")]
+    evaluation, _ = evaluate(
+        tokenizer, prompts, ["1", "2", "abort", "4"], sampled, num_samples=2, pass_at=(1,)
+    )
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_evaluation(evaluation, tmp_path / name)
+    for file in ("rows.parquet", "summary.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    rows = pq.read_table(tmp_path / "a" / "rows.parquet").to_pylist()
+    assert [row["greedy"]["text"] for row in rows] == ["1", "2", "", "4"]
+    assert [row["greedy"]["correct"] for row in rows] == [True, True, None, True]
+    assert [answer["text"] for answer in rows[0]["samples"]] == ["1", "5"]
+    assert rows[0]["prompt"].count("1?") == 1
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["metrics"] == evaluation.metrics
+    assert set(summary["sources"]) == {"even", "odd"}
+
+
+@pytest.mark.parametrize(
+    ("score", "correct"),
+    [
+        (Score(1.0), True),
+        (Score(0.0), False),
+        (Score(-1.0), False),
+        (Score(0.1), False),
+        (Score(-1.0, {"acc": 1.0}), True),
+        (Score(1.0, {"acc": 0.0}), False),
+    ],
+)
+def test_the_verdict_of_a_score(score: Score, correct: bool) -> None:
+    assert is_correct(score) is correct

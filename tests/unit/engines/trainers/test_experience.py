@@ -1,0 +1,97 @@
+"""From scored samples to the packed batch, on hand-worked numbers."""
+
+import pytest
+import torch
+
+from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.trainers.experience import Collector, Experience, ScoredBatch, ScoredSample
+from engines.types import Completion
+
+
+def sample(group: int, score: float, tokens: tuple[int, ...] = (7,), shaping: float = 0.0):
+    completion = Completion(
+        f"prompt={group}", 0, tokens, tuple(-0.5 for _ in tokens), tuple(0 for _ in tokens), "stop"
+    )
+    return ScoredSample(group, (1, 2, 3), completion, score, score + shaping)
+
+
+def batch(*samples: ScoredSample, unscored: int = 0) -> ScoredBatch:
+    return ScoredBatch(samples, len(samples) + unscored, unscored, 0)
+
+
+def collect(*samples: ScoredSample, size: int = 8, **filter_groups) -> Experience:
+    collector = Collector(size, FilterGroupsConfig(**filter_groups))
+    collector.add(batch(*samples))
+    return collector.experience()
+
+
+def test_tokens_mask_and_logprobs_stand_behind_their_prompts() -> None:
+    packed = collect(sample(0, 1.0, (7, 8)), sample(0, 0.0, (9,))).batch
+    assert packed.input_ids_T.tolist() == [1, 2, 3, 7, 8, 1, 2, 3, 9]
+    assert packed.cu_seqlens.tolist() == [0, 5, 9]
+    assert packed.columns["loss_mask"].tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
+    assert packed.columns["rollout_logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, 0, -0.5]
+
+
+def test_advantages_are_those_of_the_group_on_sampled_tokens_only() -> None:
+    """Scores 1, 0, 0, 1: mean 1/2, unbiased std sqrt(1/3); GRPO gives +-(1/2) / (std + 1e-6)."""
+    experience = collect(
+        sample(0, 1.0), sample(0, 0.0, (7, 8)), sample(0, 0.0), sample(0, 1.0)
+    ).with_advantages(AlgorithmConfig())
+    value = 0.5 / ((1 / 3) ** 0.5 + 1e-6)
+    expected = [0, 0, 0, value, 0, 0, 0, -value, -value, 0, 0, 0, -value, 0, 0, 0, value]
+    assert experience.batch.columns["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_rewards_not_scores_make_the_advantages() -> None:
+    experience = collect(sample(0, 1.0, shaping=-1.0), sample(0, 0.0))
+    assert experience.scores_B.tolist() == [1, 0]
+    advantages_T = experience.with_advantages(AlgorithmConfig()).batch.columns["advantages"]
+    assert advantages_T.abs().max() == 0
+
+
+def test_groups_of_equal_scores_get_no_gradient_and_stay_without_the_filter() -> None:
+    experience = collect(sample(4, 1.0), sample(4, 1.0), sample(9, 0.0), sample(9, 1.0))
+    assert experience.group_index_B.tolist() == [0, 0, 1, 1]
+    advantages_T = experience.with_advantages(AlgorithmConfig()).batch.columns["advantages"]
+    assert advantages_T.tolist()[:8] == [0] * 8
+    assert advantages_T.tolist()[11] < 0 < advantages_T.tolist()[15]
+
+
+def test_dynamic_sampling_refills_until_the_step_is_full() -> None:
+    collector = Collector(2, FilterGroupsConfig(enable=True))
+    collector.add(batch(sample(0, 1.0), sample(0, 1.0), sample(1, 0.0), sample(1, 1.0)))
+    assert (collector.full, collector.num_evicted) == (False, 2)
+    collector.add(batch(sample(2, 0.0), sample(2, 1.0), sample(3, 0.0), sample(3, 1.0), unscored=1))
+    assert (collector.full, collector.num_evicted) == (True, 2)
+    experience = collector.experience()
+    assert [s.group for s in experience.samples] == [1, 1, 2, 2]
+    assert experience.num_groups == 2
+    assert [b.num_unscored for b in collector.batches] == [0, 1]
+
+
+def test_without_the_filter_one_batch_is_a_step_whatever_its_scores() -> None:
+    collector = Collector(2, FilterGroupsConfig())
+    collector.add(batch(sample(0, 1.0), sample(0, 1.0)))
+    assert collector.full
+
+
+def test_a_step_without_a_usable_sample_is_empty_and_not_an_error() -> None:
+    experience = collect(sample(0, 1.0), sample(0, 1.0), enable=True)
+    assert experience.num_groups == 0
+    assert experience.batch.num_tokens == 0
+    assert collect().num_groups == 0
+
+
+def test_mini_batches_hold_whole_groups_in_order_and_repeat_each_epoch() -> None:
+    experience = collect(
+        sample(0, 0.0, (10,)), sample(0, 1.0, (11,)), sample(1, 0.0, (12,)),
+        sample(2, 0.0, (13,)), sample(2, 1.0, (14,)),
+    )  # fmt: skip
+    last_tokens = [
+        mini.input_ids_T[mini.cu_seqlens[1:].long() - 1].tolist()
+        for mini in experience.mini_batches(2, 2)
+    ]
+    assert last_tokens == [[10, 11, 12], [13, 14]] * 2
+    (whole,) = experience.mini_batches(5, 1)
+    assert torch.equal(whole.input_ids_T, experience.batch.input_ids_T)

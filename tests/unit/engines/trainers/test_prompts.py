@@ -1,0 +1,100 @@
+"""The requests of a step are a pure function of (seed, round, step)."""
+
+from collections import Counter
+
+from engines.config.stages import RLRoundStageConfig
+from engines.data.examples import RLPrompt
+from engines.data.rows import Message, RewardModel, RLRow
+from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
+
+NUM_ROWS = 10
+
+
+def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
+    config = RLRoundStageConfig.model_validate(
+        {
+            "round": round_,
+            "model": {"init": "random"},
+            "training": {},
+            "rollout": {},
+            "num_steps": 5,
+            "batch_size_prompts": 4,
+            "group_size": 3,
+            "mini_batch_size_prompts": 4,
+            "num_epochs": 1,
+            "sampling": {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 8},
+            "optimizer": {},
+            "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+            "reward": {},
+            "max_logprob_diff": None,
+            "checkpoint": {},
+            "evaluation": {},
+            **changes,
+        }
+    )
+    prompts = [
+        RLPrompt(
+            i, RLRow("s", (Message("user", f"q{i}"),), "", RewardModel("rule", str(i))), (i, i)
+        )
+        for i in range(NUM_ROWS)
+    ]
+    return PromptSource(prompts, config, seed)
+
+
+def test_two_sources_give_one_and_the_same_step() -> None:
+    first, second = source(), source()
+    list(first.generation_batches(1))
+    assert list(first.generation_batches(3)) == list(second.generation_batches(3))
+    assert list(first.generation_batches(3)) != list(source(seed=1).generation_batches(3))
+
+
+def test_every_sample_of_a_run_has_a_seed_of_its_own() -> None:
+    seeds = [
+        seed
+        for step in range(1, 6)
+        for batch in source().generation_batches(step)
+        for request in batch.requests
+        for seed in request.seeds
+    ]
+    assert len(set(seeds)) == len(seeds) == 5 * 3 * 4 * 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    other_round = next(iter(source(round_=2).generation_batches(1))).requests[0].seeds
+    assert other_round != next(iter(source().generation_batches(1))).requests[0].seeds
+
+
+def test_requests_carry_prompt_sampling_and_a_name_that_is_unique_in_the_step() -> None:
+    batches = list(source().generation_batches(2))
+    assert [batch.first_group for batch in batches] == [0, 4, 8]
+    names = [request.request_id for batch in batches for request in batch.requests]
+    assert names[0] == "round=1/step=2/prompt=0"
+    assert names[-1] == "round=1/step=2/prompt=11"
+    for batch in batches:
+        for row, request in zip(batch.rows, batch.requests, strict=True):
+            number = int(row.reward_model.ground_truth)
+            assert request.prompt_ids == (number, number)
+            assert request.num_samples == 3
+            sampling = request.sampling
+            assert (sampling.max_new_tokens, sampling.temperature) == (5, 0.7)
+            assert (sampling.top_p, sampling.top_k) == (0.9, 8)
+
+
+def test_the_first_batches_visit_every_row_once_per_epoch_whatever_is_refilled() -> None:
+    visited = Counter(
+        row.reward_model.ground_truth
+        for step in range(1, 6)
+        for row in next(iter(source().generation_batches(step))).rows
+    )
+    assert set(visited.values()) == {2}
+    assert len(visited) == NUM_ROWS
+    assert source().epoch(5) == 2.0
+
+
+def test_without_refills_a_step_has_one_batch() -> None:
+    algorithm = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
+    assert len(list(source(algorithm=algorithm).generation_batches(1))) == 1
+
+
+def test_seeds_do_not_depend_on_how_many_are_asked_for() -> None:
+    assert sample_seeds(5, "a", 4)[:2] == sample_seeds(5, "a", 2)
+    assert derive_seed(5, "a") != derive_seed(5, "b")
+    assert derive_seed(51, "a") != derive_seed(5, "1/a")
