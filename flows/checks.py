@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
+
 from engines.config.plugins import BUILT_IN, check_plugin
 from infra import env
 from infra.atomic import atomic_write_bytes
@@ -24,6 +26,7 @@ from infra.errors import ConfigError
 
 Status = Literal["ok", "warning", "error"]
 
+DISTRIBUTION = "rlhf-pipeline"
 PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MIN_FREE_BYTES = 2 * 1024**3
 PROBE_DEADLINE_S = 120.0
@@ -72,11 +75,25 @@ def _python() -> Check:
 
 
 def _distributions() -> Iterator[Check]:
-    for name in ("prefect", "ray", "mlflow", "torch", "transformers", "pyarrow"):
-        try:
-            yield Check(name, "ok", metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Check(name, "error", "not installed; pip install rlhf-pipeline")
+    """What the project declares, against what is installed; some newer versions are broken."""
+    try:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        yield Check(DISTRIBUTION, "error", "not installed; pip install --editable .")
+        return
+    for requirement in map(Requirement, declared):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _distribution(requirement)
+
+
+def _distribution(requirement: Requirement) -> Check:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return Check(requirement.name, "error", f"not installed; pip install '{requirement}'")
+    if requirement.specifier.contains(version, prereleases=True):
+        return Check(requirement.name, "ok", version)
+    return Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
 
 
 def _packages() -> Iterator[Check]:

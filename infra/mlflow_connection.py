@@ -115,6 +115,7 @@ class MlflowConnection:
 
     def _failed(self, what: str, error: Exception) -> None:
         reason = redact(" ".join(str(error).split()))[:300]
+        _log.debug("tracking: could not %s", what, exc_info=error)
         if getattr(error, "error_code", None) in _REFUSALS:
             _log.warning("tracking: MLflow refused to %s: %s", what, reason)
             return

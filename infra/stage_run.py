@@ -35,7 +35,7 @@ class StageRun:
         name: of the run.
         tags: identify the run; it is found by parent, stage and fingerprint.
         params: settings of the stage.
-        inputs: what the stage reads, by name.
+        inputs: digests of what the stage reads, by name.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StageRun:
         name: str,
         tags: Mapping[str, str],
         params: Mapping[str, Any],
-        inputs: Mapping[str, Artifact],
+        inputs: Mapping[str, str],
     ) -> None:
         self._connection = connection
         self._open_experiment = open_experiment
@@ -167,10 +167,10 @@ class StageRun:
         datasets = [
             DatasetInput(
                 # MLflow's digest has 36 characters at most; the whole one goes into a tag.
-                Dataset(f"{name}-{artifact.kind}", artifact.digest[:36], "local", artifact.uri),
-                [InputTag("mlflow.data.context", name), InputTag("digest", artifact.digest)],
+                Dataset(name, digest[:36], source_type="artifact", source=digest),
+                [InputTag("mlflow.data.context", name), InputTag("digest", digest)],
             )
-            for name, artifact in self._inputs.items()
+            for name, digest in self._inputs.items()
         ]
         if datasets:
             client.log_inputs(run_id, datasets=datasets)

@@ -126,7 +126,7 @@ class Tracker:
         stage: str,
         fingerprint: str,
         params: Mapping[str, Any],
-        inputs: Mapping[str, Artifact],
+        inputs: Mapping[str, str],
     ) -> StageRun:
         """The run of a stage below its pipeline's run; found by its tags, or created.
 
@@ -135,7 +135,7 @@ class Tracker:
             stage: name of the stage within the pipeline (`rl_round_2`).
             fingerprint: its identity.
             params: its settings; nested ones get dotted names.
-            inputs: what it reads, by name.
+            inputs: digests of what it reads, by name.
 
         Returns:
             The run; without an id yet if MLflow is not there now.
@@ -148,7 +148,7 @@ class Tracker:
         }
         if parent_run_id is not None:
             tags["mlflow.parentRunId"] = parent_run_id
-        tags |= {f"{TAG}input.{name}": artifact.digest for name, artifact in inputs.items()}
+        tags |= {f"{TAG}input.{name}": digest for name, digest in inputs.items()}
         run = StageRun(self._connection, self._open_experiment, stage, tags, params, inputs)
         run.open()
         return run

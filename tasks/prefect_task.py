@@ -11,7 +11,8 @@ from typing import Any, Concatenate, ParamSpec, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, State
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from tasks.run import StageResult, StageRunner
 
@@ -42,13 +43,12 @@ def stage_task(
             return Completed(name="Reused", message=message, data=result)
 
         prefect_task = task(
-            with_state,
             name=function.__name__,
             task_run_name=task_run_name,
             cache_policy=NO_CACHE,
             persist_result=True,
             result_serializer="json",
-        )
+        )(with_state)
 
         @wraps(function)
         def call(run: StageRunner, *args: Params.args, **kwargs: Params.kwargs) -> StageResult:

@@ -1,9 +1,9 @@
 """Cut one rank's batch into micro-batches under a token budget.
 
 Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
-budget unless a single sequence does; loads are balanced (heaviest sequence first, each to the
-lightest micro-batch); inside a micro-batch sequences stand shortest first, which is what makes
-packed attention cheap. Does not promise the smallest possible number of micro-batches.
+budget unless a single sequence does; loads are nearly equal; sequences stand shortest first,
+and equal lengths together, which is what makes packed attention cheap. Does not promise the
+smallest possible number of micro-batches.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class MicroBatch:
 def plan_micro_batches(
     lengths: Sequence[int], max_tokens: int, min_num: int = 1
 ) -> list[list[int]]:
-    """Assign sequences to micro-batches.
+    """Assign sequences to micro-batches: neighbours in length stay together.
 
     Args:
         lengths: tokens of each sequence.
@@ -42,20 +42,36 @@ def plan_micro_batches(
     Returns:
         For each micro-batch its sequence indices, shortest sequence first.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    total, longest = sum(lengths), max(lengths, default=0)
-    num = max(1, min_num, -(-total // max_tokens))
-    while True:
-        num = min(num, max(1, len(lengths)))
-        parts: list[list[int]] = [[] for _ in range(num)]
-        loads = [(0, part) for part in range(num)]
-        for i in order:
-            load, part = min(loads)
-            loads[part] = (load + lengths[i], part)
-            parts[part].append(i)
-        if num >= len(lengths) or max(loads)[0] <= max(max_tokens, longest):
-            return [part[::-1] for part in parts]
-        num += 1
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    longest = max(lengths, default=0)
+    num = max(min_num, len(_fill(order, lengths, max(max_tokens, longest))))
+    # The smallest budget that still needs no more than `num` parts balances them.
+    low, high = max(longest, sum(lengths) // num), max(max_tokens, longest)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(order, lengths, middle)) <= num:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _fill(order, lengths, high)
+    while len(parts) < min(num, len(lengths)):
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        part = parts.pop(largest)
+        parts[largest:largest] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut the order into consecutive parts of at most `budget` tokens."""
+    parts: list[list[int]] = []
+    used = budget + 1
+    for i in order:
+        used += lengths[i]
+        if used > budget:
+            parts.append([])
+            used = lengths[i]
+        parts[-1].append(i)
+    return parts
 
 
 def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:

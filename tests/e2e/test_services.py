@@ -120,7 +120,7 @@ def test_runs_files_and_models_go_through_the_mlflow_server(running: Path, tmp_p
         for step in range(50):
             journal.metrics(step, {"train/loss": 1.0 / (step + 1)})
     parent = tracker.start_pipeline("through the server", {"a": 1}, {})
-    stage = tracker.stage_run(parent, "sft", "a" * 64, {"b": 2}, {})
+    stage = tracker.stage_run(parent, "sft", "a" * 64, {"b": 2}, {"data": "d" * 64})
     assert stage.ship(tmp_path / "journal.jsonl", now=True)
     assert stage.ship(tmp_path / "journal.jsonl", now=True)
     model_dir = tmp_path / "model"

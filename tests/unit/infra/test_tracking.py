@@ -57,7 +57,9 @@ def test_pipeline_and_stage_runs_hold_settings_lineage_and_outcome(
     tracker: Tracker, client: MlflowClient, tmp_path: Path
 ) -> None:
     parent = tracker.start_pipeline("p", {"rl": {"lr": 1e-6, "rounds": 2}}, {"recipe": "q"})
-    stage = tracker.stage_run(parent, "sft", "a" * 64, {"x": {"y": "z" * 9000}}, {"data": DATASET})
+    stage = tracker.stage_run(
+        parent, "sft", "a" * 64, {"x": {"y": "z" * 9000}}, {"data": DATASET.digest}
+    )
     output = Artifact(kind="policy", uri="/store/p", digest="e" * 64)
     stage.finish("FINISHED", output, {"val-core/accuracy": 0.5, "pass@4": 0.75})
     tracker.finish_pipeline(parent, "FINISHED", {"seconds": 12.0})
@@ -163,7 +165,7 @@ def test_a_reused_stage_has_a_run_of_its_own_below_the_new_pipeline(
     runs = []
     for reused in (False, True):
         parent = tracker.start_pipeline("again", {}, {})
-        stage = tracker.stage_run(parent, "merge", "1" * 64, {"a": 1}, {"policy": DATASET})
+        stage = tracker.stage_run(parent, "merge", "1" * 64, {"a": 1}, {"policy": DATASET.digest})
         stage.finish("FINISHED", output, {"accuracy": 0.9}, reused=reused)
         stage.finish("FINISHED", output, {"accuracy": 0.9}, reused=reused)
         runs.append(_run(client, stage.run_id))

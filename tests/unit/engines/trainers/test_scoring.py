@@ -34,7 +34,7 @@ def completion(*tokens: int, reason: str = "stop") -> Completion:
 
 
 def scorer(rewards: RewardScorer, **overlong) -> CompletionScorer:
-    return CompletionScorer(rewards, Digits(), OverlongConfig(**overlong), 8)  # pyright: ignore
+    return CompletionScorer(rewards, Digits(), OverlongConfig(**overlong), 8)  # pyright: ignore[reportArgumentType]
 
 
 def test_groups_scores_and_counts() -> None:

@@ -24,8 +24,15 @@ def test_plan(lengths: list[int], max_tokens: int, min_num: int) -> None:
 
 
 def test_loads_are_balanced() -> None:
-    plan = plan_micro_batches([8, 7, 6, 5, 4, 3, 2, 1], 20)
-    assert sorted(sum([8, 7, 6, 5, 4, 3, 2, 1][i] for i in part) for part in plan) == [18, 18]
+    plan = plan_micro_batches([8, 7, 6, 5, 4, 3, 2, 1], 25)
+    assert plan == [[7, 6, 5, 4, 3, 2], [1, 0]]  # 21 and 15 tokens; 21 is the least
+
+
+def test_equal_lengths_stay_together_and_more_parts_can_be_asked_for() -> None:
+    assert plan_micro_batches([2, 9, 2, 9, 2, 9], 30) == [[0, 2, 4, 1], [3, 5]]
+    assert plan_micro_batches([5] * 4, 100, min_num=3) == [[0], [1], [2, 3]]
+    assert plan_micro_batches([5, 5], 100, min_num=3) == [[0], [1]]
+    assert plan_micro_batches([], 8) == []
 
 
 @given(lengths=lengths_strategy, max_tokens=st.integers(8, 200), data=st.data())

@@ -1,0 +1,97 @@
+"""`rlhf merge`: a policy checkpoint as a Hugging Face directory, outside any pipeline.
+
+The same job as the stage `merge`, in a child process and over a store of its own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from engines.config.model import ModelConfig
+from engines.config.stages import MergeStageConfig
+from infra import env
+from infra.artifacts import MANIFEST_NAME, external_artifact, verify_directory
+from infra.atomic import publish_directory
+from infra.canonical import canonical_json, sha256_json
+from infra.errors import ArtifactError, ConfigError, JobFailedError
+from infra.stage_spec import StageSpec
+from infra.storage import open_storage
+from tasks.merge import JOB_MODULE
+
+POLICY_KIND = "policy"
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Merge one checkpoint."""
+    checkpoint = Path(arguments.checkpoint).expanduser().resolve()
+    out = Path(arguments.out).expanduser().resolve()
+    check_paths(checkpoint, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the result gets its name by a rename.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        merged = run_merge(checkpoint, Path(scratch), arguments.dtype)
+        (merged / MANIFEST_NAME).unlink()
+        publish_directory(merged, out)
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def check_paths(checkpoint: Path, out: Path) -> None:
+    """Refuse what is no published policy, and a target that exists.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError("CHECKPOINT", f"{checkpoint} does not exist (cwd is {Path.cwd()})")
+    try:
+        kind = verify_directory(checkpoint).kind
+    except ArtifactError as error:
+        raise ConfigError(
+            "CHECKPOINT", f"{error}; need a policy below <home>/store/artifacts/policy"
+        ) from None
+    if kind != POLICY_KIND:
+        raise ConfigError("CHECKPOINT", f"{checkpoint} is a {kind}; need a policy")
+    if out.exists():
+        raise ConfigError("OUT", f"{out} exists; name a new directory")
+
+
+def run_merge(checkpoint: Path, scratch: Path, dtype: str) -> Path:
+    """Run the job and return its output, still inside `scratch`.
+
+    Raises:
+        JobFailedError: the job failed; its own lines are on stderr already.
+    """
+    config = MergeStageConfig.model_validate({"model": ModelConfig(init="random"), "dtype": dtype})
+    policy = external_artifact(checkpoint)
+    spec = StageSpec(
+        stage="merge",
+        job_module=JOB_MODULE,
+        fingerprint=sha256_json({"policy": policy.digest, "dtype": dtype}),
+        attempt=0,
+        config=config.model_dump(mode="json"),
+        inputs={"policy": policy},
+        seed=0,
+        store_uri=str(scratch / "store"),
+        work_dir=scratch / "work",
+    )
+    path = spec.attempt_dir / "spec.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(canonical_json(spec))
+    ended = subprocess.run(
+        [sys.executable, "-m", JOB_MODULE, str(path)], env=env.child_environment(), check=False
+    )
+    record = open_storage(spec.store_uri).committed(spec.fingerprint)
+    if record is None:
+        raise JobFailedError(_reason(spec.attempt_dir / "error.json", ended.returncode))
+    return record.artifact.local_path()
+
+
+def _reason(error_path: Path, exit_code: int) -> str:
+    try:
+        return f"merge: {json.loads(error_path.read_text(encoding='utf-8'))['message']}"
+    except FileNotFoundError:
+        return f"merge ended with exit code {exit_code}"

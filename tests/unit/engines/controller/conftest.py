@@ -1,0 +1,66 @@
+"""A tiny model with a tokenizer, and workers on it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.config.rollout import RolloutConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.data.tokenizer_training import train_tokenizer
+from engines.models import create_random_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny-policy")
+    tokenizer_dir = train_tokenizer(
+        TokenizerConfig(), ["0123456789+="], root / "tokenizer", max_length=32, chat_template=None
+    )
+    shape = ArchitectureConfig(
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
+    )
+    create_random_model(shape, tokenizer_dir, 32, 5, root / "model")
+    return root / "model"
+
+
+@pytest.fixture
+def policy_spec(model_dir: Path) -> PolicySpec:
+    return PolicySpec(
+        policy=ModelSource(model_dir),
+        reference=None,
+        serving_dir=model_dir,
+        restore_optimizer=False,
+        training=TrainingConfig(num_threads=1),
+        optimizer=OptimizerConfig(lr=1e-2),
+        total_num_steps=10,
+        rollout=RolloutConfig(),
+        temperature=1.0,
+        platform="cpu",
+        seed=0,
+    )
+
+
+@pytest.fixture
+def start_worker() -> Iterator[Callable[[PolicySpec], PolicyWorker]]:
+    workers: list[PolicyWorker] = []
+
+    def start(spec: PolicySpec) -> PolicyWorker:
+        workers.append(PolicyWorker(spec))
+        workers[-1].initialize()
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,157 @@
+"""One rank with a real tiny model: sampling, logprobs, updates, checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.algorithms import policy_loss_fn
+from engines.config.algorithm import AlgorithmConfig
+from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.errors import RolloutError
+from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+
+LOSS = policy_loss_fn(AlgorithmConfig(), 6)
+
+
+def requests(num_prompts: int = 3, num_samples: int = 2, temperature: float = 1.0):
+    return [
+        RolloutRequest(
+            f"p{i}",
+            tuple(range(4, 6 + i)),
+            SamplingParams(6, temperature),
+            tuple(100 * i + j for j in range(num_samples)),
+        )
+        for i in range(num_prompts)
+    ]
+
+
+def packed(asked: list[RolloutRequest], completions: list[list[Completion]]) -> TokenBatch:
+    pairs = [
+        (request.prompt_ids, completion)
+        for request, row in zip(asked, completions, strict=True)
+        for completion in row
+    ]
+    return TokenBatch.from_sequences(
+        [(*prompt, *completion.token_ids) for prompt, completion in pairs],
+        loss_mask=[[0] * len(p) + [1] * len(c.token_ids) for p, c in pairs],
+        rollout_logprobs=[[0] * len(p) + list(c.logprobs) for p, c in pairs],
+        advantages=[
+            [0] * len(p) + [(-1) ** i] * len(c.token_ids) for i, (p, c) in enumerate(pairs)
+        ],
+    )
+
+
+def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker._policy.get_per_tensor_param()}
+
+
+def test_nothing_is_sampled_before_the_first_sync(policy_spec: PolicySpec, start_worker) -> None:
+    worker = start_worker(policy_spec)
+    with pytest.raises(RolloutError, match="before the first weight sync"):
+        worker.generate(requests())
+
+
+def test_samples_come_by_request_and_seed_and_carry_the_version(
+    policy_spec: PolicySpec, start_worker
+) -> None:
+    worker = start_worker(policy_spec)
+    assert worker.sync_weights(7).version == 7
+    rows = worker.generate(requests())
+    assert [[c.sample_index for c in row] for row in rows] == [[0, 1]] * 3
+    assert [row[0].request_id for row in rows] == ["p0", "p1", "p2"]
+    assert {version for row in rows for c in row for version in c.policy_versions} == {7}
+    # Alone or in company, a sample is the same: what makes the number of ranks immaterial.
+    alone = worker.generate(requests()[1:2])[0]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in rows[1]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_trainer_and_sampler_agree_on_the_same_tokens(
+    temperature: float, policy_spec: PolicySpec, model_dir: Path, start_worker
+) -> None:
+    worker = start_worker(replace(policy_spec, temperature=temperature))
+    worker.sync_weights(0)
+    asked = requests(num_samples=4, temperature=temperature)
+    batch = packed(asked, worker.generate(asked))
+    sampled_T = batch.columns["loss_mask"] > 0
+    difference_T = worker.infer_logprobs(batch) - batch.columns["rollout_logprobs"]
+    assert difference_T[sampled_T].abs().max() <= 1e-4
+    # And with a third party: transformers' own forward pass, one sequence at a time.
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        ids = batch.input_ids_T[start:end]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1] / temperature
+        expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        mask = sampled_T[start + 1 : end]
+        found = worker.infer_logprobs(batch)[start + 1 : end]
+        assert torch.allclose(found[mask], expected[mask], atol=1e-5)
+
+
+def test_one_update_per_batch_needs_no_recomputed_logprobs(
+    policy_spec: PolicySpec, start_worker
+) -> None:
+    """The shortcut of the RL loop is exact: same loss, same gradient, same weights."""
+    shortcut, recomputed = start_worker(policy_spec), start_worker(policy_spec)
+    shortcut.sync_weights(0)
+    asked = requests()
+    batch = packed(asked, shortcut.generate(asked))
+    short = shortcut.train_mini_batch(batch, LOSS)
+    old_T = recomputed.infer_logprobs(batch)
+    long = recomputed.train_mini_batch(batch.with_columns(old_logprobs=old_T), LOSS)
+    assert short.loss == pytest.approx(long.loss, abs=1e-7)
+    assert short.grad_norm == pytest.approx(long.grad_norm, rel=1e-6)
+    one, other = weights(shortcut), weights(recomputed)
+    assert all(torch.allclose(one[name], other[name], atol=1e-7) for name in one)
+
+
+def test_updates_reach_the_sampler_only_by_a_sync(policy_spec: PolicySpec, start_worker) -> None:
+    worker = start_worker(policy_spec)
+    first = worker.sync_weights(0)
+    asked = requests()
+    before = worker.generate(asked)
+    worker.train_mini_batch(packed(asked, before), LOSS)
+    assert worker.generate(asked) == before
+    second = worker.sync_weights(1)
+    assert second.digest != first.digest
+    assert worker.generate(asked) != before
+
+
+def test_the_reference_stays_where_it_started(policy_spec: PolicySpec, start_worker) -> None:
+    worker = start_worker(replace(policy_spec, reference=policy_spec.policy))
+    worker.sync_weights(0)
+    asked = requests()
+    batch = packed(asked, worker.generate(asked))
+    before = worker.infer_logprobs(batch)
+    assert torch.equal(worker.infer_reference_logprobs(batch), before)
+    worker.train_mini_batch(batch, LOSS)
+    assert torch.equal(worker.infer_reference_logprobs(batch), before)
+    assert not torch.equal(worker.infer_logprobs(batch), before)
+    with pytest.raises(ValueError, match="without a reference"):
+        start_worker(policy_spec).infer_reference_logprobs(batch)
+
+
+def test_a_saved_worker_continues_bitwise(
+    policy_spec: PolicySpec, start_worker, tmp_path: Path
+) -> None:
+    worker = start_worker(policy_spec)
+    worker.sync_weights(0)
+    asked = requests()
+    batch = packed(asked, worker.generate(asked))
+    worker.train_mini_batch(batch, LOSS)
+    worker.save_checkpoint(tmp_path, 1)
+    expected = worker.train_mini_batch(batch, LOSS)
+    resumed = start_worker(policy_spec)
+    assert resumed.load_checkpoint(tmp_path) == 1
+    assert resumed.train_mini_batch(batch, LOSS) == expected
+    source = ModelSource(policy_spec.policy.hf_dir, tmp_path)
+    started = start_worker(replace(policy_spec, policy=source, restore_optimizer=True))
+    assert started.train_mini_batch(batch, LOSS) == expected
+    fresh = start_worker(replace(policy_spec, policy=source))
+    assert fresh.train_mini_batch(batch, LOSS).loss == expected.loss
+    same, other = weights(started), weights(fresh)
+    assert any(not torch.equal(same[name], other[name]) for name in same)

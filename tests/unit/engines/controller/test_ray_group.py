@@ -1,0 +1,234 @@
+"""Ranks as Ray actors on a real embedded cluster: order, equality with one rank, and every way
+in which a rank can leave."""
+
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from engines.algorithms import sft_loss_fn
+from engines.config.training import TrainingConfig
+from engines.controller import launch
+from engines.controller.dispatch import Dispatch, dispatch
+from engines.controller.in_process import InProcessGroup
+from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
+from engines.errors import NonFiniteError, WorkerError
+from engines.types import RolloutRequest, SamplingParams, TokenBatch
+from infra import env
+from infra.errors import DeadlineError
+from infra.ray_cluster import ensure_cluster, stop_embedded
+from infra.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+GroupFactory = Callable[..., RayWorkerGroup]
+
+
+class Probe:
+    """A worker that does what a test asks for."""
+
+    def __init__(self, place_of_rank: Callable[[int], int] = lambda rank: rank) -> None:
+        self.rank = dist.get_rank()
+        self.data_parallel_rank = place_of_rank(self.rank)
+
+    def initialize(self) -> None:
+        logging.getLogger("probe").info("rank %d is up", self.rank)
+
+    @dispatch(Dispatch.SPLIT)
+    def tag(self, items: list[str], suffix: str) -> list[str]:
+        return [f"{item}{suffix}{self.data_parallel_rank}" for item in items]
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def where(self) -> tuple[int, int]:
+        return self.rank, os.getpid()
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def pids(self) -> int:
+        return os.getpid()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def leave(self, rank: int, how: str) -> None:
+        """One rank leaves in a certain way while the others wait for it in a collective."""
+        if self.rank == rank:
+            if how == "own error":
+                raise NonFiniteError("loss is nan")
+            if how == "foreign error":
+                raise ZeroDivisionError("by nothing")
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        dist.barrier()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    home = tmp_path_factory.mktemp("ray")
+    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+    before = {name: env.child_environment().get(name) for name in names}
+    for name in names:
+        env.set_for_process(name, None)
+    patch = pytest.MonkeyPatch()
+    # The head listens on loopback only; jobs on it inherit this, a foreign process must say it.
+    patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    started = ensure_cluster(home, num_cpus=4)
+    import ray
+    from ray._private import ray_constants
+
+    patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    env.set_for_process("RAY_ADDRESS", started.gcs_address)
+    launch.connect_ray()
+    yield
+    ray.shutdown()
+    patch.undo()
+    env.set_for_process("RAY_ADDRESS", None)
+    stop_embedded(home)
+    for name, value in before.items():
+        env.set_for_process(name, value)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[GroupFactory]:
+    groups: list[RayWorkerGroup] = []
+
+    def make(factory=Probe, world_size: int = 2, **changes) -> RayWorkerGroup:
+        options = RayGroupOptions(
+            world_size=world_size,
+            backend="gloo",
+            num_threads=1,
+            log_dir=tmp_path / "ranks",
+            resources={"num_cpus": 1},
+            **{"collective_timeout_s": 120.0, "heartbeat_s": 0.2, **changes},
+        )
+        groups.append(RayWorkerGroup(factory, options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
+
+
+def test_calls_are_spread_and_collected(start: GroupFactory) -> None:
+    group = start()
+    assert group.world_size == 2
+    assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@1"]
+    assert group.run(Probe.where)[0] == 0
+    assert group.run(Probe.pids) == group.run(Probe.where)[1]
+    group.close()
+    group.close()
+    with pytest.raises(WorkerError, match="where was called on a closed group"):
+        group.run(Probe.where)
+
+
+def test_ranks_of_one_place_get_the_same_share(start: GroupFactory) -> None:
+    group = start(functools.partial(Probe, lambda rank: rank // 2), world_size=4)
+    assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@1"]
+
+
+def test_a_dead_rank_is_named_with_its_log_and_nobody_is_left(start: GroupFactory) -> None:
+    group = start()
+    pid = group.run(Probe.where)[1]
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed in leave: its process died") as died:
+        group.run(Probe.leave, 1, "kill")
+    assert time.monotonic() - begin < 10
+    assert "rank 1 | " in str(died.value)
+    assert "rank 1 is up" in str(died.value)
+    _wait_until_gone(pid)
+
+
+def _wait_until_gone(pid: int) -> None:
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} to be gone", 20.0)
+
+
+def test_a_stopped_rank_is_noticed_by_its_silence(start: GroupFactory) -> None:
+    group = start(silence_s=3.0)
+    pid = group.run(Probe.pids)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 failed in leave: no heartbeat for 3 s"):
+        group.run(Probe.leave, 0, "stop")
+    assert time.monotonic() - begin < 20
+    _wait_until_gone(pid)
+
+
+def test_an_error_of_ours_arrives_as_it_was_raised(start: GroupFactory) -> None:
+    with pytest.raises(NonFiniteError, match="loss is nan") as raised:
+        start().run(Probe.leave, 1, "own error")
+    assert raised.value.__notes__ == ["raised on rank 1 in leave"]
+
+
+def test_another_error_becomes_a_worker_error(start: GroupFactory) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed in leave: ZeroDivisionError: by n"):
+        start().run(Probe.leave, 1, "foreign error")
+
+
+def test_every_call_has_a_deadline(start: GroupFactory) -> None:
+    group = start(timeouts_s={"sleep": 1.0})
+    with pytest.raises(DeadlineError, match="gave up after 1 s waiting for sleep on rank 0, 1"):
+        group.run(Probe.sleep, 60.0)
+
+
+def test_ranks_that_never_fit_say_what_was_asked_and_what_there_is(start: GroupFactory) -> None:
+    with pytest.raises(DeadlineError, match=r"9 ranks of .*num_cpus.*cluster has .*CPU"):
+        start(world_size=9, start_timeout_s=8.0)
+
+
+def test_two_ranks_train_and_sample_like_one(
+    start: GroupFactory, policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    """Losses to 1e-5, the same samples, and each world size loads the other's checkpoint."""
+    spec = replace(policy_spec, training=TrainingConfig(num_threads=1, num_workers=2))
+    two = start(functools.partial(PolicyWorker, spec))
+    worker = PolicyWorker(policy_spec)
+    worker.initialize()
+    one = InProcessGroup(worker)
+    ids = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]
+    batch = TokenBatch.from_sequences(ids, loss_mask=[[0, 0, *[1] * (len(x) - 2)] for x in ids])
+    for _ in range(5):
+        single = one.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn())
+        double = two.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn())
+        assert double.loss == pytest.approx(single.loss, abs=1e-5)
+        assert double.grad_norm == pytest.approx(single.grad_norm, abs=1e-4)
+        assert double.num_tokens == single.num_tokens
+    assert one.run(PolicyWorker.infer_logprobs, batch).tolist() == pytest.approx(
+        two.run(PolicyWorker.infer_logprobs, batch).tolist(), abs=1e-4
+    )
+    requests = [
+        RolloutRequest(f"p{i}", tuple(range(4, 7 + i)), SamplingParams(6), (i, i + 50))
+        for i in range(5)
+    ]
+    samples = []
+    for group in (one, two):
+        group.run(PolicyWorker.sync_weights, 5)
+        rows = group.run(PolicyWorker.generate, requests)
+        samples.append([completion.token_ids for row in rows for completion in row])
+    assert samples[0] == samples[1]
+    # A batch with fewer sequences than ranks trains too.
+    lone = batch.select([0])
+    assert two.run(PolicyWorker.train_mini_batch, lone, sft_loss_fn()).loss == pytest.approx(
+        one.run(PolicyWorker.train_mini_batch, lone, sft_loss_fn()).loss, abs=1e-5
+    )
+    for writer, reader in ((one, two), (two, one)):
+        path = tmp_path / f"by-{writer.world_size}"
+        path.mkdir()
+        writer.run(PolicyWorker.save_checkpoint, path, 6)
+        assert reader.run(PolicyWorker.load_checkpoint, path) == 6
+        continued = [
+            group.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn()).loss
+            for group in (writer, reader)
+        ]
+        assert continued[0] == pytest.approx(continued[1], abs=1e-5)
+    one.close()

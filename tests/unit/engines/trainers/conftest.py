@@ -1,0 +1,134 @@
+"""A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.checkpoint.step_store import StepCheckpoints
+from engines.config.algorithm import RewardConfig
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.config.stages import RLRoundStageConfig
+from engines.controller.launch import launch_policy_group
+from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.data.examples import rl_prompts
+from engines.data.rows import Message, RewardModel, RLRow
+from engines.data.tokenizer import DirectoryTokenizer
+from engines.data.tokenizer_training import train_tokenizer
+from engines.models import create_random_model
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.phases import PhaseClock
+from engines.trainers.progress import StageProgress
+from engines.trainers.prompts import PromptSource
+from engines.trainers.rl import RLTrainer
+from engines.trainers.scoring import CompletionScorer
+from infra.heartbeat import Heartbeat
+from infra.journal import Journal, read_records
+
+REWARD_CODE = """
+def odd_length(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 2)
+
+def always(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def often_broken(data_source, solution_str, ground_truth, extra_info=None):
+    return None if "0" in solution_str else float(len(solution_str) % 2)
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny-rl")
+    tokenizer_dir = train_tokenizer(
+        TokenizerConfig(), ["0123456789+="], root / "tokenizer", max_length=32, chat_template=None
+    )
+    shape = ArchitectureConfig(
+        hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32
+    )
+    create_random_model(shape, tokenizer_dir, 32, 1, root / "model")
+    return root / "model"
+
+
+@pytest.fixture
+def run_round(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[dict[str, float]]]]:
+    """Run a round in the process; returns the metrics of its steps."""
+    reward_file = tmp_path / "rewards.py"
+    reward_file.write_text(REWARD_CODE, encoding="utf-8")
+    torch.set_num_threads(1)
+
+    def run(
+        reward: str, *, max_unscored_frac: float = 1.0, **changes: Any
+    ) -> list[dict[str, float]]:
+        config = RLRoundStageConfig.model_validate(
+            {
+                "round": 1,
+                "model": {"init": "random", "max_length": 32},
+                "training": {"num_threads": 1},
+                "rollout": {},
+                "num_steps": 2,
+                "batch_size_prompts": 4,
+                "group_size": 4,
+                "mini_batch_size_prompts": 4,
+                "num_epochs": 1,
+                "sampling": {"max_new_tokens": 5},
+                "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
+                "algorithm": {},
+                "reward": {
+                    "function": f"{reward_file}:{reward}",
+                    "max_unscored_frac": max_unscored_frac,
+                },
+                "max_logprob_diff": 1e-4,
+                "checkpoint": {},
+                "evaluation": {},
+                **changes,
+            }
+        )
+        return _run(config, tiny_model, tmp_path)
+
+    return run
+
+
+def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, float]]:
+    tokenizer = DirectoryTokenizer.load(model)
+    rows = [
+        RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
+        for i in range(8)
+    ]
+    prompts = rl_prompts(rows, tokenizer, 27).prompts
+    with ExitStack() as stack:
+        rewards = stack.enter_context(
+            RewardScorer(RewardConfig.model_validate(config.reward.model_dump()))
+        )
+        spec = PolicySpec(
+            policy=ModelSource(model),
+            reference=None,
+            serving_dir=model,
+            restore_optimizer=False,
+            training=config.training,
+            optimizer=config.optimizer,
+            total_num_steps=config.num_steps,
+            rollout=config.rollout,
+            temperature=config.sampling.temperature,
+            platform="cpu",
+            seed=0,
+        )
+        workers = stack.enter_context(closing(launch_policy_group(spec, work)))
+        journal = stack.enter_context(closing(Journal(work / "journal.jsonl")))
+        progress = StageProgress(
+            journal,
+            Heartbeat(work / "heartbeat.json", 60.0),
+            StepCheckpoints(work / "checkpoints", 2),
+            100,
+            config.num_steps,
+            PhaseClock(),
+        )
+        scorer = CompletionScorer(
+            rewards, tokenizer, config.algorithm.overlong, config.sampling.max_new_tokens
+        )
+        RLTrainer(config, workers, PromptSource(prompts, config, 0), scorer, progress).run()
+    records, _ = read_records(work / "journal.jsonl", 0)
+    return [dict(record.values) for record in records if record.kind == "metrics"]
