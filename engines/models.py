@@ -8,9 +8,11 @@ Does not promise: that transformers knows the architecture, or that the weights 
 Torch and transformers are imported where they are used, so that a bad path costs no seconds.
 """
 
+from __future__ import annotations
+
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,7 @@ from engines.config.model import ArchitectureConfig, ModelConfig
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _FIELD = "model.path"
 _INDEX = "model.safetensors.index.json"
@@ -82,12 +83,15 @@ def create_random_model(
     tokenizer.save_pretrained(out_dir)
 
 
-def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
+def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory.
 
     Args:
         path: a model or tokenizer directory.
         chat_template: Jinja text that replaces the tokenizer's own template.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         ConfigError: there is no tokenizer that transformers can load without running its code.
@@ -107,6 +111,12 @@ def resolve_model(model: ModelConfig) -> Path:
     """The checked local directory of a pretrained model, downloaded when it is a hub id.
 
     Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
+
+    Args:
+        model: with a `path`.
+
+    Returns:
+        The directory; of a hub id, its place in the hub's cache, whose name is the commit.
 
     Raises:
         ConfigError: the path or hub id leads nowhere, or the directory is not usable.
@@ -155,28 +165,6 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
 def stored_tensor_names(path: Path) -> list[str]:
     """Names of the tensors in a model directory's safetensors files, sorted."""
     return sorted(name for file in _weight_files(path) for name in _header(file))
-
-
-def named_state(model: "nn.Module") -> "list[tuple[str, Tensor]]":
-    """Parameters and persistent buffers by name in memory, tied ones once, as registered."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
-    return [*model.named_parameters(), *buffers]
-
-
-def hub_tensors(
-    model: "PreTrainedModel", named: "Iterable[tuple[str, Tensor]]"
-) -> "Iterator[tuple[str, Tensor]]":
-    """Rename (and where needed split) tensors in memory to those `save_pretrained` writes.
-
-    Args:
-        model: tells how transformers converts names of its architecture; may be without memory.
-        named: (name in memory, whole tensor), tied ones once.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in named:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 @contextmanager

@@ -41,6 +41,10 @@ class TerminalDisplay:
         """A stage is looked up; its bar appears with its first progress record."""
         self._end_bar()
 
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
+        self._say(label, text)
+
     def record(self, label: str, record: JournalRecord) -> None:
         """One journal record of a running stage: its message as a line, its progress as a bar."""
         if record.message:

@@ -27,7 +27,7 @@ from infra.ray_jobs import RayJobs
 from infra.services import running_mlflow_url
 from infra.storage import open_storage
 from infra.tracking import Tracker
-from tasks.recorder import Recorder
+from tasks.recorder import Recorder, end_status
 from tasks.run import StageResult
 from tasks.stage import StageContext, StageObserver
 
@@ -41,6 +41,9 @@ class SilentObserver:
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """A stage is looked up."""
+
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
 
     def record(self, label: str, record: JournalRecord) -> None:
         """A stage wrote to its journal."""
@@ -146,7 +149,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
         # not, the job must go on, and needs its cluster.
         detached = not isinstance(error, Exception | KeyboardInterrupt)
-        recorder.run_failed()
+        recorder.run_ended(end_status(error))
         raise
     finally:
         recorder.close()

@@ -58,6 +58,12 @@ class PlatformRegistry:
     def create(self, name: str) -> PlatformBase:
         """Import a platform's class and make the platform.
 
+        Args:
+            name: a registered name.
+
+        Returns:
+            The platform; whether it is available is not looked at.
+
         Raises:
             ConfigError: nobody registered the name.
         """

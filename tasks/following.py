@@ -27,6 +27,7 @@ STATUS_EVERY_S = 1.0
 STOP_DEADLINE_S = 20.0
 LOG_TAIL_LINES = 20
 EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_KILLED = 128 + signal.SIGKILL
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
 
@@ -42,6 +43,7 @@ class JobFollower:
         submission: where attempts live.
         storage: where the commit appears.
         page: where a person looks.
+        say: tells whoever watches the run what happens to the job.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class JobFollower:
         submission: Submission,
         storage: Storage,
         page: RunPage,
+        say: Callable[[str], None],
     ) -> None:
         self._label = label
         self._fingerprint = fingerprint
         self._submission = submission
         self._storage = storage
         self._page = page
+        self._watcher = say
         self._offset = 0
 
     def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
@@ -82,13 +86,13 @@ class JobFollower:
             first_attempt=self._submission.first_attempt(),
         )
         verb = "attached to" if job.attached else "submitted"
-        self._page.log(f"{self._label}: {verb} {job.submission_id}")
+        self._say(f"{verb} {job.submission_id}")
         try:
             return self._wait(jobs, job, on_record)
         except BaseException as error:
             # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
             if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
-                self._page.warn(f"{self._label}: cancelled; stopping {job.submission_id}")
+                self._say(f"cancelled; stopping {job.submission_id}")
                 self._stop(jobs, job)
             raise
 
@@ -117,7 +121,7 @@ class JobFollower:
         records, self._offset = read_records(self._submission.journal_path, 0)
         steps = [record.step for record in records if record.step is not None]
         if steps:
-            self._page.log(f"{self._label}: the journal reaches step {max(steps)}; resuming")
+            self._say(f"earlier attempts reached step {max(steps)}")
 
     def _pump(self, on_record: Callable[[JournalRecord], None]) -> None:
         records, self._offset = read_records(self._submission.journal_path, self._offset)
@@ -167,20 +171,18 @@ class JobFollower:
         raise self._failure(jobs, job, error_path)
 
     def _failure(self, jobs: RayJobs, job: JobHandle, error_path: Path) -> Exception:
-        tail = self._tail(jobs, job)
+        where = f"{self._label}: job {job.submission_id}"
         try:
             error = json.loads(error_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            message = jobs.status(job.submission_id).message or "no reason given"
-            return JobFailedError(f"{self._label}: job {job.submission_id} ended: {message}{tail}")
+            return JobFailedError(f"{where} {_end(jobs, job)}{self._tail(jobs, job)}")
         if error["exit_code"] == EXIT_USER_ERROR:
             path, _, problem = str(error["message"]).partition(": ")
             return ConfigError(path, problem)
         if error["exit_code"] == EXIT_TERMINATED:
-            return JobFailedError(
-                f"{self._label}: job {job.submission_id} was stopped; run again to resume"
-            )
-        return JobFailedError(f"{self._label}: {error['type']}: {error['message']}{tail}")
+            return JobFailedError(f"{where} was stopped; run again to resume")
+        reason = f"{error['type']}: {error['message']}"
+        return JobFailedError(f"{where}: {reason}{self._tail(jobs, job)}")
 
     def _tail(self, jobs: RayJobs, job: JobHandle) -> str:
         try:
@@ -189,8 +191,25 @@ class JobFollower:
             return ""
         return "".join(f"\n    {line}" for line in tail.splitlines())
 
+    def _say(self, text: str) -> None:
+        self._page.log(f"{self._label}  {text}")
+        self._watcher(text)
+
     def _stop(self, jobs: RayJobs, job: JobHandle) -> None:
         try:
             jobs.stop(job.submission_id, STOP_DEADLINE_S)
         except (JobError, DeadlineError) as error:
-            self._page.warn(f"{self._label}: {job.submission_id} could not be stopped: {error}")
+            self._say(f"{job.submission_id} could not be stopped: {error}")
+
+
+def _end(jobs: RayJobs, job: JobHandle) -> str:
+    """How a job ended that could not say so itself."""
+    try:
+        status = jobs.status(job.submission_id)
+    except JobError as error:
+        return f"ended, and Ray forgot it: {error}"
+    if status.exit_code == EXIT_KILLED:
+        return "was killed (exit code 137; out of memory?); run again to resume"
+    if status.exit_code is not None:
+        return f"ended with exit code {status.exit_code} and no output"
+    return f"ended as {status.state} and no output"

@@ -19,7 +19,8 @@ from tasks.identity import StageRequest
 
 CLOSE_DEADLINE_S = 90.0
 
-StageStatus = Literal["FINISHED", "FAILED"]
+EndStatus = Literal["FAILED", "KILLED"]
+StageStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ class Recorder:
         """A stage was committed: send the rest of its journal and its output."""
         self._put(lambda: self._finish(label, journal_path, "FINISHED", record))
 
-    def stage_failed(self, label: str, journal_path: Path) -> None:
-        """A stage ended without a commit, or its run was ended."""
-        self._put(lambda: self._finish(label, journal_path, "FAILED", None))
+    def stage_ended(self, label: str, journal_path: Path, status: EndStatus) -> None:
+        """A stage ended without a commit."""
+        self._put(lambda: self._finish(label, journal_path, status, None))
 
     def register_model(
         self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float], done: Path
@@ -96,10 +97,10 @@ class Recorder:
         if self._thread is not None:
             self._put(lambda: self._finish_run(directory, metrics))
 
-    def run_failed(self) -> None:
-        """The run was ended."""
+    def run_ended(self, status: EndStatus) -> None:
+        """The run ended without its results."""
         if self._thread is not None:
-            self._put(self._fail_run)
+            self._put(lambda: self._end_run(status))
 
     def close(self) -> None:
         """Wait until everything is sent, but not for ever."""
@@ -179,5 +180,10 @@ class Recorder:
         tracker.log_artifacts(self._parent_run_id, directory, "report")
         tracker.finish_pipeline(self._parent_run_id, "FINISHED", metrics)
 
-    def _fail_run(self) -> None:
-        self._open().finish_pipeline(self._parent_run_id, "FAILED")
+    def _end_run(self, status: EndStatus) -> None:
+        self._open().finish_pipeline(self._parent_run_id, status)
+
+
+def end_status(error: BaseException) -> EndStatus:
+    """How an error ends a run: by itself, or by someone's hand (SIGTERM, Ctrl-C)."""
+    return "FAILED" if isinstance(error, Exception) else "KILLED"

@@ -40,10 +40,6 @@ class RunPage:
         """One line."""
         self._logger.info("%s", redact(message))
 
-    def warn(self, message: str) -> None:
-        """One line that stands out."""
-        self._logger.warning("%s", redact(message))
-
     def show(self, record: JournalRecord) -> None:
         """One journal record: its message as a line, its progress as the ring."""
         if record.message:
@@ -74,4 +70,4 @@ class RunPage:
                 update_progress_artifact(artifact_id=self._artifact_id, progress=percent)
         except Exception as error:  # noqa: BLE001  the run page is a courtesy: a stage outlives it
             self._gave_up = True
-            self.warn(f"progress is no longer shown on the run page: {error}")
+            self._logger.warning("progress is no longer shown on the run page: %s", error)

@@ -19,7 +19,7 @@ from infra.stage_spec import Artifact, CommitRecord
 from infra.storage import Storage
 from tasks.following import JobFollower
 from tasks.identity import StageRequest
-from tasks.recorder import Recorder
+from tasks.recorder import Recorder, end_status
 from tasks.run import StageResult
 from tasks.run_page import RunPage
 from tasks.submission import Submission
@@ -30,6 +30,10 @@ class StageObserver(Protocol):
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """A stage is looked up."""
+        ...
+
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
         ...
 
     def record(self, label: str, record: JournalRecord) -> None:
@@ -145,6 +149,7 @@ class StageContext:
             submission=submission,
             storage=self._storage,
             page=page,
+            say=lambda text: self._observer.message(request.label, text),
         )
 
         def on_record(record: JournalRecord) -> None:
@@ -153,8 +158,8 @@ class StageContext:
 
         try:
             record = follower.follow(self._ray_jobs(), on_record)
-        except BaseException:
-            self._recorder.stage_failed(request.label, submission.journal_path)
+        except BaseException as error:
+            self._recorder.stage_ended(request.label, submission.journal_path, end_status(error))
             raise
         self._recorder.stage_finished(request.label, submission.journal_path, record)
         page.close()

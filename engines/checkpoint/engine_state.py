@@ -97,6 +97,9 @@ def load_engine_state(
         platform: its generators are restored.
         resume: False leaves the generators as they are.
 
+    Returns:
+        The scalars of the checkpoint.
+
     Raises:
         CheckpointError: the directory is not a whole checkpoint of such an engine.
     """
@@ -113,6 +116,12 @@ def load_engine_state(
 
 def read_scalars(path: Path) -> EngineScalars:
     """The content of a checkpoint's `engine.json`.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Returns:
+        The scalars.
 
     Raises:
         CheckpointError: there is none, or it is of another schema.

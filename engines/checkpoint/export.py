@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.checkpoint.engine_state import TENSORS_DIR
+from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.errors import CheckpointError
-from engines.models import hub_tensors, named_state
 
 HF_DIR = "hf"
 _PREFIX = "model."
@@ -63,7 +63,7 @@ def _policy_tensors(policy_dir: Path, dtype: torch.dtype) -> Iterator[tuple[str,
             f"{policy_dir}: the checkpoint does not fit hf/config.json at {', '.join(wrong[:3])}"
         )
     whole = ((name.removeprefix(_PREFIX), reader.read(name)) for name in expected)
-    for name, tensor in hub_tensors(model, whole):
+    for name, tensor in HubNames(model).stream(whole):
         yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
 
 

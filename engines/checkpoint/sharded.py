@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -43,8 +43,11 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Args:
         path: an existing directory, shared by all ranks.
         tensors: by name; DTensors are written in pieces, plain tensors by one rank.
+
+    Raises:
+        OSError: on every rank, when the disk of any one is full or fails.
     """
-    with _no_group_needed():
+    with _no_group_needed(), _own_errors(f"cannot save {path}"):
         state_dict_saver.save(
             dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone()
         )
@@ -55,16 +58,17 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Also reads an ordinary Hugging Face directory of safetensors files.
 
+    Args:
+        path: directory of the files.
+        tensors: by name; their values are overwritten, what else the files hold is ignored.
+
     Raises:
         CheckpointError: a tensor is absent, damaged or has another shape.
+        OSError: a file could not be read.
     """
     reader = HuggingFaceStorageReader(str(path))
-    try:
-        with _no_group_needed():
-            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=_alone())
-    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())[:500]
-        raise CheckpointError(f"cannot load {path}: {text}") from error
+    with _no_group_needed(), _own_errors(f"cannot load {path}"):
+        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=_alone())
 
 
 def _alone() -> bool:
@@ -77,6 +81,24 @@ def _no_group_needed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+@contextmanager
+def _own_errors(what: str) -> Iterator[None]:
+    """Unwrap torch's `CheckpointException`, which no `except Exception` would catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise _translated(what, cause) from error
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        raise _translated(what, error) from error
+
+
+def _translated(what: str, cause: BaseException) -> Exception:
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+        return cause
+    return CheckpointError(f"{what}: {' '.join(str(cause).split())[:500]}")
 
 
 class _SafetensorsWriter(StorageWriter):
@@ -211,7 +233,13 @@ class ShardedReader:
         return tuple(max(column) for column in zip(*ends, strict=True))
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor.
+        """Put a tensor's pieces together.
+
+        Args:
+            name: one of `names()`.
+
+        Returns:
+            The whole tensor, on the CPU.
 
         Raises:
             CheckpointError: pieces are missing.

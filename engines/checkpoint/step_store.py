@@ -92,6 +92,9 @@ class StepCheckpoints:
             write: writes the engine's files into the empty directory it is given.
             state: of the trainer after that step.
 
+        Returns:
+            The published checkpoint.
+
         Raises:
             OSError: the disk is full or fails; what was there before is untouched.
         """
@@ -126,7 +129,10 @@ class StepCheckpoints:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def latest_valid(self) -> StepCheckpoint | None:
-        """The newest checkpoint that verifies; None when none was ever published.
+        """Find what to continue from.
+
+        Returns:
+            The newest checkpoint that verifies; None when none was ever published.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -145,6 +151,12 @@ class StepCheckpoints:
 
     def load(self, step: int) -> StepCheckpoint:
         """The checkpoint of exactly that step.
+
+        Args:
+            step: its number.
+
+        Returns:
+            The checkpoint, verified.
 
         Raises:
             CheckpointError: it is absent or damaged; lists those that are there.

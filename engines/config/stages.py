@@ -30,6 +30,8 @@ class SFTConfig(StrictModel):
     num_steps: int = Field(default=200, ge=1)
     batch_size_sequences: int = Field(default=128, ge=1)
     """Sequences of one optimizer step, over all ranks."""
+    target_loss: float | None = Field(default=None, gt=0)
+    """Stop early once the moving average of the training loss reaches this; null runs all steps."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
 
 

@@ -44,6 +44,12 @@ def dispatch(mode: Dispatch) -> Callable[[Method], Method]:
 def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
     """The declared mode of a method.
 
+    Args:
+        method: bound or not.
+
+    Returns:
+        What `@dispatch` was given.
+
     Raises:
         TypeError: the method was never declared, so it is not for the group to call.
     """
@@ -55,6 +61,13 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
 
 def split_plan(value: object, num_parts: int) -> Parts:
     """The items of a `TokenBatch` (its sequences) or of a list that each part takes.
+
+    Args:
+        value: what is to be split.
+        num_parts: how many parts to make.
+
+    Returns:
+        For each part its item indices, ascending; a part is empty when there are too few items.
 
     Raises:
         TypeError: the value is neither.

@@ -29,6 +29,9 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         spec: what each rank builds.
         log_dir: where Ray ranks write logs and heartbeats.
 
+    Returns:
+        The group, ready for calls; the caller closes it.
+
     Raises:
         WorkerError: a rank died while it started.
         DeadlineError: the ranks did not fit into the cluster or did not meet in time.

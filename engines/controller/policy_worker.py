@@ -119,6 +119,9 @@ class PolicyWorker:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """Sample every request.
 
+        Args:
+            requests: with ids that differ.
+
         Returns:
             For each request its completions, in the order of its seeds.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,9 +26,9 @@ class Rendezvous:
     port: int
 
 
-def open_store(world_size: int, timeout_s: float, host: str = LOOPBACK) -> dist.TCPStore:
+def open_store(world_size: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     """Rank 0's store, listening on a port of the operating system's choice."""
-    return dist.TCPStore(
+    return TCPStore(
         host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )  # fmt: skip
@@ -39,7 +40,7 @@ def join(
     backend: str,
     timeout_s: float,
     *,
-    store: dist.TCPStore | None = None,
+    store: TCPStore | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> None:
     """Make this process a rank of the default process group.
@@ -59,7 +60,7 @@ def join(
     if store is None:
         if rendezvous is None:
             raise ValueError("a rank needs the store of rank 0, or where to find it")
-        store = dist.TCPStore(
+        store = TCPStore(
             rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=timeout
         )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from engines.controller.process_group import LOOPBACK, Rendezvous, join, leave, open_store
+from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, leave, open_store
+from engines.external_modules import import_external_modules
 from infra.heartbeat import Heartbeat
 
 
@@ -49,7 +49,7 @@ class RankProcess:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._worker: Any = None
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         # Line buffered and kept open: the crash handler writes to this descriptor.
         self._log = settings.log_path.open("a", buffering=1, encoding="utf-8")
         faulthandler.enable(self._log)
@@ -77,6 +77,7 @@ class RankProcess:
 
     def build(self, factory: Callable[[], Any]) -> int:
         """Make the worker and initialize it; returns its data-parallel place."""
+        import_external_modules()
         self._worker = factory()
         self._worker.initialize()
         return int(self._worker.data_parallel_rank)

@@ -173,6 +173,7 @@ class RayWorkerGroup:
     def _await(self, refs: dict[Any, int], what: str, deadline_s: float) -> dict[int, Any]:
         """Results by rank; the only place that waits for ranks."""
         import ray
+        from ray.exceptions import RayError
 
         pending = dict(refs)
         results: dict[int, Any] = {}
@@ -184,7 +185,7 @@ class RayWorkerGroup:
                 rank = pending.pop(ref)
                 try:
                     results[rank] = ray.get(ref, timeout=deadline_s)
-                except ray.exceptions.RayError as error:
+                except RayError as error:
                     if not failures:
                         end = min(end, time.monotonic() + SETTLE_S)
                     failures[rank] = error
@@ -202,12 +203,10 @@ class RayWorkerGroup:
 
     def _raise(self, what: str, failures: dict[int, Exception]) -> None:
         """Report the failure that caused the others: a death before an exception."""
-        import ray
+        from ray.exceptions import RayActorError
 
         deaths = {
-            rank: error
-            for rank, error in failures.items()
-            if isinstance(error, ray.exceptions.RayActorError)
+            rank: error for rank, error in failures.items() if isinstance(error, RayActorError)
         }
         rank, error = next(iter((deaths or failures).items()))
         if deaths:

@@ -23,7 +23,15 @@ class WorkerGroup(Protocol):
         ...
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a `@dispatch` method on the group and return its collected result.
+        """Call a `@dispatch` method on the group.
+
+        Args:
+            method: of the worker's class, unbound.
+            *args: its arguments; `SPLIT` cuts the first one.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The collected result.
 
         Raises:
             WorkerError: a rank died or did not answer before its deadline.

@@ -58,6 +58,9 @@ def initial_source(
         seed: of a model made from scratch.
         work_dir: where such a model is put; the same bytes in every attempt.
 
+    Returns:
+        A checked Hugging Face directory.
+
     Raises:
         ConfigError: the model cannot be used.
     """

@@ -42,6 +42,9 @@ def prompts_within(
         max_length: context in tokens.
         max_new_tokens: of an answer.
 
+    Returns:
+        One prompt per row, in row order.
+
     Raises:
         ConfigError: a prompt and an answer together exceed the context, or there is no row.
     """
@@ -80,6 +83,12 @@ def stage_progress(
 
 def required_answer_length(evaluation: EvaluationConfig) -> int:
     """The resolved `evaluation.max_new_tokens`.
+
+    Args:
+        evaluation: of the stage.
+
+    Returns:
+        Tokens of an answer.
 
     Raises:
         ConfigError: the recipe left it open.
@@ -138,6 +147,9 @@ def policy_output(
         evaluation: of the last weights.
         hf_dir: configuration and tokenizer.
         num_steps: trainer steps over all stages so far; the journal's last step.
+
+    Returns:
+        The `policy` output with its headline metrics.
     """
     metrics = {
         f"val-core/{name}": value

@@ -17,6 +17,12 @@ DECISION_NAME = "decision.json"
 def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
     """Compare the asked metric with its bar and write `decision.json`.
 
+    Args:
+        context: of the job.
+
+    Returns:
+        A `promotion`.
+
     Raises:
         ConfigError: the evaluation has no metric of that name.
     """

@@ -93,6 +93,9 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
 def check_round(config: RLRoundStageConfig) -> None:
     """Refuse what would only fail, or quietly mislead, after the models were loaded.
 
+    Args:
+        config: of the round.
+
     Raises:
         ConfigError: names the field.
     """

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from engines.config.base import StrictModel
 from engines.config.stages import Runtime
+from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.atomic import atomic_write_bytes
@@ -70,6 +71,12 @@ class JobContext(Generic[Config]):
 
     def input(self, name: str) -> Path:
         """A verified local directory (or external file) of an input.
+
+        Args:
+            name: as the stage knows it (`dataset`, `policy`, ...).
+
+        Returns:
+            Where it is; the files belong to the store and are only read.
 
         Raises:
             ConfigError: the stage was given no input of that name.
@@ -145,6 +152,7 @@ def _run(spec: StageSpec, config_type: type[Config], body: Body[Config]) -> None
     """The life of a job between reading its specification and committing its output."""
     config = _validate(config_type, spec.config, "config")
     runtime = _validate(Runtime, spec.runtime, "runtime")
+    import_external_modules()
     storage = open_storage(spec.store_uri)
     if storage.committed(spec.fingerprint) is not None:
         logger.info("stage %s is already committed; nothing to do", spec.stage)

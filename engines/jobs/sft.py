@@ -74,13 +74,14 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                 )
             )
         progress = stage_progress(context, config.checkpoint, config.sft.num_steps)
-        SupervisedTrainer(config.sft, workers, examples, progress, spec.seed).run()
+        trainer = SupervisedTrainer(config.sft, workers, examples, progress, spec.seed)
+        num_steps = trainer.run()
         with context.clock("evaluate"):
-            workers.run(PolicyWorker.sync_weights, config.sft.num_steps)
+            workers.run(PolicyWorker.sync_weights, num_steps)
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
         evaluation = evaluate_policy(context, generate_with(workers), evaluator)
-        return policy_output(context, progress, evaluation, hf_dir, config.sft.num_steps)
+        return policy_output(context, progress, evaluation, hf_dir, num_steps)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ def prepare_torch(runtime: Runtime, training: TrainingConfig | None = None) -> P
         runtime: names the platform.
         training: of the stage, if it trains.
 
+    Returns:
+        The platform of this process.
+
     Raises:
         ConfigError: the platform asked for is not available.
     """

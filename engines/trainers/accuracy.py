@@ -14,6 +14,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         num_correct: c, how many of them are right.
         k: size of the draw that is asked about, at most n.
 
+    Returns:
+        The estimate, in [0, 1].
+
     Raises:
         ValueError: k is not in [1, n], or c is not in [0, n].
     """

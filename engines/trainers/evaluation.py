@@ -107,6 +107,9 @@ class Evaluator:
         Args:
             generate: samples requests; completions by request and seed.
             report: told (problems done, problems in all) now and then.
+
+        Returns:
+            Every answer, and what they add up to.
         """
         problems: list[EvaluatedProblem] = []
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):

@@ -58,16 +58,16 @@ class StageProgress:
         self._newest: StepCheckpoint | None = None
         self.clock = clock
 
-    def resume(self, workers: WorkerGroup) -> int:
-        """Load the newest valid step checkpoint, if there is one; returns the steps done."""
+    def resume(self, workers: WorkerGroup) -> TrainerState:
+        """Load the newest valid step checkpoint, if there is one; returns what it knew."""
         self._heartbeat.phase = "train"
         newest = self._newest = self._checkpoints.latest_valid()
         if newest is None:
-            return 0
+            return TrainerState(step=0)
         with self.clock("load"):
             workers.run(PolicyWorker.load_checkpoint, newest.path)
         self._journal.log(f"continuing after step {newest.step} of {self._num_steps}")
-        return newest.step
+        return newest.state
 
     def record(
         self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
@@ -89,19 +89,33 @@ class StageProgress:
         self._journal.progress(step, self._num_steps, line)
         logger.info("%s", line)
 
-    def checkpoint_when_due(self, step: int, workers: WorkerGroup) -> None:
-        """Publish a step checkpoint every so often, and after the last step."""
-        if step % self._every and step != self._num_steps:
+    def checkpoint_when_due(
+        self,
+        step: int,
+        workers: WorkerGroup,
+        *,
+        values: Mapping[str, float] | None = None,
+        last: bool = False,
+    ) -> None:
+        """Publish a step checkpoint every so often, and after the last step.
+
+        Args:
+            step: that was just done.
+            workers: whose state is saved.
+            values: what the loop itself keeps between steps.
+            last: the loop ends here, before its full number of steps.
+        """
+        if step % self._every and not last and step != self._num_steps:
             return
         with self.clock("save"):
             self._newest = self._checkpoints.save(
                 step,
                 lambda path: workers.run(PolicyWorker.save_checkpoint, path, step),
-                TrainerState(step=step),
+                TrainerState(step=step, values=values or {}),
             )
 
     def last_checkpoint(self) -> Path:
         """Files of the last step's checkpoint, once the loop has ended."""
-        if self._newest is None or self._newest.step != self._num_steps:
-            raise RuntimeError(f"step {self._num_steps} has no checkpoint")
+        if self._newest is None:
+            raise RuntimeError("the loop ended without a checkpoint")
         return self._newest.path

@@ -69,7 +69,7 @@ class PromptSource:
             step: 1-based over all rounds.
 
         Yields:
-            At most `filter_groups.max_num_gen_batches` batches.
+            PromptBatch: at most `filter_groups.max_num_gen_batches` of them.
         """
         yield self._batch(step, 0, self._order.batch(step - 1))
         num_refills = self._config.algorithm.filter_groups.max_num_gen_batches - 1

@@ -48,7 +48,7 @@ class RLTrainer:
 
     def run(self) -> None:
         """Every step of the round that no step checkpoint holds yet."""
-        last_done = self.progress.resume(self.workers)
+        last_done = self.progress.resume(self.workers).step
         with self.progress.clock("train"):
             self.workers.run(PolicyWorker.sync_weights, self.previous_steps + last_done)
         for step in range(last_done + 1, self.config.num_steps + 1):

@@ -26,13 +26,19 @@ def step_metrics(
         updates: its optimizer steps.
         clock: time by phase since the step began.
         num_workers: ranks, for the throughput.
+
+    Returns:
+        Values by metric name.
     """
     step_s = clock.elapsed_s
+    num_generated = sum(batch.num_generated for batch in collector.batches)
+    num_aborted = sum(batch.num_aborted for batch in collector.batches)
     metrics = {
         "training/skipped_steps": float(not updates),
         "training/num_generation_batches": float(len(collector.batches)),
         "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
         "training/filter_groups/evicted_samples": float(collector.num_evicted),
+        "response/aborted_ratio": num_aborted / max(1, num_generated),
         "timing_s/step": step_s,
         "perf/time_per_step": step_s,
         **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},

@@ -2,7 +2,8 @@
 
 Promises: the rows of a step are a pure function of (seed, step), so a killed run continues from
 its newest valid step checkpoint and ends bitwise where an uninterrupted one does; the loss of a
-step is the mean over its trained tokens, whatever the number of ranks or micro-batches.
+step is the mean over its trained tokens, whatever the number of ranks or micro-batches. With a
+`target_loss` the number of steps is decided by the training loss alone, and survives a kill too.
 """
 
 from engines.algorithms import sft_loss_fn
@@ -14,6 +15,9 @@ from engines.data.order import ResumableOrder
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.types import TokenBatch
+
+LOSS_AVERAGE = "loss_average"
+LOSS_AVERAGE_DECAY = 0.9
 
 
 class SupervisedTrainer:
@@ -42,16 +46,34 @@ class SupervisedTrainer:
             num_rows=len(self._examples), batch_size=config.batch_size_sequences, seed=seed
         )
 
-    def run(self) -> None:
-        """Every step that no step checkpoint holds yet."""
-        for step in range(self._progress.resume(self._workers) + 1, self._config.num_steps + 1):
-            self.step(step)
+    def run(self) -> int:
+        """Every step that no step checkpoint holds yet, until the target loss is reached.
 
-    def step(self, step: int) -> None:
+        Returns:
+            The steps done, over all attempts.
+        """
+        state = self._progress.resume(self._workers)
+        done = state.step
+        average = float(state.values[LOSS_AVERAGE]) if LOSS_AVERAGE in state.values else None
+        while done < self._config.num_steps and not self._reached_target(average):
+            done += 1
+            average = moving_average(average, self.step(done))
+            self._progress.checkpoint_when_due(
+                done,
+                self._workers,
+                values={LOSS_AVERAGE: average},
+                last=self._reached_target(average),
+            )
+        return done
+
+    def step(self, step: int) -> float:
         """One optimizer step.
 
         Args:
             step: 1-based.
+
+        Returns:
+            Its loss.
         """
         clock = PhaseClock()
         with clock("train"):
@@ -70,7 +92,11 @@ class SupervisedTrainer:
             "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
         }
         self._progress.record(step, step, metrics, clock)
-        self._progress.checkpoint_when_due(step, self._workers)
+        return update.loss
+
+    def _reached_target(self, average: float | None) -> bool:
+        target = self._config.target_loss
+        return target is not None and average is not None and average <= target
 
     def batch(self, step: int) -> TokenBatch:
         """The packed conversations of a step; 1-based."""
@@ -79,3 +105,10 @@ class SupervisedTrainer:
             [example.input_ids for example in chosen],
             loss_mask=[example.loss_mask for example in chosen],
         )
+
+
+def moving_average(average: float | None, loss: float) -> float:
+    """Exponential moving average with decay 0.9; the first value stands for those before it."""
+    if average is None:
+        return loss
+    return LOSS_AVERAGE_DECAY * average + (1 - LOSS_AVERAGE_DECAY) * loss

@@ -66,6 +66,9 @@ class EngineSpec:
 class BaseEngine(ABC):
     """One rank's part of a training engine; every rank makes the same calls in the same order.
 
+    Args:
+        spec: what to make it from.
+
     Attributes:
         Options: schema of `training.options` for this backend.
         spec: what it was made from.
@@ -312,7 +315,10 @@ class BaseEngine(ABC):
         return outputs, loss_fn(outputs, batch, counts)
 
     def optimizer_step(self) -> float:
-        """Clip, check and step; returns the global gradient norm before clipping.
+        """Clip, check and step.
+
+        Returns:
+            The global gradient norm before clipping.
 
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are as before.
@@ -346,14 +352,16 @@ class BaseEngine(ABC):
         lengths = batch.lengths_B.tolist()
         plan = plan_micro_batches(lengths, budget)
         sums = [*loss_counts(batch), batch.num_tokens]
-        maxima = [len(plan), max(lengths, default=0), -len(lengths)]
+        maxima = [len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)]
         rows = collectives.gather_rows(
             [*sums, *maxima], self.spec.platform.device(), self.data_parallel_group
         )
         num_tokens, num_sequences, total = collectives.column_sums([row[:3] for row in rows])
-        num_micro, longest, fewest = collectives.column_maxima([row[3:] for row in rows])
+        num_micro, longest, fewest, shortest = collectives.column_maxima([row[3:] for row in rows])
         if fewest == 0:
             raise EngineError(f"a rank has no sequence; give each of {len(rows)} ranks one or more")
+        if shortest == 0:
+            raise EngineError("a sequence has no token")
         if longest > budget:
             raise ConfigError(
                 "training.max_tokens_per_micro_batch",

@@ -67,7 +67,13 @@ def rank() -> int:
 
 
 def require_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself.
+    """Refuse what gloo would silently corrupt.
+
+    Args:
+        tensor: about to enter a collective.
+
+    Returns:
+        The tensor itself.
 
     Raises:
         ValueError: it is not contiguous.
@@ -98,6 +104,9 @@ def gather_rows(
         values: as many on every rank; whole numbers are exact up to 2**53.
         device: where the collective runs.
         group: None is the default group.
+
+    Returns:
+        One list per rank.
     """
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
     size = dist.get_world_size(group) if dist.is_initialized() else 1

@@ -76,6 +76,15 @@ class EngineRegistry:
     ) -> type[BaseEngine]:
         """The class of an engine.
 
+        Args:
+            model_type: `language_model` or `value_model`.
+            backend: name in the setting `training.backend`.
+            device: torch device type of the platform.
+            vendor: of the platform.
+
+        Returns:
+            The class that fits best.
+
         Raises:
             UnknownPluginError: nothing is registered there; the text lists what is.
             ConfigError: its library cannot be imported; the text says why.
@@ -151,6 +160,9 @@ def create_engine(
         seed: of everything random in the engine.
         temperature: of the distribution that log-probabilities speak of.
 
+    Returns:
+        The engine of this rank.
+
     Raises:
         ConfigError: no such backend on this platform, or an option it does not know.
     """
@@ -167,6 +179,10 @@ def create_engine(
 
 def check_options(engine_class: type[BaseEngine], training: TrainingConfig) -> None:
     """Validate `training.options` with the backend's own schema.
+
+    Args:
+        engine_class: of the backend.
+        training: holds the options.
 
     Raises:
         ConfigError: an option is unknown to the backend or has a wrong value.

@@ -17,6 +17,9 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
         step: optimizer steps already taken, from 0.
         config: rate, schedule and warm-up.
         total_steps: optimizer steps of the whole run.
+
+    Returns:
+        The rate.
     """
     warmup = config.num_warmup_steps
     if step < warmup:

@@ -40,10 +40,18 @@ class Context:
     rank: int
     world_size: int
 
-    def engine(self, model: str = "qwen3", *, load: bool = True, **training: Any) -> BaseEngine:
+    def engine(
+        self, model: str = "qwen3", *, load: bool = True, frozen: bool = False, **training: Any
+    ) -> BaseEngine:
         config = TrainingConfig(backend=self.backend, collective_timeout_s=30.0, **training)
         engine = create_engine(
-            "language_model", self.root / model, config, OPTIMIZER, 100, CPUPlatform(), seed=0
+            "language_model",
+            self.root / model,
+            config,
+            None if frozen else OPTIMIZER,
+            100,
+            CPUPlatform(),
+            seed=0,
         )
         engine.initialize(load_weights=load)
         return engine
@@ -163,6 +171,7 @@ def case_infers(context: Context) -> dict[str, Any]:
         engine.infer_batch(everything.select([i])).logprobs_T for i in range(batch.num_sequences)
     ])  # fmt: skip
     small = context.engine(max_tokens_per_micro_batch=24).infer_batch(everything).logprobs_T
+    frozen = context.engine(frozen=True).infer_batch(everything).logprobs_T
     seen: list[Tensor] = []
 
     def spy(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
@@ -179,6 +188,7 @@ def case_infers(context: Context) -> dict[str, Any]:
         "entropy": packed.entropy_T.tolist(),
         "alone": alone.tolist(),
         "small": small.tolist(),
+        "frozen": frozen.tolist(),
         "train_minus_infer": float((seen[-1] - inferred).abs().max()),
         "masked_are_zero": bool((inferred[one.columns["loss_mask"] == 0] == 0).all()),
     }
@@ -202,6 +212,15 @@ def case_checkpoints(context: Context) -> dict[str, Any]:
         results[saved.name] = train(context, resumed, range(2, NUM_STEPS))
         same = [torch.equal(t, final[name]) for name, t in resumed.get_per_tensor_param()]
         results[f"{saved.name}-bitwise"] = all(same)
+    results["after_inference"] = {}
+    for dtype in ("float32", "bfloat16"):
+        used = context.engine(dtype=dtype)
+        before = {name: tensor.clone() for name, tensor in used.get_per_tensor_param()}
+        used.infer_batch(make_batch(0))
+        after = dict(used.get_per_tensor_param())
+        same = [t.dtype == before[n].dtype and torch.equal(t, before[n]) for n, t in after.items()]
+        used.load_checkpoint(own)
+        results["after_inference"][dtype] = [all(same), train(context, used, range(2, NUM_STEPS))]
     fresh = context.engine()
     fresh.load_checkpoint(own, optimizer=False)
     results["weights_only"] = train(context, fresh, range(2, NUM_STEPS))

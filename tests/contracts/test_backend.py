@@ -158,6 +158,7 @@ def test_logprobs(cases: ModuleType, root: Path, results: dict[str, Any]) -> Non
     assert inferred["packed"] == pytest.approx(expected, abs=1e-5)
     assert inferred["entropy"] == pytest.approx(entropies, abs=1e-5)
     assert inferred["alone"] == pytest.approx(inferred["packed"], abs=1e-6)
+    assert inferred["frozen"] == inferred["packed"]
     assert inferred["small"] == pytest.approx(inferred["packed"], abs=1e-6)
     assert inferred["train_minus_infer"] == 0.0
     assert inferred["masked_are_zero"]
@@ -170,6 +171,16 @@ def test_resume_at_the_same_size_is_bitwise(
         saved = case(results, "case_checkpoints")
         assert saved[f"checkpoint-{size}"] == saved["continued"]
         assert saved[f"checkpoint-{size}-bitwise"]
+
+
+def test_inference_in_between_changes_nothing(results: dict[str, Any]) -> None:
+    saved = case(results, "case_checkpoints")
+    unchanged, resumed = saved["after_inference"]["float32"]
+    assert unchanged
+    assert resumed == saved["continued"]
+    unchanged, resumed = saved["after_inference"]["bfloat16"]
+    assert unchanged
+    assert columns(resumed, 0) == pytest.approx(columns(saved["continued"], 0), abs=0.03)
 
 
 def test_resume_at_another_size(

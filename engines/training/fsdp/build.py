@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.sharded import load_sharded
 from engines.errors import CheckpointError
-from engines.models import named_state, stored_tensor_names, without_progress_bars
+from engines.models import stored_tensor_names, without_progress_bars
 from engines.training.attention import ATTENTION_NAME, register_packed_attention
 from infra.errors import ConfigError
 
@@ -51,10 +52,15 @@ def build_sharded(
         compute_dtype: of the forward and backward pass; gradients are reduced in float32.
         reshard_after_forward: free gathered weights between forward and backward.
         load_weights: False leaves them undefined.
+
+    Returns:
+        The root, an `FSDPModule`.
     """
     model = _on_meta(hf_dir)
     names = {name for name, _ in named_state(model)}
-    direct = not load_weights or names <= set(stored_tensor_names(hf_dir))
+    direct = not load_weights or (
+        HubNames(model).identical and names <= set(stored_tensor_names(hf_dir))
+    )
     if not direct:
         model = _from_pretrained(hf_dir)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

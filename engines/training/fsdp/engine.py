@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engines.checkpoint.engine_state import EngineState, load_engine_state, save_engine_state
+from engines.checkpoint.hub_names import HubNames, named_state
 from engines.config.base import StrictModel
 from engines.errors import EngineError
-from engines.models import hub_tensors, named_state
 from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine, EngineSpec
@@ -49,6 +49,7 @@ class FSDP2Engine(BaseEngine):
         self._model: PreTrainedModel | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._mesh: DeviceMesh | None = None
+        self._names: HubNames | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -64,7 +65,8 @@ class FSDP2Engine(BaseEngine):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build the model, shard it when there are several ranks or a lower precision."""
         training, platform = self.spec.training, self.spec.platform
-        platform.manual_seed(self.spec.seed + collectives.rank())
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + collectives.rank())
         dtype = getattr(torch, training.dtype)
         if dtype != torch.float32 and not dist.is_initialized():
             collectives.init_single_process_group(platform, training.collective_timeout_s)
@@ -183,7 +185,12 @@ class FSDP2Engine(BaseEngine):
                 (name, x.full_tensor() if isinstance(x, DTensor) else x.detach())
                 for name, x in named_state(self.model)
             )
-            yield from hub_tensors(self.model, whole)
+            yield from self._hub_names().stream(whole)
+
+    def _hub_names(self) -> HubNames:
+        if self._names is None:
+            self._names = HubNames(self.model)
+        return self._names
 
     def to(
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,

@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engines.checkpoint.hub_names import HubNames, named_state
 from engines.config.model import ArchitectureConfig, ModelConfig
 from engines.models import (
     check_model_directory,
     create_random_model,
-    hub_tensors,
     load_tokenizer,
-    named_state,
     resolve_model,
     stored_tensor_names,
 )
@@ -186,7 +185,7 @@ def test_names_on_disk_and_in_memory(model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     names = [name for name, _ in named_state(model)]
     assert "lm_head.weight" not in names, "tied to the embedding, so it comes once"
-    assert sorted(name for name, _ in hub_tensors(model, named_state(model))) == sorted(names)
+    assert HubNames(model).identical
     assert stored_tensor_names(model_dir) == sorted(names)
     save_file({"x": torch.zeros(1)}, model_dir / "extra.safetensors")
     assert "x" in stored_tensor_names(model_dir)

@@ -1,5 +1,6 @@
 """Bytes, errors and resharding of sharded files (two ranks: tests/contracts/test_backend.py)."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
     for wanted in ({"z": torch.zeros(2)}, {"x": torch.zeros(9, 3)}):
         with pytest.raises(CheckpointError, match="cannot load"):
             load_sharded(tmp_path, wanted)
+
+
+def test_a_failing_disk_is_an_os_error_and_not_a_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sharded, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_sharded(tmp_path, tensors(0))
+    with pytest.raises(CheckpointError, match="cannot load"):
+        load_sharded(tmp_path / "absent", tensors(0))
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:

@@ -85,10 +85,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     started = ensure_cluster(home, num_cpus=4)
     import ray
+    from ray import cloudpickle
     from ray._private import ray_constants
 
     patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     env.set_for_process("RAY_ADDRESS", started.gcs_address)
     launch.connect_ray()
     yield

@@ -167,3 +167,17 @@ def test_jobs_that_need_no_torch_do_not_import_it(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_modules_that_register_plugins_are_imported_first(spec: StageSpec, tmp_path: Path) -> None:
+    (tmp_path / "my_plugins.py").write_text("print('registered')", encoding="utf-8")
+    run(spec)
+    path = str(spec.attempt_dir / "spec.json")
+    paths = {"PYTHONPATH": str(tmp_path)}
+    done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins", **paths)
+    assert done.stdout == "registered\n"
+    done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins, absent_module", **paths)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "environment.RLHF_USE_EXTERNAL_MODULES: absent_module cannot be imported"
+    )

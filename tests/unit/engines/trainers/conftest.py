@@ -1,6 +1,6 @@
 """A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_round(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[dict[str, float]]]]:
+def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
     """Run a round in the process; returns the metrics of its steps."""
     reward_file = tmp_path / "rewards.py"
     reward_file.write_text(REWARD_CODE, encoding="utf-8")

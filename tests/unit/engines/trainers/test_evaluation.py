@@ -82,7 +82,9 @@ def evaluate(
 def _completion(request, index: int, text: str, tokenizer: DirectoryTokenizer) -> Completion:
     if text == "abort":
         return Completion(request.request_id, index, (), (), (), "abort")
-    ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    assert end is not None
+    ids = (*tokenizer.encode(text, add_special_tokens=False), end)
     zeros = (0,) * len(ids)
     return Completion(request.request_id, index, ids, zeros, zeros, "stop")
 

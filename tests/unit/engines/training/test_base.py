@@ -132,6 +132,8 @@ def test_what_cannot_be_done_says_so(qwen3_dir: Path, tmp_path: Path) -> None:
         engine.train_batch(TokenBatch.from_sequences([[3] * 9], loss_mask=[[1] * 9]), sft)
     with pytest.raises(EngineError, match="a rank has no sequence"):
         engine.train_batch(BATCH.select([]), sft)
+    with pytest.raises(EngineError, match="a sequence has no token"):
+        engine.infer_batch(TokenBatch.from_sequences([[3, 4], []]))
     with pytest.raises(EngineError, match="loss_mask is 0 everywhere"):
         engine.train_batch(TokenBatch(BATCH.input_ids_T, BATCH.cu_seqlens), sft)
     with pytest.raises(CheckpointError, match="no engine.json"):

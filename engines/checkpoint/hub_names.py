@@ -1,0 +1,72 @@
+"""Names of a model's tensors in memory, and those that `save_pretrained` gives them on disk.
+
+For most architectures they are the same. transformers fuses or renames some when it loads (the
+experts of a mixture, for one); then tensors are converted back one by one as they stream by.
+Promises: the streamed names are exactly those a conversion of the whole state would yield; an
+architecture whose tensors on disk need several tensors from memory is refused.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from infra.errors import ConfigError
+
+
+def named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by name in memory, tied ones once, as registered."""
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
+    return [*model.named_parameters(), *buffers]
+
+
+class HubNames:
+    """How one model's tensors are called on disk.
+
+    Args:
+        model: may be without memory, or sharded.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        shapes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in named_state(model)
+        }
+        on_disk = revert_weight_conversion(model, dict(shapes))
+        self._names = set(on_disk)
+        self.identical = shapes.keys() == on_disk.keys() and all(
+            on_disk[name] is shapes[name] for name in shapes
+        )
+        """Whether names and tensors on disk are those in memory."""
+
+    def stream(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Rename, and where needed split, whole tensors as they come.
+
+        Args:
+            named: (name in memory, whole tensor) of the whole model, tied ones once.
+
+        Yields:
+            tuple[str, Tensor]: name on disk, and tensor.
+
+        Raises:
+            ConfigError: this architecture cannot be converted one tensor at a time.
+        """
+        if self.identical:
+            yield from named
+            return
+        streamed: set[str] = set()
+        for name, tensor in named:
+            converted = revert_weight_conversion(self._model, {name: tensor})
+            streamed |= converted.keys()
+            yield from converted.items()
+        if streamed != self._names:
+            wrong = ", ".join(sorted(streamed ^ self._names)[:3])
+            raise ConfigError(
+                "model.path",
+                f"{type(self._model).__name__} joins tensors when it is saved ({wrong}), which "
+                "cannot be streamed; choose another architecture",
+            )
