@@ -5,9 +5,7 @@ Libraries that must not be loaded here (torch) are asked in a child process.
 """
 
 import importlib.util
-import json
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -20,25 +18,17 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from engines.config.plugins import BUILT_IN, check_plugin
+from flows.platform_probe import AUTO, probe_platform
 from infra import env
 from infra.atomic import atomic_write_bytes
-from infra.errors import ConfigError
+from infra.errors import ConfigError, PipelineError
 
 Status = Literal["ok", "warning", "error"]
 
 DISTRIBUTION = "rlhf-pipeline"
 PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MIN_FREE_BYTES = 2 * 1024**3
-PROBE_DEADLINE_S = 120.0
 HTTP_TIMEOUT_S = 3.0
-
-_DEVICE_PROBE = """
-import json, torch
-from hardware.registry import built_in_registry
-platform, reason = built_in_registry().detect("auto")
-print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
-                  "platform": platform.device_name, "reason": reason}))
-"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ def all_checks() -> Iterator[Check]:
     yield _python()
     yield from _distributions()
     yield from _packages()
-    yield from _devices()
+    yield _platform()
     yield _storage(env.home())
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
@@ -111,22 +101,12 @@ def _packages() -> Iterator[Check]:
             yield Check(f"package {name}", "error", problem)
 
 
-def _devices() -> Iterator[Check]:
+def _platform() -> Check:
     try:
-        answer = subprocess.run(
-            [sys.executable, "-c", _DEVICE_PROBE],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_DEADLINE_S,
-            env=env.child_environment(),
-            check=False,
-        )
-        found = json.loads(answer.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        yield Check("platform", "error", "torch or the platform probe does not start")
-        return
-    yield Check("platform", "ok", f"{found['platform']} ({found['reason']})")
-    yield Check("torch threads", "ok", str(found["threads"]))
+        found = probe_platform(AUTO)
+    except PipelineError as error:
+        return Check("platform", "error", str(error))
+    return Check("platform", "ok", f"{found.name} ({found.reason})")
 
 
 def _storage(home: Path) -> Check:

@@ -90,7 +90,7 @@ def embedded_prefect(home: Path) -> Iterator[EmbeddedPrefect]:
         home: its database is in `<home>/prefect`.
 
     Yields:
-        The server.
+        EmbeddedPrefect: the server.
     """
     services = home / "services"
     _end_orphans(services)

@@ -37,6 +37,9 @@ class LazyCluster:
     def jobs(self) -> RayJobs:
         """The job client of the running cluster; starts the cluster if nobody did.
 
+        Returns:
+            The client.
+
         Raises:
             ServiceError: the cluster could not be started.
             DeadlineError: it did not start in time.
@@ -88,6 +91,9 @@ def living_cluster(home: Path) -> Cluster | None:
 
     Args:
         home: of the run.
+
+    Returns:
+        The cluster, or None.
     """
     if env.RAY_ADDRESS.get():
         return ensure_cluster(home)

@@ -116,7 +116,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         force: by stage label, a token that makes the stage run anew.
 
     Yields:
-        The run.
+        PipelineRun: the run.
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None

@@ -50,6 +50,12 @@ def recipe_names() -> list[str]:
 def find_recipe(name_or_path: str) -> Path:
     """The file of a shipped recipe or of a path.
 
+    Args:
+        name_or_path: a shipped name, or anything with a suffix or a directory.
+
+    Returns:
+        An existing file.
+
     Raises:
         ConfigError: neither a shipped name nor a file.
     """

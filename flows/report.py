@@ -77,6 +77,9 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
         recipe: what was run.
         results: its stages, in order.
         seconds: wall seconds of the run.
+
+    Returns:
+        The report.
     """
     accuracy = {
         "final" if result.label == "evaluate" else result.label: result.accuracy
@@ -208,6 +211,9 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         report: what to show.
         directory: holds the plots.
         embed: put the plots into the text itself, for a page that cannot reach the files.
+
+    Returns:
+        Markdown.
     """
     lines = [
         f"# {report.run}",

@@ -93,6 +93,12 @@ class StageContext:
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result.
 
+        Args:
+            request: the stage.
+
+        Returns:
+            Its output, computed or found.
+
         Raises:
             ConfigError: the job refused its configuration or its input.
             JobFailedError: the job ended without committing; carries the tail of its log.

@@ -125,6 +125,9 @@ def unknown_name(name: str, known: Sequence[str], unusable: Sequence[str] = ()) 
         name: what the user wrote.
         known: names that would work.
         unusable: names that exist but need an extra; they may still be what was meant.
+
+    Returns:
+        The problem part of the error line.
     """
     others = [other for other in (*known, *unusable) if other != name]
     nearest = difflib.get_close_matches(name, others, n=1, cutoff=0.5)

@@ -117,6 +117,9 @@ class BaseEngine(ABC):
     def _set_training(self, training: bool) -> None:
         """Switch the model between training and evaluation behaviour."""
 
+    def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
+        """Give back what forward passes without a backward pass left behind."""
+
     @abstractmethod
     def _clip_gradients(self, max_norm: float) -> float:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before."""
@@ -301,6 +304,7 @@ class BaseEngine(ABC):
                 logprobs_T[micro.token_index_T] = outputs.logprobs_T.cpu()
                 if entropy_T is not None and outputs.entropy_T is not None:
                     entropy_T[micro.token_index_T] = outputs.entropy_T.cpu()
+            self._end_inference()
         return ModelOutputs(logprobs_T, entropy_T)
 
     def forward_step(

@@ -42,6 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
 def check_paths(checkpoint: Path, out: Path) -> None:
     """Refuse what is no published policy, and a target that exists.
 
+    Args:
+        checkpoint: to be merged.
+        out: the target.
+
     Raises:
         ConfigError: names the argument.
     """
@@ -61,6 +65,14 @@ def check_paths(checkpoint: Path, out: Path) -> None:
 
 def run_merge(checkpoint: Path, scratch: Path, dtype: str) -> Path:
     """Run the job and return its output, still inside `scratch`.
+
+    Args:
+        checkpoint: to be merged.
+        scratch: an empty directory.
+        dtype: of the weights.
+
+    Returns:
+        The published artifact.
 
     Raises:
         JobFailedError: the job failed; its own lines are on stderr already.

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.embedded_prefect import embedded_prefect, use_prefect
+from flows.platform_probe import check_platform
 from flows.recipe import load_recipe
 from infra import env
 from infra.services import running_prefect_url
@@ -39,6 +40,7 @@ class PrefectServer:
 def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    check_platform(recipe.hardware.platform)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:
@@ -59,7 +61,7 @@ def prefect_server(home: Path) -> Iterator[PrefectServer]:
         home: where the services of `rlhf up` are recorded.
 
     Yields:
-        The server; one for this run only may not answer yet.
+        PrefectServer: the server; one for this run only may not answer yet.
     """
     api_url = env.PREFECT_API_URL.get() or running_prefect_url(home)
     if api_url:

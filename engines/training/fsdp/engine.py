@@ -162,6 +162,13 @@ class FSDP2Engine(BaseEngine):
     def _set_training(self, training: bool) -> None:
         self.model.train(training)
 
+    def _end_inference(self) -> None:
+        # The root keeps its gathered weights for a backward pass that does not come; they would
+        # stand in for the sharded master weights until the next one.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _clip_gradients(self, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

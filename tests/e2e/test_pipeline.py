@@ -1,0 +1,225 @@
+"""The whole pipeline by its command: real Prefect server, real Ray jobs, real MLflow.
+
+A model of a few thousand parameters and a handful of steps: what is tested is the pipeline, not
+what it learns.
+"""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+name: tiny
+model:
+  init: random
+  architecture: {hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16,
+                 intermediate_size: 64}
+  max_length: 64
+data:
+  arithmetic: {num_digits: 2, num_sft: 64, num_rl: 64, num_eval: 16}
+  max_prompt_length: 48
+sft: {num_steps: 4, batch_size_sequences: 8, optimizer: {lr: 1.0e-3}}
+rl:
+  num_rounds: 1
+  num_steps_per_round: 2
+  batch_size_prompts: 4
+  group_size: 4
+  sampling: {max_new_tokens: 6}
+  optimizer: {lr: 1.0e-3}
+checkpoint: {every_num_steps: 5}
+promote: {model_name: tiny, min_value: 0.0}
+"""
+LONG_SFT = ["--set", "sft.num_steps=150"]
+RUN_DEADLINE_S = 400.0
+
+
+class Home:
+    """A home directory, and `rlhf` in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "tiny.yaml"
+        path.mkdir()
+        self.recipe.write_text(RECIPE)
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "MLFLOW_", "RAY_", "RLHF_"))
+        } | {"RLHF_HOME": str(path / "home"), "COLUMNS": "200"}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "flows.cli", arguments[0], str(self.recipe), *arguments[1:]]
+
+    def rlhf(self, *arguments: str) -> str:
+        ended = subprocess.run(
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            timeout=RUN_DEADLINE_S,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def report(self, printed: str) -> dict:
+        path = re.search(r"^report +(\S+)$", printed, re.M)
+        assert path is not None, printed
+        return json.loads(Path(path[1]).with_name("report.json").read_text())
+
+    @property
+    def has_ray(self) -> bool:
+        return (self.path / "home" / "services" / "ray.json").exists()
+
+
+def ran(report: dict) -> list[str]:
+    return [stage["name"] for stage in report["stages"] if not stage["reused"]]
+
+
+ALL = ["preprocess", "sft", "rl_round_1", "merge", "evaluate", "promote"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, str]:
+    home = Home(tmp_path_factory.mktemp("pipeline") / "first")
+    return home, home.rlhf("run")
+
+
+def test_the_first_run_runs_everything_and_reports(finished: tuple[Home, str]) -> None:
+    home, printed = finished
+    report = home.report(printed)
+    assert ran(report) == ALL
+    assert list(report["accuracy"]) == ["sft", "rl_round_1", "final"]
+    assert report["accuracy"]["final"] == report["accuracy"]["rl_round_1"]
+    assert report["promoted"] is True
+    assert "sft  step 4/4" in printed
+    assert not home.has_ray, "the run ends the cluster that it started"
+    directory = home.path / "home" / "runs" / report["run"]
+    assert {"accuracy.svg", "reward.png", "time.svg", "report.md"} <= {
+        each.name for each in directory.iterdir()
+    }
+
+
+def test_prefect_shows_the_run_and_its_stages(finished: tuple[Home, str]) -> None:
+    home, _ = finished
+    with sqlite3.connect(home.path / "home" / "prefect" / "prefect.db") as database:
+        first = database.execute("select id from flow_run order by created limit 1").fetchone()[0]
+        tasks = database.execute(
+            "select name, state_type from task_run where flow_run_id = ?", (first,)
+        ).fetchall()
+        artifacts = {row[0] for row in database.execute("select key from artifact")}
+    assert sorted(tasks) == sorted((name, "COMPLETED") for name in ALL)
+    assert {"report-tiny", "stages-tiny", "progress-sft"} <= artifacts
+
+
+def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) -> None:
+    from mlflow.tracking import MlflowClient
+
+    home, printed = finished
+    client = MlflowClient(f"sqlite:///{home.path / 'home' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    parent = min(parents, key=lambda run: run.info.start_time)
+    children = {
+        run.info.run_name: run
+        for run in runs
+        if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
+    }
+    assert sorted(children) == sorted(ALL)
+    digests = {stage["name"]: stage["digest"] for stage in home.report(printed)["stages"]}
+    for name, run in children.items():
+        assert run.info.status == "FINISHED"
+        assert run.data.params
+        assert run.data.tags["rlhf.output.digest"] == digests[name]
+    assert children["sft"].data.tags["rlhf.input.dataset"] == digests["preprocess"]
+    history = client.get_metric_history(children["sft"].info.run_id, "train/loss")
+    assert [metric.step for metric in history] == [1, 2, 3, 4]
+    version = client.get_model_version_by_alias("tiny", "champion")
+    assert digests["merge"] in version.source
+
+
+def test_the_second_run_reuses_everything_and_starts_no_cluster(
+    finished: tuple[Home, str],
+) -> None:
+    home, first = finished
+    log = home.path / "home" / "services" / "ray.log"
+    before = log.stat().st_mtime_ns
+    printed = home.rlhf("run")
+    report = home.report(printed)
+    assert ran(report) == []
+    assert [stage["digest"] for stage in report["stages"]] == [
+        stage["digest"] for stage in home.report(first)["stages"]
+    ]
+    assert log.stat().st_mtime_ns == before
+
+
+def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str]) -> None:
+    home, _ = finished
+    planned = json.loads(home.rlhf("plan", "--json", "--set", "rl.num_rounds=2"))
+    status = {stage["label"]: stage["status"] for stage in planned["stages"]}
+    assert (status["rl_round_1"], status["rl_round_2"]) == ("hit", "miss")
+    report = home.report(home.rlhf("run", "--set", "rl.num_rounds=2"))
+    assert ran(report) == ["rl_round_2", "merge", "evaluate", "promote"]
+
+
+def test_a_killed_run_is_continued_and_ends_bitwise_the_same(
+    finished: tuple[Home, str], tmp_path: Path
+) -> None:
+    whole, _ = finished
+    expected = whole.report(whole.rlhf("run", *LONG_SFT))
+    home = Home(tmp_path / "killed")
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(
+            home.command("run", *LONG_SFT), stdout=out, stderr=out, env=home.environment
+        )
+    deadline = time.monotonic() + RUN_DEADLINE_S
+    while "sft  step 3/" not in (tmp_path / "out").read_text():
+        assert process.poll() is None, (tmp_path / "out").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    printed = home.rlhf("run", *LONG_SFT)
+    assert "attached to sft-" in printed or "sft  reused" in printed
+    report = home.report(printed)
+    assert [(stage["name"], stage["digest"]) for stage in report["stages"]] == [
+        (stage["name"], stage["digest"]) for stage in expected["stages"]
+    ]
+
+
+def test_a_refusal_of_a_job_is_one_line_and_exit_two(
+    finished: tuple[Home, str], tmp_path: Path
+) -> None:
+    home, _ = finished
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "a\n')
+    arguments = [
+        "--set",
+        "data.arithmetic=null",
+        *(
+            f
+            for split in ("sft", "rl", "evaluation")
+            for f in ("--set", f"data.{split}=[{{path: {data}}}]")
+        ),
+    ]
+    ended = subprocess.run(
+        home.command("run", *arguments),
+        capture_output=True,
+        text=True,
+        env=home.environment,
+        timeout=RUN_DEADLINE_S,
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "train.jsonl:1: not JSON" in ended.stderr
