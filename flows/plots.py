@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY, GREEN = "#2563eb", "#ea580c", "#94a3b8", "#16a34a"
 SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
+MIN_SMOOTHED = 10
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -126,13 +127,18 @@ def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
 
 def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        smooth = _moving_mean(curve.values)
-        axes.plot(curve.steps, curve.values, color=color, alpha=0.25, linewidth=1)
-        axes.plot(curve.steps, smooth, color=color, linewidth=2)
+        if len(curve.values) < MIN_SMOOTHED:
+            axes.plot(curve.steps, curve.values, color=color, linewidth=2, marker="o")
+        else:
+            mean = _moving_mean(curve.values)
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
+            axes.plot(curve.steps, mean, color=color, linewidth=2, label="mean of 5 steps")
+            axes.legend(frameon=False, fontsize=8, loc="best")
         for bound in curve.bounds:
             axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
         axes.set(title=title, xlabel="step", ylabel=ylabel)
         axes.margins(x=0.01)
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
     return draw
 

@@ -203,14 +203,14 @@ def test_a_refusal_of_a_job_is_one_line_and_exit_two(
 ) -> None:
     home, _ = finished
     data = tmp_path / "train.jsonl"
-    data.write_text('{"prompt": "a\n')
+    data.write_text('{"messages": "a\n')
     arguments = [
         "--set",
         "data.arithmetic=null",
         *(
             f
             for split in ("sft", "rl", "evaluation")
-            for f in ("--set", f"data.{split}=[{{path: {data}}}]")
+            for f in ("--set", f"data.{split}=[{{path: {data}, format: messages}}]")
         ),
     ]
     ended = subprocess.run(

@@ -1,0 +1,173 @@
+"""One GRPO step: ours against TRL's GRPOTrainer, both on the CPU.
+
+A step is: sample 8 prompts x 8 completions at temperature 1, score them, group-relative
+advantages, one on-policy optimizer step without KL, and the new weights served. Same 0.85 M
+parameter model in float32, same prompts (8 to 32 tokens), same limits, same threads. Two
+workloads: equal lengths (60 tokens; the end token cannot be drawn) and uneven ones (the end token
+is drawn with probability 1/64 a token, limit 256, so that the mean is about 60 as well).
+
+Run: python tests/benchmarks/bench_grpo_step.py [--repeats N] [--threads N]
+"""
+
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measure import Measurement, Peer, arguments, machine, ratio_line, take_turns
+from tiny_model import NUM_SPECIAL, word, write_model
+
+from engines.algorithms import policy_loss_fn
+from engines.config.algorithm import AlgorithmConfig
+from engines.config.rollout import RolloutConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.trainers.experience import Experience, ScoredSample, pack
+from engines.types import RolloutRequest, SamplingParams
+
+VOCAB_SIZE, LR, STEPS_PER_TURN = 64, 1e-6, 3
+NUM_PROMPTS, GROUP_SIZE = 8, 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How long completions get, and what ours must reach."""
+
+    name: str
+    max_new_tokens: int
+    never_stops: bool
+    goal: float
+
+
+WORKLOADS = (
+    Workload("uneven lengths", 256, False, 2.0),
+    Workload("equal lengths", 60, True, 1.2),
+)
+
+
+def draw_prompts(num: int) -> list[tuple[int, ...]]:
+    """Prompts as token ids."""
+    draw = random.Random(1)
+    return [
+        tuple(draw.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(draw.randint(8, 32)))
+        for _ in range(num)
+    ]
+
+
+class Ours:
+    """The parts that an RL step is made of, as the RL trainer calls them."""
+
+    def __init__(self, hf_dir: Path, workload: Workload) -> None:
+        source = ModelSource(hf_dir)
+        self._worker = PolicyWorker(
+            PolicySpec(
+                policy=source,
+                reference=None,
+                serving_dir=hf_dir,
+                restore_optimizer=False,
+                training=TrainingConfig(),
+                optimizer=OptimizerConfig(lr=LR),
+                total_num_steps=10_000,
+                rollout=RolloutConfig(max_num_sequences=NUM_PROMPTS * GROUP_SIZE),
+                temperature=1.0,
+                platform="cpu",
+                seed=0,
+            )
+        )
+        self._worker.initialize()
+        self._worker.sync_weights(0)
+        self._workload = workload
+        self._step = 0
+        self.num_tokens: list[int] = []
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def turn(self, prompts: list[tuple[int, ...]]) -> float:
+        """Mean seconds of a step."""
+        start = time.perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            self._one_step(prompts)
+        return (time.perf_counter() - start) / STEPS_PER_TURN
+
+    def _one_step(self, prompts: list[tuple[int, ...]]) -> None:
+        self._step += 1
+        first = (self._step * NUM_PROMPTS) % len(prompts)
+        chosen = (prompts + prompts)[first : first + NUM_PROMPTS]
+        seeds = random.Random(self._step)
+        sampling = SamplingParams(self._workload.max_new_tokens)
+        requests = [
+            RolloutRequest(
+                f"prompt={i}",
+                ids,
+                sampling,
+                tuple(seeds.getrandbits(63) for _ in range(GROUP_SIZE)),
+            )
+            for i, ids in enumerate(chosen)
+        ]
+        groups = self._worker.generate(requests)
+        samples = tuple(
+            ScoredSample(g, requests[g].prompt_ids, completion, score, score)
+            for g, group in enumerate(groups)
+            for completion in group
+            for score in [len(set(completion.token_ids)) / 64]
+        )
+        self.num_tokens += [len(sample.completion.token_ids) for sample in samples]
+        index_B = torch.tensor([sample.group for sample in samples])
+        algorithm = AlgorithmConfig()
+        experience = Experience(samples, index_B, pack(samples)).with_advantages(algorithm)
+        loss_fn = policy_loss_fn(algorithm, self._workload.max_new_tokens)
+        self._worker.train_mini_batch(experience.batch, loss_fn)
+        self._worker.sync_weights(self._step)
+
+
+def compare(workload: Workload, python: Path, threads: int, repeats: int) -> float:
+    """Print seconds per step of both, and return TRL's over ours."""
+    prompts = draw_prompts(64)
+    with tempfile.TemporaryDirectory() as temporary:
+        hf_dir = Path(temporary) / "model"
+        num_parameters = write_model(
+            hf_dir, vocab_size=VOCAB_SIZE, max_length=512, never_stops=workload.never_stops
+        )
+        ours = Ours(hf_dir, workload)
+        trl_tokens: list[float] = []
+        with Peer(python, "trl_peer.py", threads, deadline_s=600) as trl:
+            request = {"task": "grpo", "model": str(hf_dir), "lr": LR, "steps": STEPS_PER_TURN}
+            request |= {"num_prompts": NUM_PROMPTS, "group_size": GROUP_SIZE}
+            request |= {"max_new_tokens": workload.max_new_tokens}
+            request |= {"prompts": [" ".join(map(word, ids)) for ids in prompts]}
+
+            def ask_trl() -> float:
+                answer = trl.ask(**request)
+                trl_tokens.append(answer["mean_tokens"])
+                return answer["seconds"]
+
+            got: dict[str, Measurement] = take_turns(
+                {"ours": lambda: ours.turn(prompts), "trl": ask_trl}, repeats
+            )
+        ours.close()
+    print(
+        f"GRPO step, {workload.name}, {num_parameters / 1e6:.2f} M parameters, {threads} thread(s)"
+    )
+    mean_tokens = {
+        "ours": sum(ours.num_tokens) / len(ours.num_tokens),
+        "trl": sum(trl_tokens) / len(trl_tokens),
+    }
+    for name, measured in got.items():
+        print(f"  {name}: {measured.text('s')}, {mean_tokens[name]:.1f} tokens a sample")
+    return got["trl"].median / got["ours"].median
+
+
+def main() -> None:
+    """Print one ratio per workload."""
+    options = arguments(__doc__ or "", peer=True)
+    print(machine())
+    for workload in WORKLOADS:
+        ratio = compare(workload, options.peer_python, options.threads, options.repeats)
+        print(ratio_line("TRL / ours", ratio, workload.goal))
+
+
+if __name__ == "__main__":
+    main()

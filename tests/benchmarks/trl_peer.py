@@ -1,0 +1,131 @@
+"""TRL as a peer; runs in the environment of `requirements-trl.txt` and imports nothing of ours.
+
+Reads one JSON request per line and answers each with one line. Trainers run with what TRL
+chooses, except: float32 on the CPU, no gradient checkpointing, no logging, no saving.
+"""
+
+import json
+import sys
+import tempfile
+import time
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+ANSWER = "ANSWER "
+WARM_UP_STEPS = 1
+
+
+class StepTimes(TrainerCallback):
+    """When each optimizer step ended."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append(time.perf_counter())
+
+    def seconds_per_step(self):
+        timed = self.ends[WARM_UP_STEPS - 1 :]
+        return (timed[-1] - timed[0]) / (len(timed) - 1)
+
+
+class CountTokens:
+    """Counts the real tokens of the batches that a collator makes."""
+
+    def __init__(self, collator):
+        self.collator = collator
+        self.counts = []
+
+    def __call__(self, examples):
+        self.counts.append(sum(len(example["input_ids"]) for example in examples))
+        return self.collator(examples)
+
+
+def shared_settings(request, steps):
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": steps + WARM_UP_STEPS,
+        "learning_rate": request["lr"],
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
+def load(request):
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(request["model"])
+
+
+def sft(request):
+    """Tokens per second of SFTTrainer with packing."""
+    model, tokenizer = load(request)
+    with open(request["rows"], encoding="utf-8") as file:
+        rows = Dataset.from_dict({"input_ids": json.load(file)})
+    settings = SFTConfig(
+        **shared_settings(request, request["steps"]),
+        per_device_train_batch_size=request["rows_per_step"],
+        max_length=request["row_tokens"],
+        packing=True,
+    )
+    times = StepTimes()
+    trainer = SFTTrainer(
+        model, args=settings, train_dataset=rows, processing_class=tokenizer, callbacks=[times]
+    )
+    counter = trainer.data_collator = CountTokens(trainer.data_collator)
+    trainer.train()
+    per_step = counter.counts[WARM_UP_STEPS : WARM_UP_STEPS + request["steps"]]
+    return {"tokens_per_s": sum(per_step) / len(per_step) / times.seconds_per_step()}
+
+
+def distinct_words(completions, **_):
+    return [len(set(text.split())) / 64 for text in completions]
+
+
+def grpo(request):
+    """Seconds of one GRPO step, and the mean number of sampled tokens."""
+    model, tokenizer = load(request)
+    num_samples = request["num_prompts"] * request["group_size"]
+    settings = GRPOConfig(
+        **shared_settings(request, request["steps"]),
+        per_device_train_batch_size=num_samples,
+        num_generations=request["group_size"],
+        max_completion_length=request["max_new_tokens"],
+        temperature=1.0,
+        beta=0.0,
+    )
+    times = StepTimes()
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=distinct_words,
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": request["prompts"]}),
+        processing_class=tokenizer,
+        callbacks=[times],
+    )
+    trainer.train()
+    lengths = trainer._metrics["train"]["completions/mean_length"][WARM_UP_STEPS:]
+    return {
+        "seconds": times.seconds_per_step(),
+        "mean_tokens": sum(lengths) / len(lengths),
+    }
+
+
+def main():
+    tasks = {"sft": sft, "grpo": grpo}
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(ANSWER + json.dumps(tasks[request["task"]](request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
