@@ -27,7 +27,7 @@ quickstart: $(STAMP)  ## the whole pipeline on CPU: data, SFT, RL, merge, evalua
 	$(BIN)/rlhf run quickstart $(ARGS)
 
 test: $(STAMP)  ## everything but the tests marked slow
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -40,7 +40,7 @@ lint: $(STAMP)  ## style, import contracts, docstrings, spelling
 	$(BIN)/codespell README.md docs infra tasks flows engines hardware tests
 
 types: $(STAMP)  ## static types
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -2,6 +2,8 @@
 
     python docs/generate.py            write docs/reference/*.md
     python docs/generate.py --check    exit 1 when a page differs from what the code says
+
+Nothing else in those pages is written by hand.
 """
 
 import sys
@@ -102,7 +104,8 @@ def errors_page() -> str:
 
     lines = ["# Errors", ""]
     for module in (infra.errors, engines.errors):
-        lines += [f"## `{module.__name__}`", "", "```text", (module.__doc__ or "").strip(), "```", ""]
+        tree = (module.__doc__ or "").strip()
+        lines += [f"## `{module.__name__}`", "", "```text", tree, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

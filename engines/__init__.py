@@ -1,0 +1,1 @@
+"""The data plane: models, training, rollout, rewards, and the jobs that combine them."""

@@ -10,6 +10,8 @@
     │   ├── WorkerError               a rank died or does not answer
     │   └── RolloutError              a rollout engine broke a promise of its interface
     └── RewardError                   a reward function itself is broken (not one sample)
+
+The rest of the tree is in `infra.errors`.
 """
 
 from infra.errors import ConfigError, PipelineError

@@ -33,7 +33,8 @@ class TokenBatch:
     def __post_init__(self) -> None:
         if int(self.cu_seqlens[-1]) != self.input_ids_T.numel():
             raise ValueError(
-                f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, tokens are {self.input_ids_T.numel()}"
+                f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, "
+                f"tokens are {self.input_ids_T.numel()}"
             )
         for name, column in self.columns.items():
             if column.shape != self.input_ids_T.shape:

@@ -7,6 +7,7 @@ expected errors are their text and exit code 1; `--debug` adds the traceback.
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, EXIT_USER_ERROR, arguments.debug)
     except PipelineError as error:
+        return _fail(error, EXIT_FAILURE, arguments.debug)
+    except BrokenPipeError:
+        # `rlhf doctor | head`: nobody reads on. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except OSError as error:
         return _fail(error, EXIT_FAILURE, arguments.debug)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command resumes\n")
@@ -95,7 +102,7 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _fail(error: PipelineError, exit_code: int, debug: bool) -> int:
+def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     sys.stderr.write(f"{redact(str(error))}\n")

@@ -118,6 +118,27 @@ def embedded_prefect(home: Path) -> Iterator[EmbeddedPrefect]:
         started.close()
 
 
+def check_answers(api_url: str) -> None:
+    """Refuse a configured server that is not there, before anything is started.
+
+    Args:
+        api_url: as PREFECT_API_URL has it.
+
+    Raises:
+        ServiceError: nothing answers.
+    """
+    try:
+        with urllib.request.urlopen(f"{api_url}/health", timeout=10.0):  # noqa: S310  the user's own address
+            return
+    except urllib.error.HTTPError:
+        return  # it answers; what it thinks of our credentials Prefect will say
+    except (OSError, ValueError) as error:
+        raise ServiceError(
+            f"the Prefect server at {api_url} does not answer ({error}); start it, or unset "
+            "PREFECT_API_URL"
+        ) from None
+
+
 def server_command(port: int) -> list[str]:
     """The command line of a server: what `prefect server start` runs, without its own start-up."""
     return [

@@ -23,6 +23,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e2e8f0",
     "grid.linewidth": 0.8,
     "axes.edgecolor": "#64748b",
@@ -126,6 +127,8 @@ def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
 
 
 def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callable[[Axes], None]:
+    from matplotlib.ticker import MaxNLocator
+
     def draw(axes: Axes) -> None:
         if len(curve.values) < MIN_SMOOTHED:
             axes.plot(curve.steps, curve.values, color=color, linewidth=2, marker="o")
@@ -138,7 +141,7 @@ def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callabl
             axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
         axes.set(title=title, xlabel="step", ylabel=ylabel)
         axes.margins(x=0.01)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
 
     return draw
 

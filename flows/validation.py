@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engines.config.data import SourceConfig
 from engines.config.plugins import check_plugin
+from engines.config.rl_rules import check_rl_settings
 from infra.errors import ConfigError
 from tasks.identity import reward_file
 
@@ -33,6 +34,8 @@ def check_recipe(recipe: Recipe) -> None:
     """
     _check_plugins(recipe)
     _check_group_size(recipe)
+    if recipe.rl.num_rounds:
+        check_rl_settings(recipe.rl)
     _check_batch_sizes(recipe)
     _check_lengths(recipe)
     _check_data(recipe)

@@ -7,13 +7,13 @@ a name registered twice is an error.
 Other distributions register through the entry-point group `rlhf.plugins`, as ``platform.<name>``.
 """
 
-import difflib
 import importlib
 from importlib.metadata import entry_points
 
 from hardware.base import Availability, PlatformBase
 from infra import env
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 _SETTING = "hardware.platform"
 _ENTRY_POINT_GROUP = "rlhf.plugins"
@@ -69,11 +69,7 @@ class PlatformRegistry:
         """
         target = self._targets.get(name)
         if target is None:
-            nearest = difflib.get_close_matches(name, self._targets, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(
-                _SETTING, f"no {name!r}; known: auto, {', '.join(self.names())}{hint}"
-            )
+            raise ConfigError(_SETTING, unknown_name(name, ["auto", *self.names()]))
         module, _, attribute = target.partition(":")
         return getattr(importlib.import_module(module), attribute)()
 

@@ -1,0 +1,1 @@
+"""The floor that stores, runs, records and names things; knows nothing of training."""

@@ -96,6 +96,6 @@ class CommitRecord(BaseModel):
     metrics: dict[str, float] = {}
     """Headline metrics of the stage."""
     seconds: dict[str, float] = {}
-    """Wall seconds of the job's phases (`load`, `train`, `gen`, `reward`, `evaluate`, `total` ...)."""
+    """Wall seconds of the job's phases (`load`, `train`, `gen`, `reward`, `total` ...)."""
     committed_at: str
     """UTC, ISO 8601."""

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
-from engines.config.plugins import ENTRY_POINT_GROUP, PluginKind, unknown_name
+from engines.config.plugins import ENTRY_POINT_GROUP, PluginKind
 from engines.errors import UnknownPluginError
 from engines.types import TokenBatch
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 PartFn = TypeVar("PartFn", bound=Callable[..., Any])
 

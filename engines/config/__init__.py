@@ -1,0 +1,1 @@
+"""Configuration models of the data plane; imports without torch."""

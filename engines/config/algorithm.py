@@ -7,7 +7,11 @@ from pydantic import Field, model_validator
 from engines.config.base import StrictModel
 
 LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 
 
@@ -58,7 +62,7 @@ class AlgorithmConfig(StrictModel):
     def _check_clip(self) -> "AlgorithmConfig":
         low = self.clip_ratio_low or self.clip_ratio
         if low >= 1:
-            raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the ratio is clipped at 1 - it)")
+            raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)")
         return self
 
 

@@ -8,16 +8,15 @@ Does not list plugins of other distributions: those announce themselves as entry
 group `rlhf.plugins`, named ``<kind>.<name>`` (``rollout.mine = my_package.engine:MyEngine``).
 """
 
-import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Literal
 
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 PluginKind = Literal["backend", "rollout", "adv_estimator", "loss_mode", "kl_loss_type", "reward"]
 
@@ -51,14 +50,9 @@ _KL = "engines.algorithms.kl"
 BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
     "backend": {
         "fsdp2": Plugin("engines.training.fsdp.engine:FSDP2Engine"),
-        "megatron": Plugin(
-            "engines.training.megatron.engine:MegatronEngine", "mbridge", "megatron"
-        ),
     },
     "rollout": {
         "transformers": Plugin("engines.rollout.transformers_engine:TransformersEngine"),
-        "vllm": Plugin("engines.rollout.vllm:VLLMEngine", "vllm", "vllm"),
-        "sglang": Plugin("engines.rollout.sglang:SGLangEngine", "sglang", "sglang"),
     },
     "adv_estimator": {
         "grpo": Plugin("engines.algorithms.grpo:grpo_advantages", group_relative=True),
@@ -94,49 +88,26 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         The built-in plugin, or None when another distribution brings it.
 
     Raises:
-        ConfigError: the name is unknown (with the nearest known one), or its extra is missing.
+        ConfigError: the name is unknown (with the nearest known one), its extra is missing, or
+            two distributions claim it.
     """
     plugin = BUILT_IN[kind].get(name)
+    owners = _outside_owners(kind, name)
+    if len(owners) + (plugin is not None) > 1:
+        both = " and ".join([*owners, "this project"] if plugin else owners)
+        raise ConfigError(path, f"{name!r} is registered by both {both}; uninstall one")
     if plugin is None:
         outside = _outside_names(kind)
         if name in outside:
             return None
-        raise ConfigError(path, _unknown(kind, name, outside))
+        raise ConfigError(path, unknown_name(name, sorted({*BUILT_IN[kind], *outside})))
     if plugin.requires and not _installed(plugin.requires):
         raise ConfigError(
             path,
             f"{name} needs the extra: pip install 'rlhf-pipeline[{plugin.extra}]' "
             f"(no module named {plugin.requires})",
         )
-    if not _usable(plugin):
-        raise ConfigError(path, _unknown(kind, name, _outside_names(kind)))
     return plugin
-
-
-def usable_names(kind: PluginKind) -> list[str]:
-    """Built-in names of a kind that this installation could run, extras included."""
-    return [name for name, plugin in BUILT_IN[kind].items() if _usable(plugin)]
-
-
-def unknown_name(name: str, known: Sequence[str], unusable: Sequence[str] = ()) -> str:
-    """Text of the error about a name nobody registered: what exists, and the nearest name.
-
-    Args:
-        name: what the user wrote.
-        known: names that would work.
-        unusable: names that exist but need an extra; they may still be what was meant.
-
-    Returns:
-        The problem part of the error line.
-    """
-    others = [other for other in (*known, *unusable) if other != name]
-    nearest = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"no {name!r}; known: {', '.join(sorted(known)) or 'none'}{hint}"
-
-
-def _unknown(kind: PluginKind, name: str, outside: Sequence[str]) -> str:
-    return unknown_name(name, [*usable_names(kind), *outside], list(BUILT_IN[kind]))
 
 
 def _outside_names(kind: PluginKind) -> list[str]:
@@ -148,23 +119,7 @@ def _outside_names(kind: PluginKind) -> list[str]:
     ]
 
 
-def _usable(plugin: Plugin) -> bool:
-    """Whether the adapter of a plugin that stands on an extra is part of this installation."""
-    return plugin.requires is None or _shipped(plugin.module)
-
-
 @cache
 def _installed(module: str) -> bool:
     """Whether a top-level module of another distribution can be found; imports nothing."""
     return importlib.util.find_spec(module) is not None
-
-
-@cache
-def _shipped(module: str) -> bool:
-    """Whether this installation holds a module of ours.
-
-    Looks for the file: `find_spec` would import the parent packages, and with them torch.
-    """
-    parts = module.split(".")[1:]
-    path = Path(__file__).parents[1].joinpath(*parts)
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()

@@ -20,6 +20,7 @@ from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.registry import create_rollout_engine
 from engines.training.base import BaseEngine, LossFn
+from engines.training.collectives import close_process_group
 from engines.training.registry import create_engine
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import SyncReport
@@ -163,10 +164,16 @@ class PolicyWorker:
         return self._policy.load_checkpoint(path, optimizer=True)
 
     def close(self) -> None:
-        """Free the rollout engine and the event loop."""
-        if self._rollout is not None and not self._loop.is_closed():
-            self._loop.run_until_complete(self._rollout.close())
-        self._loop.close()
+        """Free the rollout engine and the event loop, and leave the process group; once is enough.
+
+        The group is the process's default one: other workers of this process end with it.
+        """
+        try:
+            if self._rollout is not None and not self._loop.is_closed():
+                self._loop.run_until_complete(self._rollout.close())
+        finally:
+            self._loop.close()
+            close_process_group()
 
     def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec

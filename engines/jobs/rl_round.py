@@ -6,7 +6,8 @@ optimizer of the round before. The reference is loaded only for a KL loss.
 
 from contextlib import ExitStack, closing
 
-from engines.algorithms import validate_algorithm
+from engines.algorithms.validation import validate_algorithm
+from engines.config.rl_rules import check_rl_settings
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
@@ -30,7 +31,6 @@ from engines.trainers.evaluation import Evaluator
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
-from infra.errors import ConfigError
 
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
@@ -99,26 +99,12 @@ def check_round(config: RLRoundStageConfig) -> None:
     Raises:
         ConfigError: names the field.
     """
-    sampling = config.sampling
     validate_algorithm(
-        config.algorithm, group_size=config.group_size, max_new_tokens=sampling.max_new_tokens
+        config.algorithm,
+        group_size=config.group_size,
+        max_new_tokens=config.sampling.max_new_tokens,
     )
-    if sampling.temperature == 0:
-        raise ConfigError(
-            "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
-        )
-    if config.optimizer.schedule != "constant":
-        raise ConfigError(
-            "rl.optimizer.schedule",
-            f"got {config.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
-        )
-    if config.max_logprob_diff is not None and (sampling.top_p < 1 or sampling.top_k):
-        raise ConfigError(
-            "rl.max_logprob_diff",
-            f"got {config.max_logprob_diff} with top_p {sampling.top_p} and top_k "
-            f"{sampling.top_k}; need top_p 1 and top_k 0, else the sampler's distribution is not "
-            "the trainer's by construction; set it to null",
-        )
+    check_rl_settings(config)
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

@@ -14,10 +14,11 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, unknown_name
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
 from engines.errors import UnknownPluginError
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 DEFAULT_FUNCTION = "compute_score"
 _FIELD = "rl.reward.function"

@@ -6,17 +6,17 @@ unknown name is an error that lists the known ones and the nearest.
 To add an engine: a class with the constructor of `TransformersEngine`, and one of the three.
 """
 
-import difflib
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP, usable_names
+from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
 from engines.config.rollout import RolloutConfig
 from engines.errors import UnknownPluginError
 from engines.rollout.base import RolloutEngine
 from hardware.base import PlatformBase
+from infra.names import unknown_name
 
 PREFIX = "rollout."
 
@@ -51,7 +51,7 @@ class RolloutRegistry:
             for entry in entry_points(group=ENTRY_POINT_GROUP)
             if entry.name.startswith(PREFIX)
         }
-        built_in = {name: BUILT_IN["rollout"][name].target for name in usable_names("rollout")}
+        built_in = {name: plugin.target for name, plugin in BUILT_IN["rollout"].items()}
         return {**outside, **cls._registered, **built_in}
 
     @classmethod
@@ -69,11 +69,7 @@ class RolloutRegistry:
         """
         targets = cls.targets()
         if name not in targets:
-            nearest = difflib.get_close_matches(name, targets, n=1, cutoff=0.5)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise UnknownPluginError(
-                "rollout.engine", f"got {name!r}; need one of {', '.join(sorted(targets))}{hint}"
-            )
+            raise UnknownPluginError("rollout.engine", unknown_name(name, sorted(targets)))
         module, _, attribute = targets[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 

@@ -12,28 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms import advantages, informative_samples
+from engines.algorithms.advantage import advantages
+from engines.algorithms.filtering import informative_samples
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
-from engines.types import Completion, TokenBatch
-
-
-@dataclass(frozen=True)
-class ScoredSample:
-    """One completion with its prompt and score.
-
-    Attributes:
-        group: index of its prompt within the RL step.
-        prompt_ids: the prompt.
-        completion: what was sampled.
-        score: what the reward function gave.
-        reward: the score with its shaping (overlong punishment): what advantages are made of.
-    """
-
-    group: int
-    prompt_ids: tuple[int, ...]
-    completion: Completion
-    score: float
-    reward: float
+from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.types import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -83,23 +66,6 @@ class Experience:
             for start in range(0, self.num_groups, num_groups):
                 chosen = range(start, start + num_groups)
                 yield self.batch.select([i for i, group in enumerate(groups) if group in chosen])
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    """What became of one generation batch.
-
-    Attributes:
-        samples: those that were scored.
-        num_generated: completions that were sampled.
-        num_unscored: completions that could not be scored.
-        num_aborted: completions whose sampling was aborted; not scored.
-    """
-
-    samples: tuple[ScoredSample, ...]
-    num_generated: int
-    num_unscored: int
-    num_aborted: int
 
 
 class Collector:

@@ -8,7 +8,7 @@ What each line stands for is in its own module: prompts, experience, rl_metrics,
 `PolicyWorker` whose methods `run` calls on every rank.
 """
 
-from engines.algorithms import policy_loss_fn
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from engines.algorithms import overlong_penalty
+from engines.algorithms.overlong import overlong_penalty
 from engines.config.algorithm import OverlongConfig
 from engines.data.rows import RLRow
 from engines.data.tokenizer import ChatTokenizer
 from engines.rewards.base import Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.experience import ScoredBatch, ScoredSample
 from engines.trainers.prompts import PromptBatch
+from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import Completion
 
 NO_SHAPING = OverlongConfig()

@@ -6,7 +6,7 @@ step is the mean over its trained tokens, whatever the number of ranks or micro-
 `target_loss` the number of steps is decided by the training loss alone, and survives a kill too.
 """
 
-from engines.algorithms import sft_loss_fn
+from engines.algorithms.supervised import sft_loss_fn
 from engines.config.stages import SFTConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup

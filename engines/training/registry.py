@@ -7,7 +7,6 @@ Other distributions announce ``module:Class`` in the entry-point group `rlhf.plu
 ``backend.<name>`` (a language model) or ``backend.<name>.value_model``; any device.
 """
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -22,6 +21,7 @@ from engines.training.base import BaseEngine, EngineSpec
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 _SETTING = "training.backend"
 ANY_DEVICE = "any"
@@ -91,13 +91,8 @@ class EngineRegistry:
         """
         places = self._targets.get((model_type, backend))
         if places is None:
-            known = self.names(model_type)
-            nearest = difflib.get_close_matches(backend, known, n=1, cutoff=0.5)
-            raise UnknownPluginError(
-                _SETTING,
-                f"no {backend!r} for a {model_type}; known: {', '.join(known) or 'none'}"
-                + (f"; did you mean {nearest[0]}?" if nearest else ""),
-            )
+            problem = unknown_name(backend, self.names(model_type))
+            raise UnknownPluginError(_SETTING, f"{problem} (for a {model_type})")
         tries = ((device, vendor), (device, None), (ANY_DEVICE, None))
         target = next((places[place] for place in tries if place in places), None)
         if target is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.embedded_prefect import embedded_prefect, use_prefect
+from flows.embedded_prefect import check_answers, embedded_prefect, use_prefect
 from flows.platform_probe import check_platform
 from flows.recipe import load_recipe
 from infra import env
@@ -65,6 +65,7 @@ def prefect_server(home: Path) -> Iterator[PrefectServer]:
     """
     api_url = env.PREFECT_API_URL.get() or running_prefect_url(home)
     if api_url:
+        check_answers(api_url)
         yield PrefectServer(api_url, wait=lambda: None, lasting=True)
         return
     with embedded_prefect(home) as embedded:

@@ -19,7 +19,7 @@ import torch
 from measure import Measurement, Peer, arguments, machine, ratio_line, take_turns
 from tiny_model import NUM_SPECIAL, word, write_model
 
-from engines.algorithms import policy_loss_fn
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig

@@ -21,7 +21,7 @@ from measure import Peer, arguments, machine, ratio_line, take_turns
 from tiny_model import NUM_SPECIAL, write_model
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms import sft_loss_fn
+from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.registry import create_engine
 from engines.types import TokenBatch

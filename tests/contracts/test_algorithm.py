@@ -11,8 +11,10 @@ import inspect
 import pytest
 import torch
 
-from engines.algorithms import advantages, policy_loss_fn, validate_algorithm
+from engines.algorithms.advantage import advantages
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.registry import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 

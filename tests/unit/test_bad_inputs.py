@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.config import plugins
+from engines.config.plugins import BUILT_IN, Plugin
 from flows.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -82,16 +84,16 @@ OVERRIDES = [
     ),
     # Row 8: unknown plugins.
     (
-        ["training.backend=megatorn"],
-        "training.backend: no 'megatorn'; known: fsdp2; did you mean megatron?",
+        ["training.backend=fsdp"],
+        "training.backend: no 'fsdp'; known: fsdp2; did you mean fsdp2?",
     ),
     (
         ["rollout.engine=transformer"],
         "rollout.engine: no 'transformer'; known: transformers; did you mean transformers?",
     ),
     (
-        ["rl.algorithm.adv_estimator=grop"],
-        "rl.algorithm.adv_estimator: no 'grop'; known: grpo; did you mean grpo?",
+        ["rl.algorithm.adv_estimator=grpoo"],
+        "rl.algorithm.adv_estimator: no 'grpoo'; known: grpo; did you mean grpo?",
     ),
     (
         ["rl.algorithm.kl_loss_type=k4"],
@@ -99,19 +101,31 @@ OVERRIDES = [
         "mean kl?",
     ),
     (
-        ["rl.reward.function=exat"],
-        "rl.reward.function: no 'exat'; known: exact, math; did you mean exact?",
+        ["rl.reward.function=exakt"],
+        "rl.reward.function: no 'exakt'; known: exact, math; did you mean exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],
         f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
     ),
-    # Row 9: a known plugin whose extra is missing.
-    pytest.param(
-        ["rollout.engine=sglang"],
-        "rollout.engine: sglang needs the extra: pip install 'rlhf-pipeline[sglang]' (no module "
-        "named sglang)",
-        id="missing extra",
+    # RL settings that would only fail, or quietly mislead, in the job.
+    (
+        ["rl.sampling.temperature=0"],
+        "rl.sampling.temperature: got 0; need > 0: greedy samples of a prompt are all equal",
+    ),
+    (
+        ["rl.optimizer.schedule=cosine"],
+        "rl.optimizer.schedule: got 'cosine'; need 'constant', for the number of rounds is open",
+    ),
+    (
+        ["rl.max_logprob_diff=0.001", "rl.sampling.top_p=0.9"],
+        "rl.max_logprob_diff: got 0.001 with top_p 0.9 and top_k 0; need top_p 1 and top_k 0, else "
+        "the sampler's distribution is not the trainer's by construction; set it to null",
+    ),
+    (
+        ["rl.max_logprob_diff=0.001", "rl.sampling.top_k=5"],
+        "rl.max_logprob_diff: got 0.001 with top_p 1.0 and top_k 5; need top_p 1 and top_k 0, else "
+        "the sampler's distribution is not the trainer's by construction; set it to null",
     ),
     # Row 14: YAML that is no plain data.
     (
@@ -161,6 +175,22 @@ def test_a_bad_value_is_one_line(overrides: list[str], line: str) -> None:
         load_recipe("quickstart", [*BASE, *overrides])
     assert str(caught.value) == line
     assert "\n" not in str(caught.value)
+
+
+# Row 9: a known plugin whose extra is missing.
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {**BUILT_IN["rollout"], "faraway": Plugin("faraway.engine:Engine", "faraway", "far")}
+    monkeypatch.setattr(plugins, "BUILT_IN", {**BUILT_IN, "rollout": rows})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", [*BASE, "rollout.engine=faraway"])
+    assert str(caught.value) == (
+        "rollout.engine: faraway needs the extra: pip install 'rlhf-pipeline[far]' (no module "
+        "named faraway)"
+    )
+
+
+def test_rl_settings_do_not_matter_without_rl() -> None:
+    load_recipe("quickstart", [*BASE, "rl.num_rounds=0", "rl.optimizer.schedule=cosine"])
 
 
 @pytest.mark.parametrize(

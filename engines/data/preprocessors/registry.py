@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from engines.config.data import SourceConfig
-from engines.config.plugins import unknown_name
 from engines.data.preprocessors.base import Preprocessor
 from engines.data.preprocessors.columns import Columns
 from engines.data.preprocessors.dapo_math_17k import DAPOMath17k
@@ -18,6 +17,7 @@ from engines.data.preprocessors.math import MATH
 from engines.data.preprocessors.row_schema import Conversations, RowSchema
 from engines.errors import UnknownPluginError
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 _preprocessors: dict[str, type[Preprocessor[Any]]] = {}
 

@@ -244,6 +244,21 @@ def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> Non
     assert "engines.algorithms.grpo" not in source_closure(["engines.jobs.preprocess"])
 
 
+RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.algorithms.kl"}
+
+
+def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
+    runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
+    reached = {
+        label: source_closure([request.job_module, *request.plugins])
+        for label, request in runner.requests.items()
+    }
+    assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS
+    for label, closure in reached.items():
+        assert not RL_PARTS & closure.keys(), label
+    assert "engines.algorithms.supervised" in reached["sft"]
+
+
 FINGERPRINTS = """
 import sys
 from infra.fingerprint import sources_digest
@@ -273,5 +288,4 @@ def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) ->
         file.write("\n# another comment\n")
     after = digests()
     changed = [old != new for old, new in zip(before, after, strict=True)]
-    preprocess, _, rl_round, promote = changed
-    assert (preprocess, rl_round, promote) == (False, True, False)
+    assert changed == [False, False, True, False]

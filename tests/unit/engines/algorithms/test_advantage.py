@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.algorithms import advantages
+from engines.algorithms.advantage import advantages
 from engines.config.algorithm import AlgorithmConfig
 from engines.errors import NonFiniteError, UnknownPluginError
 

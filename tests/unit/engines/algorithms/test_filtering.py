@@ -2,7 +2,8 @@
 
 import torch
 
-from engines.algorithms import advantages, informative_samples
+from engines.algorithms.advantage import advantages
+from engines.algorithms.filtering import informative_samples
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 
 ON = FilterGroupsConfig(enable=True)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.algorithms import advantages, policy_loss_fn
+from engines.algorithms.advantage import advantages
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 

@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from engines.algorithms import sft_loss_fn
+from engines.algorithms.supervised import sft_loss_fn
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 

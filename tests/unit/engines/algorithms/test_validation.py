@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.algorithms import validate_algorithm
+from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig, OverlongConfig
 from infra.errors import ConfigError
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms import policy_loss_fn
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
 from engines.errors import RolloutError
@@ -155,3 +156,18 @@ def test_a_saved_worker_continues_bitwise(
     assert fresh.train_mini_batch(batch, LOSS).loss == expected.loss
     same, other = weights(started), weights(fresh)
     assert any(not torch.equal(same[name], other[name]) for name in same)
+
+
+def test_closing_leaves_the_process_group_and_may_be_repeated(policy_spec: PolicySpec) -> None:
+    worker = PolicyWorker(policy_spec)
+    worker.initialize()
+    worker.sync_weights(0)
+    assert dist.is_initialized()
+    worker.close()
+    assert not dist.is_initialized()
+    worker.close()
+    again = PolicyWorker(policy_spec)
+    again.initialize()
+    assert again.sync_weights(1).version == 1
+    again.close()
+    assert not dist.is_initialized()

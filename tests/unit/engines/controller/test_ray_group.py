@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from engines.algorithms import sft_loss_fn
+from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import TrainingConfig
 from engines.controller import launch
 from engines.controller.dispatch import Dispatch, dispatch

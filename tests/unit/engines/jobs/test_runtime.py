@@ -104,8 +104,8 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
     ("changes", "line"),
     [
         (
-            {"config": {"promote": {"metric": "acuracy"}}},
-            "promote.metric: got 'acuracy'; need one of: accuracy",
+            {"config": {"promote": {"metric": "accuracyy"}}},
+            "promote.metric: got 'accuracyy'; need one of: accuracy",
         ),
         (
             {"config": {"promote": {"min_valeu": 1}}},

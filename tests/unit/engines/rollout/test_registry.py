@@ -25,7 +25,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):
             "transformer", lab.directory, RolloutConfig(), "float32", CPUPlatform()
         )
     text = str(caught.value)
-    assert text.startswith("rollout.engine: got 'transformer'; need one of ")
+    assert text.startswith("rollout.engine: no 'transformer'; known: transformers")
     assert text.endswith("did you mean transformers?")
     assert "\n" not in text
 

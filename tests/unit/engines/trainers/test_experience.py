@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
-from engines.trainers.experience import Collector, Experience, ScoredBatch, ScoredSample
+from engines.trainers.experience import Collector, Experience
+from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import Completion
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engines.algorithms import policy_loss_fn
+from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.errors import WeightSyncError
 from engines.trainers.mismatch import LOGPROB_MAX, MeasuredObjective, check_mismatch
