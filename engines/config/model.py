@@ -44,7 +44,7 @@ class ModelConfig(StrictModel):
     """The model that the pipeline starts from."""
 
     init: Literal["pretrained", "random"] = "pretrained"
-    """`pretrained` loads `path`; `random` builds `architecture`, its tokenizer trained on the data."""
+    """`pretrained` loads `path`; `random` builds `architecture`, and a tokenizer from the data."""
     path: str | None = None
     """A model directory or a hub id; needed when `init` is `pretrained`."""
     revision: str | None = None

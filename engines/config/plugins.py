@@ -119,6 +119,14 @@ def _outside_names(kind: PluginKind) -> list[str]:
     ]
 
 
+def _outside_owners(kind: PluginKind, name: str) -> list[str]:
+    """The distributions that bring a plugin of that name, as `name==version`."""
+    found = entry_points(group=ENTRY_POINT_GROUP, name=f"{kind}.{name}")
+    return sorted(
+        f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value for entry in found
+    )
+
+
 @cache
 def _installed(module: str) -> bool:
     """Whether a top-level module of another distribution can be found; imports nothing."""

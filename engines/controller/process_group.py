@@ -64,9 +64,3 @@ def join(
             rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=timeout
         )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def leave() -> None:
-    """Undo `join`; harmless when this process is in no group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

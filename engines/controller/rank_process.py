@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, leave, open_store
+from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
 from engines.external_modules import import_external_modules
+from engines.training.collectives import close_process_group
 from infra.heartbeat import Heartbeat
 
 
@@ -91,5 +92,5 @@ class RankProcess:
         """Free the worker and leave the group."""
         if self._worker is not None:
             self._worker.close()
-        leave()
+        close_process_group()
         self._heartbeat.__exit__(None, None, None)

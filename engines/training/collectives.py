@@ -17,28 +17,6 @@ from torch._C._distributed_c10d import HashStore
 from hardware.base import PlatformBase
 
 
-def init_process_group(
-    platform: PlatformBase, *, rank: int, world_size: int, address: str, port: int, timeout_s: float
-) -> None:
-    """Join the default process group over TCP.
-
-    Args:
-        platform: gives the backend.
-        rank: of this process.
-        world_size: processes in the group.
-        address: host of rank 0.
-        port: a free TCP port on that host.
-        timeout_s: deadline of the start and of every collective.
-    """
-    dist.init_process_group(
-        platform.communication_backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-
-
 def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
     """A default process group of one process, without any socket."""
     dist.init_process_group(

@@ -10,10 +10,12 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -287,10 +289,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank, world_size = int(args.rank), int(args.world_size)
-    collectives.init_process_group(
-        CPUPlatform(), rank=rank, world_size=world_size, address="127.0.0.1",
-        port=int(args.port), timeout_s=30.0,
-    )  # fmt: skip
+    dist.init_process_group(
+        CPUPlatform().communication_backend,
+        init_method=f"tcp://127.0.0.1:{args.port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
     results = run_cases(Context(args.backend, Path(args.root), rank, world_size))
     path = Path(args.root) / f"results-{world_size}-{rank}.json"
     path.write_text(json.dumps(results), encoding="utf-8")

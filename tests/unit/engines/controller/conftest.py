@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
@@ -56,11 +55,3 @@ def start_worker() -> Iterator[Callable[[PolicySpec], PolicyWorker]]:
     yield start
     for worker in workers:
         worker.close()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """A laboratory of tiny random models: engines that serve them, and a teacher-forced reference."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,11 +135,3 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 @pytest.fixture
 def build_lab(tmp_path: Path):
     return lambda architecture="qwen3", **changes: Lab.build(tmp_path, architecture, **changes)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
@@ -58,7 +57,6 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
     """Run a round in the process; returns the metrics of its steps."""
     reward_file = tmp_path / "rewards.py"
     reward_file.write_text(REWARD_CODE, encoding="utf-8")
-    torch.set_num_threads(1)
 
     def run(
         reward: str, *, max_unscored_frac: float = 1.0, **changes: Any

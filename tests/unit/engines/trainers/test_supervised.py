@@ -1,12 +1,11 @@
 """Supervised training on a real tiny model: when it ends, and what a later attempt repeats."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.rollout import RolloutConfig
@@ -33,14 +32,6 @@ class Attempt:
     num_steps: int
     losses: dict[int, float]
     checkpoints: StepCheckpoints
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,179 @@
+"""The transformers rollout engine on one device: parity with a plain forward pass, weight sync.
+
+The weights come from a live training engine, as in a colocated run. The reference is a plain
+transformers model that holds the same weights and sees each whole sample at once.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engines.algorithms.supervised import sft_loss_fn
+from engines.config.rollout import RolloutConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.collect import generate_all
+from engines.rollout.registry import create_rollout_engine
+from engines.rollout.transformers_engine import TransformersEngine
+from engines.training.base import BaseEngine
+from engines.training.registry import create_engine
+from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+from engines.weight_sync.in_process import InProcessCheckpointEngine
+from hardware.base import PlatformBase
+
+DTYPES = ("float32", "bfloat16")
+ROLLOUT = RolloutConfig(max_num_sequences=8, timeout_s=120.0)
+MAX_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1}
+MEAN_DIFFERENCE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+def new_trainer(model_dir: Path, platform: PlatformBase, dtype: str) -> BaseEngine:
+    engine = create_engine(
+        "language_model", model_dir, TrainingConfig(dtype=dtype, collective_timeout_s=60.0),
+        OptimizerConfig(lr=1e-2), 10, platform, seed=0,
+    )  # fmt: skip
+    engine.initialize()
+    return engine
+
+
+def requests(num_samples: int = 3, temperature: float = 1.0) -> list[RolloutRequest]:
+    """Five prompts of 1 to 120 tokens; more samples than the engine runs together."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(4, 512, (n,), generator=generator) for n in (1, 5, 33, 64, 120)]
+    return [
+        RolloutRequest(
+            f"prompt={i}",
+            tuple(prompt.tolist()),
+            SamplingParams(max_new_tokens=24 + i, temperature=temperature),
+            tuple(range(100 * i, 100 * i + num_samples)),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def teacher(model_dir: Path, trainer: BaseEngine, dtype: str, device: torch.device):
+    """A plain model with the trainer's weights, rounded to the rollout's dtype."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    model = model.to(device).eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in trainer.get_per_tensor_param():
+            parameters.pop(name).copy_(tensor)
+    assert not parameters
+    return model
+
+
+@torch.no_grad()
+def differences(
+    model: torch.nn.Module, asked: Sequence[RolloutRequest], completions: Sequence[Completion],
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """|rollout - teacher-forced| logprob of every sampled token."""
+    prompts = {request.request_id: request.prompt_ids for request in asked}
+    parts = []
+    for done in completions:
+        prompt = prompts[done.request_id]
+        ids = torch.tensor([[*prompt, *done.token_ids]], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+        parts.append((logprobs.squeeze(1).cpu() - torch.tensor(done.logprobs)).abs())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_are_those_of_the_trained_weights(
+    platform: PlatformBase, model_dir: Path, dtype: str
+) -> None:
+    trainer = new_trainer(model_dir, platform, dtype)
+    engine = create_rollout_engine("transformers", model_dir, ROLLOUT, dtype, platform)
+    sender, digests = InProcessCheckpointEngine(engine, dtype), []
+    asked = requests()
+    for version in (0, 1):
+        report = sender.send_weights(iter(trainer.get_per_tensor_param()), version)
+        digests.append(report.digest)
+        completions = generate_all(engine, asked, timeout_s=120.0)
+        model = teacher(model_dir, trainer, dtype, platform.device())
+        found = differences(model, asked, completions, platform.device())
+        assert float(found.max()) < MAX_DIFFERENCE[dtype]
+        assert float(found.mean()) < MEAN_DIFFERENCE[dtype]
+        assert {v for c in completions for v in c.policy_versions} == {version}
+        ids = [[*r.prompt_ids] * 2 for r in asked]
+        mask = [[0.0, *[1.0] * (len(row) - 1)] for row in ids]
+        trainer.train_batch(TokenBatch.from_sequences(ids, loss_mask=mask), sft_loss_fn())
+    assert digests[0] != digests[1]
+    stale = teacher(model_dir, trainer, dtype, platform.device())
+    wrong = differences(stale, asked, completions, platform.device())
+    assert float(wrong.mean()) > 2 * MEAN_DIFFERENCE[dtype], "the check cannot see stale weights"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trainer_and_rollout_agree(platform: PlatformBase, model_dir: Path, dtype: str) -> None:
+    """What `mismatch/logprob_abs_*` measures in every RL step."""
+    trainer = new_trainer(model_dir, platform, dtype)
+    engine = create_rollout_engine("transformers", model_dir, ROLLOUT, dtype, platform)
+    InProcessCheckpointEngine(engine, dtype).send_weights(trainer.get_per_tensor_param(), 0)
+    asked = requests()
+    prompts = {request.request_id: request.prompt_ids for request in asked}
+    completions = generate_all(engine, asked, timeout_s=120.0)
+    batch = TokenBatch.from_sequences(
+        [[*prompts[c.request_id], *c.token_ids] for c in completions],
+        loss_mask=[[0.0] * len(prompts[c.request_id]) + [1.0] * len(c.token_ids)
+                   for c in completions],
+        rollout_logprobs=[[0.0] * len(prompts[c.request_id]) + list(c.logprobs)
+                          for c in completions],
+    )  # fmt: skip
+    found = (trainer.infer_batch(batch).logprobs_T - batch.columns["rollout_logprobs"]).abs()
+    assert float(found.max()) < MAX_DIFFERENCE[dtype]
+    assert float(found.sum() / batch.columns["loss_mask"].sum()) < MEAN_DIFFERENCE[dtype]
+
+
+class Damaged(TransformersEngine):
+    """Loses one bit of one weight on the way."""
+
+    async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
+        return await super().update_weights(self._damaged(tensors), version)
+
+    def _damaged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name == "model.norm.weight":
+                tensor = tensor.clone()
+                tensor.view(torch.uint8)[0] ^= 1
+            yield name, tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_bit_is_found(platform: PlatformBase, model_dir: Path, dtype: str) -> None:
+    trainer = new_trainer(model_dir, platform, dtype)
+    engine = Damaged(model_dir, ROLLOUT, dtype, platform)
+    sender = InProcessCheckpointEngine(engine, dtype)
+    with pytest.raises(WeightSyncError, match="digest"):
+        sender.send_weights(iter(trainer.get_per_tensor_param()), 0)
+    with pytest.raises(RolloutError, match="no confirmed weights"):
+        generate_all(engine, requests(), timeout_s=120.0)
+
+
+def test_sleep_frees_the_device(platform: PlatformBase, model_dir: Path) -> None:
+    trainer = new_trainer(model_dir, platform, "float32")
+    weights = [tensor for _, tensor in trainer.get_per_tensor_param()]
+    held_bytes = sum(t.numel() * t.element_size() for t in weights)
+    del weights
+    before = platform.memory_allocated_bytes()
+    engine: RolloutEngine = create_rollout_engine(
+        "transformers", model_dir, ROLLOUT, "float32", platform
+    )
+    sender, greedy = InProcessCheckpointEngine(engine, "float32"), requests(1, temperature=0.0)
+    sender.send_weights(iter(trainer.get_per_tensor_param()), 0)
+    first = generate_all(engine, greedy, timeout_s=120.0)
+    asyncio.run(engine.sleep())
+    if platform.device_name != "cpu":
+        assert platform.memory_allocated_bytes() - before < held_bytes / 2
+    asyncio.run(engine.wake_up())
+    sender.send_weights(iter(trainer.get_per_tensor_param()), 1)
+    again = generate_all(engine, greedy, timeout_s=120.0)
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
