@@ -2,7 +2,7 @@
 
 `python -m pytest tests/gpu -m gpu` runs the GPU half, on a machine with torch (CUDA) and
 transformers; Ray, Prefect and MLflow are not needed. Without a GPU that half is skipped and says
-what it needs; the CPU half runs everywhere and keeps the cases themselves honest.
+what it needs; the CPU half (`-m "slow and not gpu"`) runs everywhere and keeps the cases honest.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,12 @@ from hardware.nvidia import NvidiaPlatform
 PLATFORMS: dict[str, type[PlatformBase]] = {"cpu": CPUPlatform, "nvidia": NvidiaPlatform}
 
 
-@pytest.fixture(params=["cpu", pytest.param("nvidia", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("nvidia", marks=pytest.mark.gpu),
+    ]
+)
 def platform(request: pytest.FixtureRequest) -> Iterator[PlatformBase]:
     """The platform a case runs on; its process group is closed behind the case."""
     chosen = PLATFORMS[request.param]()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engines.training.attention import Packing, packed_attention
 from hardware.base import PlatformBase
+from infra.errors import ConfigError
 
 LENGTHS = (1, 7, 64, 64, 129, 300)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -73,20 +74,27 @@ def test_forward_and_backward_equal_the_softmax(
 
     ours = [x.clone().requires_grad_() for x in inputs]
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    out, _ = packed_attention(
-        torch.nn.Identity(), *(x.transpose(0, 1).unsqueeze(0) for x in ours), None,
-        packing=Packing.from_cu_seqlens(cu_seqlens), scaling=scaling, sliding_window=window,
-    )  # fmt: skip
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in ours)
+    try:
+        out, _ = packed_attention(
+            torch.nn.Identity(), query, key, value, None,
+            packing=Packing.from_cu_seqlens(cu_seqlens), scaling=scaling, sliding_window=window,
+        )  # fmt: skip
+    except ConfigError as error:
+        pytest.skip(f"needs a newer torch: {error}")
     out.squeeze(0).backward(upstream)
     plain = [x.float().requires_grad_() for x in inputs]
     expected = reference(plain[0], plain[1], plain[2], scaling, window)
     expected.backward(upstream.float())
 
-    pairs = [(out.squeeze(0), expected), *((x.grad, y.grad) for x, y in zip(ours, plain))]
+    pairs = [
+        (out.squeeze(0), expected),
+        *((x.grad, y.grad) for x, y in zip(ours, plain, strict=True)),
+    ]
     for name, (got, wanted) in zip(("out", "dq", "dk", "dv"), pairs, strict=True):
         assert got is not None
         assert wanted is not None
-        error = float((got.float() - wanted).abs().max() / wanted.abs().max())
+        error = float((got.detach().float() - wanted.detach()).abs().max() / wanted.abs().max())
         assert error < TOLERANCE[dtype], name
     fused = platform.device_name != "cpu" and dtype == "bfloat16"
     assert len(calls) == int(fused)

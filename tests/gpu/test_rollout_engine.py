@@ -34,9 +34,9 @@ MEAN_DIFFERENCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
 def new_trainer(model_dir: Path, platform: PlatformBase, dtype: str) -> BaseEngine:
+    training = TrainingConfig.model_validate({"dtype": dtype, "collective_timeout_s": 60.0})
     engine = create_engine(
-        "language_model", model_dir, TrainingConfig(dtype=dtype, collective_timeout_s=60.0),
-        OptimizerConfig(lr=1e-2), 10, platform, seed=0,
+        "language_model", model_dir, training, OptimizerConfig(lr=1e-2), 10, platform, seed=0
     )  # fmt: skip
     engine.initialize()
     return engine
@@ -163,16 +163,16 @@ def test_sleep_frees_the_device(platform: PlatformBase, model_dir: Path) -> None
     weights = [tensor for _, tensor in trainer.get_per_tensor_param()]
     held_bytes = sum(t.numel() * t.element_size() for t in weights)
     del weights
-    before = platform.memory_allocated_bytes()
     engine: RolloutEngine = create_rollout_engine(
         "transformers", model_dir, ROLLOUT, "float32", platform
     )
     sender, greedy = InProcessCheckpointEngine(engine, "float32"), requests(1, temperature=0.0)
     sender.send_weights(iter(trainer.get_per_tensor_param()), 0)
     first = generate_all(engine, greedy, timeout_s=120.0)
+    awake_bytes = platform.memory_allocated_bytes()
     asyncio.run(engine.sleep())
     if platform.device_name != "cpu":
-        assert platform.memory_allocated_bytes() - before < held_bytes / 2
+        assert awake_bytes - platform.memory_allocated_bytes() >= held_bytes
     asyncio.run(engine.wake_up())
     sender.send_weights(iter(trainer.get_per_tensor_param()), 1)
     again = generate_all(engine, greedy, timeout_s=120.0)

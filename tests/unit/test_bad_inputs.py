@@ -330,7 +330,7 @@ def test_the_command_line_ends_with_two_and_one_line_in_time(tmp_path: Path) -> 
         "rl.group_size: got 1; grpo needs >= 2 (the advantage would be 0 for every sample)\n"
     )
     assert list(tmp_path.iterdir()) == [], "a refused recipe leaves nothing behind"
-    assert seconds < 3.0
+    assert seconds < 15.0
 
 
 def test_a_secret_on_the_command_line_is_never_echoed(tmp_path: Path) -> None:
