@@ -140,6 +140,7 @@ def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callabl
         for bound in curve.bounds:
             axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
         axes.set(title=title, xlabel="step", ylabel=ylabel)
+        axes.ticklabel_format(axis="y", useOffset=False)
         axes.margins(x=0.01)
         axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
 
