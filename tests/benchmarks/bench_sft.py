@@ -28,7 +28,7 @@ from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 
 VOCAB_SIZE, ROW_TOKENS, STEP_TOKENS, LR = 512, 256, 8192, 1e-4
-STEPS_PER_TURN = 6
+STEPS_PER_TURN = 4
 
 
 def draw_steps(num_steps: int) -> list[list[list[int]]]:
