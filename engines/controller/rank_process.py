@@ -17,6 +17,7 @@ from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, joi
 from engines.external_modules import import_external_modules
 from engines.training.collectives import close_process_group
 from infra.heartbeat import Heartbeat
+from infra.redact import RedactingFilter
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RankProcess:
         faulthandler.enable(self._log)
         handler = logging.StreamHandler(self._log)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.addFilter(RedactingFilter())
         logging.getLogger().addHandler(handler)
         logging.getLogger().setLevel(logging.INFO)
         torch.set_num_threads(settings.num_threads)

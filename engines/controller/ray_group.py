@@ -142,7 +142,8 @@ class RayWorkerGroup:
             environment = {
                 "OMP_NUM_THREADS": str(options.num_threads),
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                # Ray shows each actor its own device only.
+                "LOCAL_RANK": "0",
                 "WORLD_SIZE": str(options.world_size),
             }
             self._actors.append(

@@ -35,7 +35,7 @@ from infra.canonical import canonical_json
 from infra.errors import EXIT_USER_ERROR, ConfigError
 from infra.heartbeat import Heartbeat
 from infra.journal import Journal
-from infra.redact import RedactingFilter
+from infra.redact import RedactingFilter, redact
 from infra.stage_spec import CommitRecord, StageSpec
 from infra.storage import Storage, open_storage
 
@@ -133,14 +133,14 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     except ConfigError as error:
         code, problem = EXIT_USER_ERROR, error
         if env.RLHF_DEBUG.get_bool():
-            traceback.print_exc()
-        sys.stderr.write(f"{error}\n")
+            sys.stderr.write(redact(traceback.format_exc()))
+        sys.stderr.write(f"{redact(str(error))}\n")
     except SystemExit as error:
         code, problem = EXIT_TERMINATED, error
         sys.stderr.write("stopped by SIGTERM\n")
     except Exception as error:  # noqa: BLE001  the process boundary: recorded, then exit 1
         code, problem = EXIT_FAILURE, error
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
     if problem is not None and attempt_dir is not None:
         _write_error(attempt_dir / "error.json", problem, code)
     sys.stdout.flush()
@@ -213,11 +213,14 @@ def _validate(schema: type[Model], values: object, path: str) -> Model:
 
 def _terminate(signum: int, frame: object) -> NoReturn:
     """End through every `finally`, so that children and files are left in order."""
+    # A second signal would interrupt that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
 
 
 def _write_error(path: Path, problem: BaseException, code: int) -> None:
-    record = {"type": type(problem).__name__, "message": str(problem), "exit_code": code}
+    message = redact(str(problem))
+    record = {"type": type(problem).__name__, "message": message, "exit_code": code}
     atomic_write_bytes(path, canonical_json(record))
 
 

@@ -11,6 +11,7 @@ Always call the model with `use_cache=False, attention_mask=None`.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -132,7 +133,12 @@ def _varlen(
 
     parameters = _varlen_parameters()
     q, k, v = rows
-    options: dict[str, Any] = {"scale": scaling} if "scale" in parameters else {}
+    options: dict[str, Any] = {}
+    if "scale" in parameters:
+        options["scale"] = scaling
+    elif scaling is not None:
+        # The kernel scales by 1 / sqrt(head_dim) itself; the rest goes into the queries.
+        q = q * (scaling * math.sqrt(q.shape[-1]))
     if "window_size" in parameters:
         options["window_size"] = (window - 1 if window else -1, 0)
     elif window is None:

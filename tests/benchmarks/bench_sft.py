@@ -97,7 +97,9 @@ def main() -> None:
             hf_dir, vocab_size=VOCAB_SIZE, max_length=ROW_TOKENS, never_stops=False
         )
         steps = draw_steps(STEPS_PER_TURN)
-        rows.write_text(json.dumps([ids for step in draw_steps(40) for ids in step]))
+        rows.write_text(
+            json.dumps([ids for step in draw_steps(STEPS_PER_TURN + 3) for ids in step])
+        )
         ours, bare = Ours(hf_dir), BareLoop(hf_dir)
         with Peer(options.peer_python, "trl_peer.py", options.threads, deadline_s=600) as trl:
             request = {"task": "sft", "model": str(hf_dir), "rows": str(rows), "lr": LR}

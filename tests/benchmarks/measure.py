@@ -104,7 +104,13 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
             env=env.child_environment(
-                PYTHONPATH=None, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads
+                PYTHONPATH=None,
+                OMP_NUM_THREADS=threads,
+                MKL_NUM_THREADS=threads,
+                HF_HUB_OFFLINE="1",
+                HF_HUB_DISABLE_PROGRESS_BARS="1",
+                HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+                TRANSFORMERS_VERBOSITY="error",
             ),
         )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils import logging
 
 PAD_TOKEN_ID, EOS_TOKEN_ID, NUM_SPECIAL = 0, 1, 2
 
@@ -26,6 +27,7 @@ def write_model(directory: Path, *, vocab_size: int, max_length: int, never_stop
     Returns:
         Number of parameters.
     """
+    logging.disable_progress_bar()
     eos_token_id = vocab_size if never_stops else EOS_TOKEN_ID
     directory.mkdir(parents=True)
     words = {"<pad>": PAD_TOKEN_ID, "<eos>": EOS_TOKEN_ID}
