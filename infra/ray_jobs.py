@@ -66,8 +66,9 @@ class RayJobs:
             build_attempt: called just before an attempt is submitted.
             is_alive: whether an attempt that Ray calls running shows signs of life; not asked
                 during `start_grace_s` after its submission.
-            first_attempt: the first number to look at. The job server forgets with its head,
-                so numbers that the caller knows to be over are left out here.
+            first_attempt: the first number to use. The job server forgets with its head, so
+                numbers that the caller knows to be over are left out here; one of them that is
+                only stalled is stopped, or two attempts would run when it wakes.
             max_attempts: how many numbers to look at.
             start_grace_s: seconds that a running job has until its first sign of life.
 
@@ -77,6 +78,10 @@ class RayJobs:
         Raises:
             JobSubmitError: Ray refused the job, cannot be reached, or every number is used up.
         """
+        for over in range(first_attempt):
+            status = self._look(f"{key}-a{over}")
+            if status is not None and not status.is_terminal:
+                self._stop_dead(f"{key}-a{over}")
         for attempt in range(first_attempt, first_attempt + max_attempts):
             submission_id = f"{key}-a{attempt}"
             status = self._look(submission_id)

@@ -182,6 +182,16 @@ def test_a_running_job_without_a_heartbeat_is_stopped_and_replaced(jobs: RayJobs
     assert jobs.stop("silent-a1").state == JobState.STOPPED
 
 
+def test_a_stalled_attempt_is_stopped_before_the_next_number_is_used(jobs: RayJobs) -> None:
+    code = "import time; time.sleep(60)"
+    stalled = jobs.ensure("stalled", _request(code), _always)
+    _running(jobs, stalled)
+    following = jobs.ensure("stalled", _request(code), _always, first_attempt=1)
+    assert following == JobHandle(1, "stalled-a1", attached=False)
+    assert jobs.status("stalled-a0").state == JobState.STOPPED
+    assert jobs.stop("stalled-a1").state == JobState.STOPPED
+
+
 def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
     jobs: RayJobs, tmp_path: Path
 ) -> None:
