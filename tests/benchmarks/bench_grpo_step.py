@@ -129,7 +129,11 @@ def compare(workload: Workload, python: Path, threads: int, repeats: int) -> flo
     with tempfile.TemporaryDirectory() as temporary:
         hf_dir = Path(temporary) / "model"
         num_parameters = write_model(
-            hf_dir, vocab_size=VOCAB_SIZE, max_length=512, never_stops=workload.never_stops
+            hf_dir,
+            vocab_size=VOCAB_SIZE,
+            intermediate_size=416,
+            max_length=512,
+            never_stops=workload.never_stops,
         )
         ours = Ours(hf_dir, workload)
         trl_tokens: list[float] = []

@@ -94,7 +94,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         hf_dir, rows = Path(temporary) / "model", Path(temporary) / "rows.json"
         num_parameters = write_model(
-            hf_dir, vocab_size=VOCAB_SIZE, max_length=ROW_TOKENS, never_stops=False
+            hf_dir,
+            vocab_size=VOCAB_SIZE,
+            intermediate_size=384,
+            max_length=ROW_TOKENS,
+            never_stops=False,
         )
         steps = draw_steps(STEPS_PER_TURN)
         rows.write_text(

@@ -1,4 +1,4 @@
-"""The models of the benchmarks: Qwen3 with 0.85 M parameters and a word-level tokenizer."""
+"""The models of the benchmarks: Qwen3 of about 0.85 M parameters and a word-level tokenizer."""
 
 from pathlib import Path
 
@@ -15,12 +15,15 @@ def word(token_id: int) -> str:
     return f"w{token_id}"
 
 
-def write_model(directory: Path, *, vocab_size: int, max_length: int, never_stops: bool) -> int:
+def write_model(
+    directory: Path, *, vocab_size: int, intermediate_size: int, max_length: int, never_stops: bool
+) -> int:
     """Write weights, configuration and tokenizer.
 
     Args:
         directory: created.
         vocab_size: of the model; with a small one a random model soon draws the end token.
+        intermediate_size: of the feed-forward layers.
         max_length: context in tokens.
         never_stops: make the end token one that the model cannot draw, for equal lengths.
 
@@ -46,7 +49,7 @@ def write_model(directory: Path, *, vocab_size: int, max_length: int, never_stop
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=416,
+        intermediate_size=intermediate_size,
         tie_word_embeddings=True,
         max_position_embeddings=max_length,
         eos_token_id=eos_token_id,

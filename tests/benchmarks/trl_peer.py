@@ -73,9 +73,11 @@ def sft(request):
         rows = Dataset.from_dict({"input_ids": json.load(file)})
     settings = SFTConfig(
         **shared_settings(request, request["steps"]),
-        per_device_train_batch_size=request["rows_per_step"],
+        per_device_train_batch_size=request["rows_per_pass"],
+        gradient_accumulation_steps=request["rows_per_step"] // request["rows_per_pass"],
         max_length=request["row_tokens"],
         packing=True,
+        packing_strategy=request["strategy"],
     )
     times = StepTimes()
     trainer = SFTTrainer(
@@ -83,12 +85,22 @@ def sft(request):
     )
     counter = trainer.data_collator = CountTokens(trainer.data_collator)
     trainer.train()
-    per_step = counter.counts[WARM_UP_STEPS : WARM_UP_STEPS + request["steps"]]
-    return {"tokens_per_s": sum(per_step) / len(per_step) / times.seconds_per_step()}
+    passes = request["rows_per_step"] // request["rows_per_pass"]
+    timed = counter.counts[WARM_UP_STEPS * passes : (WARM_UP_STEPS + request["steps"]) * passes]
+    return {"tokens_per_s": sum(timed) / request["steps"] / times.seconds_per_step()}
 
 
-def distinct_words(completions, **_):
-    return [len(set(text.split())) / 64 for text in completions]
+class DistinctWords:
+    """The reward; also notes how many tokens each sampled completion has."""
+
+    __name__ = "distinct_words"
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, completions, completion_ids, **_):
+        self.lengths += map(len, completion_ids)
+        return [len(set(text.split())) / 64 for text in completions]
 
 
 def grpo(request):
@@ -103,20 +115,19 @@ def grpo(request):
         temperature=1.0,
         beta=0.0,
     )
-    times = StepTimes()
+    times, reward = StepTimes(), DistinctWords()
     trainer = GRPOTrainer(
         model,
-        reward_funcs=distinct_words,
+        reward_funcs=reward,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": request["prompts"]}),
         processing_class=tokenizer,
         callbacks=[times],
     )
     trainer.train()
-    lengths = trainer._metrics["train"]["completions/mean_length"][WARM_UP_STEPS:]
     return {
         "seconds": times.seconds_per_step(),
-        "mean_tokens": sum(lengths) / len(lengths),
+        "mean_tokens": sum(reward.lengths) / len(reward.lengths),
     }
 
 
