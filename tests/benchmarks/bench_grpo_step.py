@@ -4,7 +4,8 @@ A step is: sample 8 prompts x 8 completions at temperature 1, score them, group-
 advantages, one on-policy optimizer step without KL, and the new weights served. Same 0.85 M
 parameter model in float32, same prompts (8 to 32 tokens), same limits, same threads. Two
 workloads: equal lengths (60 tokens; the end token cannot be drawn) and uneven ones (the end token
-is drawn with probability 1/64 a token, limit 256, so that the mean is about 60 as well).
+is drawn with probability about 1/64 a token, limit 256: mean 68). The seconds of a step are
+divided by the mean number of sampled tokens, since the two sides draw different samples.
 
 Run: python tests/benchmarks/bench_grpo_step.py [--repeats N] [--threads N]
 """
@@ -80,17 +81,19 @@ class Ours:
         self._worker.sync_weights(0)
         self._workload = workload
         self._step = 0
-        self.num_tokens: list[int] = []
+        self._num_tokens = 0
 
     def close(self) -> None:
         self._worker.close()
 
-    def turn(self, prompts: list[tuple[int, ...]]) -> float:
-        """Mean seconds of a step."""
+    def turn(self, prompts: list[tuple[int, ...]]) -> tuple[float, float]:
+        """Mean seconds of a step, and mean tokens of a sample."""
+        self._num_tokens = 0
         start = time.perf_counter()
         for _ in range(STEPS_PER_TURN):
             self._one_step(prompts)
-        return (time.perf_counter() - start) / STEPS_PER_TURN
+        seconds = (time.perf_counter() - start) / STEPS_PER_TURN
+        return seconds, self._num_tokens / (STEPS_PER_TURN * NUM_PROMPTS * GROUP_SIZE)
 
     def _one_step(self, prompts: list[tuple[int, ...]]) -> None:
         self._step += 1
@@ -114,7 +117,7 @@ class Ours:
             for completion in group
             for score in [len(set(completion.token_ids)) / 64]
         )
-        self.num_tokens += [len(sample.completion.token_ids) for sample in samples]
+        self._num_tokens += sum(len(sample.completion.token_ids) for sample in samples)
         index_B = torch.tensor([sample.group for sample in samples])
         algorithm = AlgorithmConfig()
         experience = Experience(samples, index_B, pack(samples)).with_advantages(algorithm)
@@ -137,6 +140,7 @@ def compare(workload: Workload, python: Path, threads: int, repeats: int) -> flo
         )
         ours = Ours(hf_dir, workload)
         trl_tokens: list[float] = []
+        ours_tokens: list[float] = []
         with Peer(python, "trl_peer.py", threads, deadline_s=600) as trl:
             request = {"task": "grpo", "model": str(hf_dir), "lr": LR, "steps": STEPS_PER_TURN}
             request |= {"num_prompts": NUM_PROMPTS, "group_size": GROUP_SIZE}
@@ -144,23 +148,23 @@ def compare(workload: Workload, python: Path, threads: int, repeats: int) -> flo
             request |= {"prompts": [" ".join(map(word, ids)) for ids in prompts]}
 
             def ask_trl() -> float:
-                answer = trl.ask(**request)
+                answer = trl.ask(**request, seed=len(trl_tokens))
                 trl_tokens.append(answer["mean_tokens"])
-                return answer["seconds"]
+                return answer["seconds"] / answer["mean_tokens"] * 1e3
 
-            got: dict[str, Measurement] = take_turns(
-                {"ours": lambda: ours.turn(prompts), "trl": ask_trl}, repeats
-            )
+            def ask_ours() -> float:
+                seconds, mean_tokens = ours.turn(prompts)
+                ours_tokens.append(mean_tokens)
+                return seconds / mean_tokens * 1e3
+
+            got: dict[str, Measurement] = take_turns({"ours": ask_ours, "trl": ask_trl}, repeats)
         ours.close()
     print(
         f"GRPO step, {workload.name}, {num_parameters / 1e6:.2f} M parameters, {threads} thread(s)"
     )
-    mean_tokens = {
-        "ours": sum(ours.num_tokens) / len(ours.num_tokens),
-        "trl": sum(trl_tokens) / len(trl_tokens),
-    }
-    for name, measured in got.items():
-        print(f"  {name}: {measured.text('s')}, {mean_tokens[name]:.1f} tokens a sample")
+    for name, tokens in (("ours", ours_tokens), ("trl", trl_tokens)):
+        mean_tokens = sum(tokens) / len(tokens)
+        print(f"  {name}: {got[name].text('ms per token of a sample')}, {mean_tokens:.1f} tokens")
     return got["trl"].median / got["ours"].median
 
 

@@ -62,8 +62,10 @@ def take_turns(
     return {name: Measurement(tuple(taken)) for name, taken in values.items()}
 
 
-def ratio_line(what: str, ratio: float, goal: float) -> str:
-    """One line per goal, for people and for grep."""
+def ratio_line(what: str, ratio: float, goal: float | None = None) -> str:
+    """One line per ratio, for people and for grep; None is for information only."""
+    if goal is None:
+        return f"  {what}: ratio {ratio:.2f}"
     verdict = "reached" if ratio >= goal else "MISSED"
     return f"  {what}: ratio {ratio:.2f} (goal {goal:g}: {verdict})"
 

@@ -16,7 +16,7 @@ BENCHMARKS = {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glo
 
 def main() -> int:
     """Run the chosen benchmarks one after the other; 1 if one of them failed to run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Run benchmarks and print ratios.")
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
@@ -35,7 +35,9 @@ def main() -> int:
     for name in chosen.names or BENCHMARKS:
         print(f"\n== {name}", flush=True)
         done = subprocess.run([sys.executable, str(BENCHMARKS[name]), *options], check=False)
-        failed |= done.returncode != 0
+        if done.returncode:
+            print(f"  {name} did not run to its end: exit code {done.returncode}", flush=True)
+            failed = True
     return int(failed)
 
 

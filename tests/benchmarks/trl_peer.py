@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import time
+import warnings
 
 import torch
 from datasets import Dataset
@@ -57,7 +58,7 @@ def shared_settings(request, steps):
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "seed": 0,
+        "seed": request["seed"],
     }
 
 
@@ -125,13 +126,12 @@ def grpo(request):
         callbacks=[times],
     )
     trainer.train()
-    return {
-        "seconds": times.seconds_per_step(),
-        "mean_tokens": sum(reward.lengths) / len(reward.lengths),
-    }
+    timed = reward.lengths[WARM_UP_STEPS * num_samples :]
+    return {"seconds": times.seconds_per_step(), "mean_tokens": sum(timed) / len(timed)}
 
 
 def main():
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's own use of older settings
     tasks = {"sft": sft, "grpo": grpo}
     for line in sys.stdin:
         request = json.loads(line)
