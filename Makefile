@@ -6,11 +6,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Training backends of the project's own environment, and those with one of their own.
+BACKENDS     ?= fsdp fsdp2 megatron
+ENVIRONMENTS ?= veomni automodel torchtitan
 
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow contracts lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -33,7 +36,15 @@ test: $(STAMP)  ## everything but the tests marked slow
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/contracts $(ARGS)
+
+contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
+	set -e; for backend in $(BACKENDS); do \
+	  $(BIN)/python -m pytest --pyargs rlhf.testing.test_backend --backend $$backend $(ARGS); done
+	$(BIN)/python -m pytest --pyargs rlhf.testing --ignore tests/contracts/test_backend.py $(ARGS)
+	set -e; for name in $(ENVIRONMENTS); do \
+	  $(MAKE) env-$$name; \
+	  .envs/$$name/bin/python -m pytest --pyargs rlhf.testing.test_backend --backend $$name $(ARGS); done
 
 lint: $(STAMP)  ## style, import contracts, docstrings, spelling
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ def pages() -> dict[str, str]:
         "recipe.md": HEADER + recipe_page(),
         "environment.md": HEADER + environment_page(),
         "errors.md": HEADER + errors_page(),
+        "engines.md": HEADER + engines_page(),
     }
 
 
@@ -107,6 +108,21 @@ def errors_page() -> str:
         tree = (module.__doc__ or "").strip()
         lines += [f"## `{module.__name__}`", "", "```text", tree, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def engines_page() -> str:
+    """The matrix of training engines."""
+    from engines.config.engine_matrix import HEADINGS, engine_matrix
+    from flows.commands.engines import MEANINGS
+
+    lines = ["# Training engines", "", "`rlhf engines` prints this and what is installed.", ""]
+    lines += [f"- **{tested.value}**: {meaning}" for tested, meaning in MEANINGS.items()]
+    lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+    lines += [
+        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        for row in engine_matrix(installed=False)
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def first_paragraph(model: type[BaseModel]) -> str:

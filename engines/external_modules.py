@@ -1,30 +1,10 @@
-"""Modules of other people that register plugins when they are imported. No torch."""
+"""Modules of other people that register plugins when they are imported. No torch.
 
-import importlib
+`infra.plugins` does the work; whatever looks plugins up imports the modules by itself. A job and
+each rank of its group call this first, so that a module which changes something else on import
+(a library's patch) does so before that library is used.
+"""
 
-from infra import env
-from infra.errors import ConfigError
+from infra.plugins import import_external_modules
 
-
-def import_external_modules() -> tuple[str, ...]:
-    """Import what RLHF_USE_EXTERNAL_MODULES names, in its order.
-
-    Every process that looks up plugins calls this first: a job, and each rank of its group.
-
-    Returns:
-        The names.
-
-    Raises:
-        ConfigError: one of them cannot be imported.
-    """
-    listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
-    names = tuple(name.strip() for name in listed.split(",") if name.strip())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}",
-                f"{name} cannot be imported ({error}); install it, or remove it from the list",
-            ) from error
-    return names
+__all__ = ["import_external_modules"]

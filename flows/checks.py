@@ -1,9 +1,11 @@
-"""What `rlhf doctor` looks at: versions, devices, services, storage, engines, names.
+"""What `rlhf doctor` looks at: versions, devices, plugins, services, storage, engines, names.
 
 Promises: every check says what it found; none raises, and none starts anything lasting.
-Libraries that must not be loaded here (torch) are asked in a child process.
+Libraries that must not be loaded here (torch, plugins) are asked in a child process. A module of
+RLHF_USE_EXTERNAL_MODULES that is broken is said once; the rest is looked at without it.
 """
 
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -18,10 +20,11 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from engines.config.plugins import BUILT_IN, check_plugin
-from flows.platform_probe import AUTO, probe_platform
+from flows.platform_probe import platform_of, survey_machine
 from infra import env
 from infra.atomic import atomic_write_bytes
 from infra.errors import ConfigError, PipelineError
+from infra.plugins import import_external_modules, outside_plugins
 
 Status = Literal["ok", "warning", "error"]
 
@@ -51,11 +54,14 @@ def all_checks() -> Iterator[Check]:
     yield _python()
     yield from _distributions()
     yield from _packages()
-    yield _platform()
+    with contextlib.ExitStack() as stack:
+        yield from _external_modules(stack)
+        yield from _platform_and_plugins()
+        yield from _name_clashes()
+        yield from _engines()
     yield _storage(env.home())
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
-    yield from _engines()
 
 
 def _python() -> Check:
@@ -101,12 +107,51 @@ def _packages() -> Iterator[Check]:
             yield Check(f"package {name}", "error", problem)
 
 
-def _platform() -> Check:
+def _external_modules(stack: contextlib.ExitStack) -> Iterator[Check]:
+    """Import them; a broken one is left out until `stack` ends."""
+    variable = env.RLHF_USE_EXTERNAL_MODULES
+    listed = variable.get()
+    if listed is None:
+        return
     try:
-        found = probe_platform(AUTO)
+        names = import_external_modules()
+    except ConfigError as error:
+        yield Check("external modules", "error", str(error))
+        stack.callback(env.set_for_process, variable.name, listed)
+        env.set_for_process(variable.name, None)
+        return
+    yield Check("external modules", "ok", ", ".join(names))
+
+
+def _platform_and_plugins() -> Iterator[Check]:
+    try:
+        report = survey_machine()
     except PipelineError as error:
-        return Check("platform", "error", str(error))
-    return Check("platform", "ok", f"{found.name} ({found.reason})")
+        yield Check("platform", "error", str(error))
+        return
+    try:
+        found = platform_of(report)
+        label = f" {found.label}" if found.label else ""
+        yield Check("platform", "ok", f"{found.name}{label} ({found.reason})")
+    except PipelineError as error:
+        yield Check("platform", "error", str(error))
+    checks = (
+        Check(f"plugin {plugin.name}", "ok", plugin.detail)
+        if plugin.problem is None
+        else Check(f"plugin {plugin.name}", "error", plugin.problem)
+        for plugin in report.plugins
+    )
+    yield from dict.fromkeys(checks)  # two owners of a name have one problem
+
+
+def _name_clashes() -> Iterator[Check]:
+    """Names that a plugin shares with another or with this project; a platform's are above."""
+    for kind in BUILT_IN:
+        for name in sorted({plugin.name for plugin in outside_plugins(kind)}):
+            try:
+                check_plugin(kind, name.partition(".")[0] if kind == "backend" else name, kind)
+            except ConfigError as error:
+                yield Check(f"plugin {kind}.{name}", "error", error.problem)
 
 
 def _storage(home: Path) -> Check:

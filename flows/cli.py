@@ -70,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe_arguments(plan)
     plan.add_argument("--json", action="store_true", help="for machines")
     add("recipes", "list the recipes that ship with this project")
+    engines = add("engines", "show the training engines, where they run and how they are tested")
+    engines.add_argument("--json", action="store_true", help="for machines")
     doctor = add("doctor", "check this machine from end to end")
     doctor.add_argument("--json", action="store_true", help="for machines")
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")

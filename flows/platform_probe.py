@@ -4,41 +4,17 @@ Promises: a platform that is asked for by name and absent is refused before anyt
 Does not promise: what another machine of a cluster has; its jobs ask again.
 """
 
-import json
 import subprocess
 import sys
-from dataclasses import dataclass
+
+from pydantic import ValidationError
 
 from infra import env
 from infra.errors import ConfigError, ServiceError
+from infra.survey_report import FoundPlatform, SurveyReport
 
 PROBE_DEADLINE_S = 120.0
 AUTO = "auto"
-
-_PROGRAM = """
-import json, sys
-from hardware.registry import detect
-from infra.errors import ConfigError
-try:
-    platform, reason = detect(sys.argv[1])
-    answer = {"name": platform.device_name, "reason": reason}
-except ConfigError as error:
-    answer = {"path": error.path, "problem": error.problem}
-print(json.dumps(answer))
-"""
-
-
-@dataclass(frozen=True)
-class FoundPlatform:
-    """The accelerator that jobs on this machine would use.
-
-    Attributes:
-        name: device type.
-        reason: why it was chosen, in one line.
-    """
-
-    name: str
-    reason: str
 
 
 def probe_platform(requested: str) -> FoundPlatform:
@@ -54,25 +30,38 @@ def probe_platform(requested: str) -> FoundPlatform:
         ConfigError: it is unknown, or not available.
         ServiceError: torch does not start.
     """
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, requested],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_DEADLINE_S,
-            env=env.child_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ServiceError(f"the platform probe took over {PROBE_DEADLINE_S:g} s") from None
-    lines = ended.stdout.splitlines()
-    if ended.returncode != 0 or not lines:
-        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ServiceError(f"the platform probe failed: {last}")
-    answer = json.loads(lines[-1])
-    if "problem" in answer:
-        raise ConfigError(answer["path"], answer["problem"])
-    return FoundPlatform(answer["name"], answer["reason"])
+    return platform_of(_ask(requested))
+
+
+def survey_machine() -> SurveyReport:
+    """The platform that `auto` leads to, and what comes of loading every plugin.
+
+    Returns:
+        The report of a child process that loaded them all.
+
+    Raises:
+        ServiceError: torch does not start, or a plugin takes the process down.
+    """
+    return _ask()
+
+
+def platform_of(report: SurveyReport) -> FoundPlatform:
+    """The platform of a report.
+
+    Args:
+        report: of a child process.
+
+    Returns:
+        Its platform.
+
+    Raises:
+        ConfigError: it has none; says why.
+    """
+    if report.platform is not None:
+        return report.platform
+    if report.refusal is None:
+        raise ServiceError("the platform probe gave no answer")
+    raise ConfigError(report.refusal.path, report.refusal.problem)
 
 
 def check_platform(requested: str) -> None:
@@ -87,3 +76,25 @@ def check_platform(requested: str) -> None:
     on_this_machine = env.RAY_ADDRESS.get() is None
     if on_this_machine and (requested != AUTO or env.RLHF_PLATFORM.get()):
         probe_platform(requested)
+
+
+def _ask(*arguments: str) -> SurveyReport:
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "hardware.survey", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_DEADLINE_S,
+            env=env.child_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ServiceError(f"the platform probe took over {PROBE_DEADLINE_S:g} s") from None
+    lines = ended.stdout.splitlines()
+    if ended.returncode != 0 or not lines:
+        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ServiceError(f"the platform probe failed: {last}")
+    try:
+        return SurveyReport.model_validate_json(lines[-1])
+    except ValidationError:
+        raise ServiceError(f"the platform probe answered {lines[-1]!r}") from None

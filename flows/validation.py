@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.config.backends import check_layout
 from engines.config.data import SourceConfig
 from engines.config.plugins import check_plugin
 from engines.config.rl_rules import check_rl_settings
@@ -33,6 +34,7 @@ def check_recipe(recipe: Recipe) -> None:
         ConfigError: the first rule that is broken.
     """
     _check_plugins(recipe)
+    check_layout(recipe.training)
     _check_group_size(recipe)
     if recipe.rl.num_rounds:
         check_rl_settings(recipe.rl)
@@ -75,10 +77,10 @@ def _check_group_size(recipe: Recipe) -> None:
 
 
 def _check_batch_sizes(recipe: Recipe) -> None:
-    workers = recipe.training.num_workers
+    ranks = recipe.training.data_parallel_size
     mini = recipe.rl.mini_batch_size_prompts or recipe.rl.batch_size_prompts
     if recipe.sft:
-        _check_divides("sft.batch_size_sequences", recipe.sft.batch_size_sequences, workers)
+        _check_divides("sft.batch_size_sequences", recipe.sft.batch_size_sequences, ranks)
     if recipe.rl.num_rounds:
         _check_divides(
             "rl.mini_batch_size_prompts"
@@ -86,17 +88,17 @@ def _check_batch_sizes(recipe: Recipe) -> None:
             # The unset mini-batch is the whole batch, which is what the user can change.
             else "rl.batch_size_prompts",
             mini,
-            workers,
+            ranks,
         )
 
 
-def _check_divides(path: str, size: int, workers: int) -> None:
-    if size % workers == 0:
+def _check_divides(path: str, size: int, ranks: int) -> None:
+    if size % ranks == 0:
         return
-    below, above = size // workers * workers, -(-size // workers) * workers
+    below, above = size // ranks * ranks, -(-size // ranks) * ranks
     use = f"{below} or {above}" if below else f"{above}"
     raise ConfigError(
-        path, f"{size} is not a multiple of training.num_workers {workers}; use {use}"
+        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
     )
 
 

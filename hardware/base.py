@@ -2,13 +2,13 @@
 
 Nothing outside `hardware/` branches on a device's name. Torch is imported by the platforms'
 own files when a method needs it, so platforms can be listed and named without it.
-To add one: a subclass in its own file and one `PlatformRegistry.register` line, or an entry
-point of the group `rlhf.plugins` named ``platform.<name>``.
+To add one: a subclass (of `AcceleratorPlatform` where torch has a module for the device) and a
+name for it, see `docs/guides/add-a-platform.md`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,10 @@ class PlatformBase(ABC):
         communication_backend: torch.distributed backend of its collectives.
         visible_devices_env: environment variable that limits what a process sees; None has none.
         ray_resource: Ray's name of the resource.
+        ray_noset_env: environment variable that, set to 1, keeps Ray from writing
+            `visible_devices_env` in its workers. None: Ray never writes it, so every rank sees
+            all devices and has to choose its own with `set_device`.
         supports_ipc: whether two processes can share one device allocation.
-        default_dtype: name of the compute dtype that suits the device.
     """
 
     device_name: str
@@ -43,12 +45,16 @@ class PlatformBase(ABC):
     communication_backend: str
     visible_devices_env: str | None
     ray_resource: str
+    ray_noset_env: str | None
     supports_ipc: bool
-    default_dtype: str
 
     @abstractmethod
     def is_available(self) -> Availability:
-        """Whether a device of this platform can be used by this process."""
+        """Whether a device of this platform can be used by this process.
+
+        Starts no process, allocates nothing on a device, imports no vendor package that is not
+        installed, and does not raise: the reason is what the user reads.
+        """
 
     @abstractmethod
     def device_count(self) -> int:
@@ -57,6 +63,25 @@ class PlatformBase(ABC):
     @abstractmethod
     def device(self) -> "torch.device":
         """The device that this process computes on."""
+
+    @abstractmethod
+    def device_label(self) -> str:
+        """Product name of that device; an accelerator may have to be opened to tell."""
+
+    @abstractmethod
+    def device_uuid(self) -> str | None:
+        """What identifies that device on its host, whatever its index; None where nothing does."""
+
+    @abstractmethod
+    def peak_flops_per_s(self, dtype: str) -> float | None:
+        """Dense peak of that device, the denominator of a model FLOPs utilisation.
+
+        Args:
+            dtype: name of torch's dtype of the operands (`bfloat16`, `float16`, `float32`).
+
+        Returns:
+            Floating-point operations per second without sparsity; None if unknown.
+        """
 
     @abstractmethod
     def set_device(self, index: int) -> None:
@@ -101,3 +126,18 @@ class PlatformBase(ABC):
     @abstractmethod
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Mark a span of work for the device's profiler."""
+
+    def library_scope(self, library: str) -> AbstractContextManager[None]:
+        """Scope in which a training library that expects another device runs on this one.
+
+        Args:
+            library: top-level name of the library (`megatron`).
+
+        Returns:
+            To be entered before the library is first imported, and left when its engine is gone.
+
+        Raises:
+            ConfigError: this device needs another package for that library, and it is missing.
+        """
+        del library
+        return nullcontext()

@@ -3,9 +3,10 @@
 One "device" per process; parallelism between processes goes over gloo.
 """
 
+import platform
 import resource
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from hardware.base import Availability, PlatformBase
@@ -23,8 +24,8 @@ class CPUPlatform(PlatformBase):
     communication_backend = "gloo"
     visible_devices_env = None
     ray_resource = "CPU"
+    ray_noset_env = None
     supports_ipc = False
-    default_dtype = "float32"
 
     def is_available(self) -> Availability:
         """Always."""
@@ -39,6 +40,19 @@ class CPUPlatform(PlatformBase):
         import torch
 
         return torch.device("cpu")
+
+    def device_label(self) -> str:
+        """The processor's architecture."""
+        return platform.machine() or "cpu"
+
+    def device_uuid(self) -> str | None:
+        """None: ranks of one host share it."""
+        return None
+
+    def peak_flops_per_s(self, dtype: str) -> float | None:
+        """None: it depends on clocks and cores that other processes share."""
+        del dtype
+        return None
 
     def set_device(self, index: int) -> None:
         """Accept every index: ranks on one host share the CPU."""
@@ -91,3 +105,11 @@ class CPUPlatform(PlatformBase):
         import torch
 
         return torch.profiler.record_function(name)
+
+    def library_scope(self, library: str) -> AbstractContextManager[None]:
+        """Megatron-Core expects CUDA in places; on a CPU those are stood in for."""
+        if library == "megatron":
+            from hardware.cpu_megatron import megatron_on_cpu
+
+            return megatron_on_cpu()
+        return nullcontext()

@@ -1,109 +1,58 @@
 """NVIDIA GPUs through CUDA and NCCL.
 
-A torch built for another vendor's CUDA lookalike (ROCm) is not this platform.
+A torch built for another vendor's CUDA lookalike (ROCm, MACA) is not this platform.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from types import ModuleType
 
-from hardware.base import Availability, PlatformBase
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from hardware.accelerator import AcceleratorPlatform, cuda_build_problem
 
 
-class NvidiaPlatform(PlatformBase):
-    """CUDA devices; one per process, chosen with `set_device`."""
+class NvidiaPlatform(AcceleratorPlatform):
+    """CUDA devices."""
 
     device_name = "cuda"
     vendor_name = "nvidia"
     communication_backend = "nccl"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
     ray_resource = "GPU"
+    ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     supports_ipc = True
-    default_dtype = "bfloat16"
 
-    def is_available(self) -> Availability:
-        """Whether torch was built for CUDA and finds a driver with a device."""
-        import torch
+    # Vendor data sheets: dense tensor-core figures, half of those "with sparsity"; float32 is the
+    # rate outside the tensor cores, which is what torch uses unless TF32 is switched on.
+    peaks = (
+        # Blackwell and Blackwell Ultra; the Grace boards clock higher.
+        ("GB300", {"bfloat16": 2500e12, "float16": 2500e12, "float32": 80e12}),
+        ("GB200", {"bfloat16": 2500e12, "float16": 2500e12, "float32": 80e12}),
+        ("B300", {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12}),
+        ("B200", {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12}),
+        # H100, H200 and GH200; H800 differs in its links only, H20 in compute.
+        ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "float32": 60e12}),
+        ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12}),
+        ("H100", {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}),
+        ("H800 PCIe", {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12}),
+        ("H800", {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}),
+        ("H200 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "float32": 60e12}),
+        ("H200", {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}),
+        ("GH200", {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}),
+        ("H20", {"bfloat16": 148e12, "float16": 148e12, "float32": 44e12}),
+        # A100; A800 differs in its links only.
+        ("A100", {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
+        ("A800", {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
+        ("A40", {"bfloat16": 149.7e12, "float16": 149.7e12, "float32": 37.4e12}),
+        # Ada, with float32 accumulation. The cut-down boards of the same name are others.
+        ("L40S", {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 91.6e12}),
+        ("L40", {"bfloat16": 181.05e12, "float16": 181.05e12, "float32": 90.5e12}),
+        ("RTX 4090 D", {}),
+        ("RTX 4090 Laptop", {}),
+        ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12}),
+    )
 
-        if torch.version.cuda is None:
-            return Availability(False, f"torch built for {torch.version.hip and 'rocm' or 'cpu'}")
-        if not torch.cuda.is_available():
-            return Availability(
-                False, f"torch built for CUDA {torch.version.cuda}, but no driver or no device"
-            )
-        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        return Availability(True, f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
-
-    def device_count(self) -> int:
-        """CUDA devices this process can see."""
-        import torch
-
-        return torch.cuda.device_count()
-
-    def device(self) -> "torch.device":
-        """The current CUDA device."""
-        import torch
-
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def set_device(self, index: int) -> None:
-        """Make this the current CUDA device."""
-        import torch
-
-        torch.cuda.set_device(index)
-
-    def synchronize(self) -> None:
-        """Wait for all streams of the current device."""
-        import torch
-
-        torch.cuda.synchronize()
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the CPU generator and that of every CUDA device."""
-        import torch
-
-        torch.manual_seed(seed)
-
-    def rng_state(self) -> "Mapping[str, Tensor]":
-        """The CPU generator as `cpu`, the current device's as `cuda`."""
-        import torch
-
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
-
-    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
-        """Restore the generators that the state names."""
-        import torch
-
-        if "cpu" in state:
-            torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
-
-    def empty_cache(self) -> None:
-        """Return cached blocks to the driver."""
-        import torch
-
-        torch.cuda.empty_cache()
-
-    def memory_allocated_bytes(self) -> int:
-        """Bytes held by tensors on the current device."""
-        import torch
-
-        return torch.cuda.memory_allocated()
-
-    def max_memory_allocated_bytes(self) -> int:
-        """Largest number of bytes held by tensors on the current device."""
-        import torch
-
-        return torch.cuda.max_memory_allocated()
-
-    def ray_resource_options(self, num_devices: int) -> dict[str, object]:
-        """So many GPUs."""
-        return {"num_gpus": num_devices}
+    def build_problem(self, torch: ModuleType) -> str | None:
+        """Needs a CUDA build."""
+        return cuda_build_problem(torch, "CUDA")
 
     def rollout_env_vars(self) -> dict[str, str]:
         """NCCL's cuMem allocator stays off: it clashes with engines that remap device memory."""

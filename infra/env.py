@@ -179,7 +179,13 @@ MKL_NUM_THREADS = EnvVar("MKL_NUM_THREADS", None, "threads of MKL, read when tor
 CUBLAS_WORKSPACE_CONFIG = EnvVar(
     "CUBLAS_WORKSPACE_CONFIG", None, ":4096:8 makes cuBLAS repeat bitwise"
 )
-CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", None, "CUDA devices this process may use")
+CUDA_VISIBLE_DEVICES = EnvVar(
+    "CUDA_VISIBLE_DEVICES", None, "NVIDIA or MetaX devices this process may use"
+)
+HIP_VISIBLE_DEVICES = EnvVar("HIP_VISIBLE_DEVICES", None, "AMD devices this process may use")
+ROCR_VISIBLE_DEVICES = EnvVar(
+    "ROCR_VISIBLE_DEVICES", None, "the same below HIP; Ray refuses it without HIP_VISIBLE_DEVICES"
+)
 
 # The rendezvous of torch.distributed.
 RANK = EnvVar("RANK", None, "global rank of this process")

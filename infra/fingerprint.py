@@ -20,6 +20,7 @@ from typing import Any
 
 from infra.canonical import sha256_file, sha256_json
 from infra.errors import ConfigError
+from infra.plugins import external_module_names, outside_plugins
 from infra.stage_spec import Artifact
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
@@ -107,21 +108,55 @@ def sources_digest(modules: Sequence[str]) -> str:
     return sha256_json(source_closure(modules))
 
 
-def environment_digest(distributions: Sequence[str]) -> str:
-    """sha256 of Python's minor version and the installed versions of distributions.
+def environment_digest(
+    distributions: Sequence[str], outside: Mapping[str, Any] | None = None
+) -> str:
+    """sha256 of Python's minor version, the installed versions of distributions, and plugins.
 
     Args:
         distributions: by name; one that is not installed counts as absent.
+        outside: of `outside_code`; None or empty where no plugin is installed.
 
     Returns:
         64 hex digits.
     """
-    return sha256_json(
-        {
-            "python": ".".join(python_version_tuple()[:2]),
-            "distributions": {name: _installed_version(name) for name in distributions},
-        }
-    )
+    environment: dict[str, Any] = {
+        "python": ".".join(python_version_tuple()[:2]),
+        "distributions": {name: _installed_version(name) for name in distributions},
+    }
+    if outside:
+        environment["outside"] = dict(outside)
+    return sha256_json(environment)
+
+
+def outside_code() -> dict[str, Any]:
+    """What identifies the code of other people's plugins; empty without any.
+
+    A version alone would miss an editable installation: the sources of each plugin's own package
+    that its module reaches count too. A module that cannot be found or read counts as absent,
+    since a broken plugin may only stop whoever asks for it.
+
+    Returns:
+        Owners and source digests, as plain JSON values.
+
+    Raises:
+        ConfigError: a module of RLHF_USE_EXTERNAL_MODULES cannot be imported.
+    """
+    plugins = outside_plugins()
+    modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})
+    if not modules:
+        return {}
+    return {
+        "owners": sorted({plugin.owner for plugin in plugins}),
+        "sources": {module: _own_sources_digest(module) for module in modules},
+    }
+
+
+def _own_sources_digest(module: str) -> str | None:
+    try:
+        return sha256_json(source_closure([module], packages=()))
+    except ConfigError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What makes a stage the stage it is: the request, and the fingerprint computed from it.
 
 Promises: two requests have one fingerprint exactly when stage, configuration, input digests,
-seed, reachable sources and installed libraries are the same; nothing else enters.
+seed, reachable sources, installed libraries and installed plugins are the same; nothing else
+enters.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,12 @@ from engines.config.plugins import BUILT_IN, PluginKind
 from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from infra.artifacts import external_artifact
-from infra.fingerprint import environment_digest, sources_digest, stage_fingerprint
+from infra.fingerprint import (
+    environment_digest,
+    outside_code,
+    sources_digest,
+    stage_fingerprint,
+)
 from infra.stage_spec import Artifact
 
 STAGE_SCHEMA_VERSION = 1
@@ -62,7 +68,7 @@ class StageRequest:
             inputs=self.inputs,
             seed=self.seed,
             sources_digest=sources_digest([self.job_module, *self.plugins]),
-            environment_digest=environment_digest(NUMERIC_DISTRIBUTIONS),
+            environment_digest=environment_digest(NUMERIC_DISTRIBUTIONS, outside_code()),
             force=self.force,
         )
 

@@ -3,15 +3,14 @@
 Promises: a part is one pure function under one or more names, with its paper, the batch columns
 it needs and the schema of its options; a name is registered once, a second time is refused; an
 unknown name is a `ConfigError` that lists what exists and the nearest match.
-Does not promise: that a part's module was imported; entry points of `rlhf.plugins` are, when
-their name is asked for.
+Does not promise: that a part's module was imported; those of other people are, when their name is
+asked for.
 To add a part: one file with a decorated function, its import in the module that dispatches to it
 (a static one: a stage's source digest follows those) and its line in `engines.config.plugins`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
-from engines.config.plugins import ENTRY_POINT_GROUP, PluginKind
+from engines.config.plugins import PluginKind
 from engines.errors import UnknownPluginError
 from engines.types import TokenBatch
 from infra.errors import ConfigError
 from infra.names import unknown_name
+from infra.plugins import load_outside, outside_plugins
 
 PartFn = TypeVar("PartFn", bound=Callable[..., Any])
 
@@ -126,8 +126,9 @@ class Registry(Generic[PartFn]):
             UnknownPluginError: no such part; names the nearest one.
         """
         if name not in self._parts:
-            for entry in entry_points(group=ENTRY_POINT_GROUP, name=f"{self.kind}.{name}"):
-                entry.load()  # importing the module registers its parts here
+            for plugin in outside_plugins(self.kind):
+                if plugin.name == name:
+                    load_outside(plugin, path)  # importing the module registers its parts here
         if name not in self._parts:
             raise UnknownPluginError(path, unknown_name(name, self.names()))
         return self._parts[name]

@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines.checkpoint.sharded import load_sharded, save_sharded
+from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from hardware.base import PlatformBase
 
 ENGINE_FILE = "engine.json"
 TENSORS_DIR = "tensors"
+MODEL_PREFIX = "model."
 _RNG_DIR = "rng"
 
 
@@ -35,6 +37,8 @@ class EngineState:
         num_steps: optimizer steps the engine has taken.
         schedule_step: position in the learning-rate schedule.
         num_optimizer_steps: Adam's bias-correction count.
+        backend: whose names the tensors have.
+        lora: shape of the adapter among the tensors, or None.
     """
 
     tensors: Mapping[str, Tensor]
@@ -42,6 +46,8 @@ class EngineState:
     num_steps: int
     schedule_step: int
     num_optimizer_steps: int
+    backend: str
+    lora: LoraConfig | None = None
 
 
 class EngineScalars(BaseModel):
@@ -55,6 +61,8 @@ class EngineScalars(BaseModel):
     schedule_step: int
     num_optimizer_steps: int
     world_size: int
+    backend: str
+    lora: LoraConfig | None = None
 
 
 def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> None:
@@ -79,6 +87,8 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
             schedule_step=state.schedule_step,
             num_optimizer_steps=state.num_optimizer_steps,
             world_size=world_size,
+            backend=state.backend,
+            lora=state.lora,
         )
         text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
         (path / ENGINE_FILE).write_text(text, encoding="utf-8")
@@ -86,16 +96,13 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         dist.barrier()
 
 
-def load_engine_state(
-    path: Path, state: EngineState, platform: PlatformBase, *, resume: bool
-) -> EngineScalars:
-    """Fill the state's tensors in place; every rank calls it with the same path.
+def load_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> EngineScalars:
+    """Fill the state's tensors in place, to continue; every rank calls it with the same path.
 
     Args:
         path: what `save_engine_state` wrote.
         state: its tensors are overwritten, its scalars ignored.
-        platform: its generators are restored.
-        resume: False leaves the generators as they are.
+        platform: its generators are restored when the world size is the same.
 
     Returns:
         The scalars of the checkpoint.
@@ -104,14 +111,23 @@ def load_engine_state(
         CheckpointError: the directory is not a whole checkpoint of such an engine.
     """
     scalars = read_scalars(path)
+    if scalars.lora != state.lora:
+        raise CheckpointError(
+            f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
+            f"{_shown(state.lora)}: it can start from those weights, not continue"
+        )
     load_sharded(path / TENSORS_DIR, state.tensors)
     rank, world_size = _rank_and_size()
-    if resume and scalars.world_size == world_size:
+    if scalars.world_size == world_size:
         file = path / _RNG_DIR / f"rank-{rank:05d}.safetensors"
         if not file.exists():
             raise CheckpointError(f"{file} is absent")
         platform.set_rng_state(load_file(file))
     return scalars
+
+
+def _shown(lora: LoraConfig | None) -> str:
+    return "null" if lora is None else f"rank {lora.rank}, alpha {lora.alpha:g}"
 
 
 def read_scalars(path: Path) -> EngineScalars:

@@ -1,9 +1,7 @@
-"""Merge a sharded policy checkpoint into an ordinary Hugging Face directory.
+"""Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: names, shapes and values are those `save_pretrained` of the whole model would write
-(tied weights once, fused experts split); every weight of the architecture is there; equal input
-gives equal bytes; at most one output file and one tensor are in memory at a time.
-Does not promise atomicity: the caller publishes the directory.
+Promises: equal input gives equal bytes; at most one output file and one tensor are in memory at a
+time. Does not promise atomicity: the caller publishes the directory.
 """
 
 import json
@@ -14,57 +12,37 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.checkpoint.engine_state import TENSORS_DIR
-from engines.checkpoint.hub_names import HubNames, named_state
-from engines.checkpoint.sharded import ShardedReader
-from engines.checkpoint.step_store import CHECKPOINT_DIR
-from engines.errors import CheckpointError
-
-HF_DIR = "hf"
-_PREFIX = "model."
 _WEIGHTS = "model"
 _METADATA = {"format": "pt"}
 
 
-def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_bytes: int) -> None:
-    """Write weights, configuration and tokenizer of a policy.
+def write_model(
+    tensors: Iterator[tuple[str, Tensor]],
+    hf_dir: Path,
+    out_dir: Path,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Write weights beside a copy of their configuration and tokenizer.
 
     Args:
-        policy_dir: a `policy` artifact: `checkpoint/` and `hf/`.
+        tensors: whole weights by hub name, in the order of the architecture.
+        hf_dir: configuration and tokenizer.
         out_dir: created if needed; must not hold weights yet.
         dtype: of the written weights, `float32` or `bfloat16`.
         max_shard_bytes: size of one weight file, unless a single tensor is larger.
-
-    Raises:
-        CheckpointError: weights are missing, superfluous or of another shape.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    for source in sorted((policy_dir / HF_DIR).iterdir()):
+    for source in sorted(hf_dir.iterdir()):
         shutil.copyfile(source, out_dir / source.name)
     _set_dtype(out_dir / "config.json", dtype)
-    tensors = _policy_tensors(policy_dir, getattr(torch, dtype))
-    _write_shards(tensors, out_dir, max_shard_bytes)
-
-
-def _policy_tensors(policy_dir: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights by hub name, in the order of the architecture."""
-    config = AutoConfig.from_pretrained(policy_dir / HF_DIR, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    reader = ShardedReader(policy_dir / CHECKPOINT_DIR / TENSORS_DIR)
-    stored = {name: reader.shape(name) for name in reader.names() if name.startswith(_PREFIX)}
-    expected = {_PREFIX + name: tuple(tensor.shape) for name, tensor in named_state(model)}
-    if stored != expected:
-        wrong = sorted(name for name, _ in stored.items() ^ expected.items())
-        raise CheckpointError(
-            f"{policy_dir}: the checkpoint does not fit hf/config.json at {', '.join(wrong[:3])}"
-        )
-    whole = ((name.removeprefix(_PREFIX), reader.read(name)) for name in expected)
-    for name, tensor in HubNames(model).stream(whole):
-        yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+    target = getattr(torch, dtype)
+    converted = (
+        (name, (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous())
+        for name, tensor in tensors
+    )
+    _write_shards(converted, out_dir, max_shard_bytes)
 
 
 def _write_shards(

@@ -7,6 +7,7 @@ architecture whose tensors on disk need several tensors from memory is refused.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,73 @@ def named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
     persistent = set(model.state_dict(keep_vars=True))
     buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
     return [*model.named_parameters(), *buffers]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor on disk lies inside a parameter in memory.
+
+    Attributes:
+        parameter: name in memory.
+        size: shape on disk.
+        stride: in elements of the parameter.
+        offset: of the first element.
+    """
+
+    parameter: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The part of the (contiguous) parameter, writable."""
+        return parameter.detach().as_strided(self.size, self.stride, self.offset)
+
+
+def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
+    """Every tensor on disk as a part of a parameter, so that it can be written where it belongs.
+
+    Args:
+        model: with parameters of the final shapes.
+
+    Returns:
+        Slots by name on disk.
+
+    Raises:
+        ConfigError: a tensor on disk is no regular part of one parameter.
+    """
+    slots: dict[str, Slot] = {}
+    known: dict[tuple[int, ...], Tensor] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        converted = revert_weight_conversion(model, {name: torch.empty(shape, device="meta")})
+        if len(converted) == 1 and tuple(next(iter(converted.values())).shape) == shape:
+            slots[next(iter(converted))] = Slot(name, shape, parameter.stride(), 0)
+            continue
+        # Convert the places instead of the values: they tell where each value comes from.
+        places = known.setdefault(shape, torch.arange(parameter.numel()).view(shape))
+        for on_disk, index in revert_weight_conversion(model, {name: places}).items():
+            slots[on_disk] = _regular_slot(name, index, type(model).__name__)
+    return slots
+
+
+def _regular_slot(parameter: str, index: Tensor, architecture: str) -> Slot:
+    offset = int(index.flatten()[0])
+    stride = tuple(
+        int(index.select(d, 1).flatten()[0]) - offset if size > 1 else 1
+        for d, size in enumerate(index.shape)
+    )
+    expected = torch.full((), offset)
+    for d, (size, step) in enumerate(zip(index.shape, stride, strict=True)):
+        steps = torch.arange(size) * step
+        expected = expected + steps.view([-1 if i == d else 1 for i in range(index.dim())])
+    if not torch.equal(expected, index):
+        raise ConfigError(
+            "model.path",
+            f"{architecture} rearranges {parameter} when it is saved, which cannot be undone "
+            "tensor by tensor; choose another architecture",
+        )
+    return Slot(parameter, tuple(index.shape), stride, offset)
 
 
 class HubNames:

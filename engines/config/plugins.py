@@ -4,23 +4,32 @@ Each name leads to its class or function as ``module:attribute`` and, where the 
 a library of an optional extra, to that library. The registries of the engine floor load from
 here; the control plane checks names and extras here, long before a job starts.
 
-Does not list plugins of other distributions: those announce themselves as entry points of the
-group `rlhf.plugins`, named ``<kind>.<name>`` (``rollout.mine = my_package.engine:MyEngine``).
+Does not list plugins of other people: those announce themselves as entry points of the group
+`rlhf.plugins`, named ``<kind>.<name>`` (``rollout.mine = my_package.engine:MyEngine``), or by
+`register_plugin` from a module that RLHF_USE_EXTERNAL_MODULES lists.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Literal
 
+from engines.config.backends import BACKENDS
 from infra.errors import ConfigError
 from infra.names import unknown_name
+from infra.plugins import ENTRY_POINT_GROUP, outside_plugins, register_outside
 
 PluginKind = Literal["backend", "rollout", "adv_estimator", "loss_mode", "kl_loss_type", "reward"]
 
-ENTRY_POINT_GROUP = "rlhf.plugins"
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Plugin",
+    "PluginKind",
+    "check_plugin",
+    "register_plugin",
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ _KL = "engines.algorithms.kl"
 
 BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
     "backend": {
-        "fsdp2": Plugin("engines.training.fsdp.engine:FSDP2Engine"),
+        name: Plugin(backend.language_model, backend.requires, backend.extra)
+        for name, backend in BACKENDS.items()
     },
     "rollout": {
         "transformers": Plugin("engines.rollout.transformers_engine:TransformersEngine"),
@@ -76,6 +86,38 @@ BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
 }
 
 
+def register_plugin(
+    kind: PluginKind,
+    name: str,
+    target: str,
+    *,
+    devices: Sequence[str] = (),
+    vendor: str | None = None,
+) -> None:
+    """Make a plugin known to this process; for modules of RLHF_USE_EXTERNAL_MODULES.
+
+    The control plane imports those modules too: they may import this module, not torch.
+
+    Args:
+        kind: which table the name belongs to.
+        name: what the configuration calls it; a backend's value model is ``<name>.value_model``.
+        target: ``module:attribute``, imported when it is asked for.
+        devices: torch device types of a training engine; empty means any. An engine for one
+            device or vendor may add itself to the name of a built-in backend.
+        vendor: of those devices; None serves every vendor.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    own = BUILT_IN[kind].get(name)
+    if own is not None and own.target != target and not devices and vendor is None:
+        raise ConfigError(
+            f"plugin {kind}.{name}",
+            f"registered by both this project and {target}; choose another name",
+        )
+    register_outside(kind, name, target, devices=devices, vendor=vendor)
+
+
 def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
     """Say whether a plugin can be used, without importing it.
 
@@ -85,46 +127,32 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         path: where the name stands in the configuration, for the error line.
 
     Returns:
-        The built-in plugin, or None when another distribution brings it.
+        The built-in plugin, or None when someone else brings it.
 
     Raises:
         ConfigError: the name is unknown (with the nearest known one), its extra is missing, or
-            two distributions claim it.
+            two claim it.
     """
     plugin = BUILT_IN[kind].get(name)
-    owners = _outside_owners(kind, name)
+    outside = outside_plugins(kind)
+    owners = sorted(o.source for o in outside if o.name == name and not o.extends)
     if len(owners) + (plugin is not None) > 1:
         both = " and ".join([*owners, "this project"] if plugin else owners)
         raise ConfigError(path, f"{name!r} is registered by both {both}; uninstall one")
     if plugin is None:
-        outside = _outside_names(kind)
-        if name in outside:
+        # `mine.value_model` is an engine of the backend `mine`.
+        names = {o.name.partition(".")[0] if kind == "backend" else o.name for o in outside}
+        if name in names:
             return None
-        raise ConfigError(path, unknown_name(name, sorted({*BUILT_IN[kind], *outside})))
+        raise ConfigError(path, unknown_name(name, sorted({*BUILT_IN[kind], *names})))
     if plugin.requires and not _installed(plugin.requires):
-        raise ConfigError(
-            path,
-            f"{name} needs the extra: pip install 'rlhf-pipeline[{plugin.extra}]' "
-            f"(no module named {plugin.requires})",
+        remedy = (
+            f"the extra: pip install 'rlhf-pipeline[{plugin.extra}]'"
+            if plugin.extra
+            else f"a job environment of its own: make env-{name}"
         )
+        raise ConfigError(path, f"{name} needs {remedy} (no module named {plugin.requires})")
     return plugin
-
-
-def _outside_names(kind: PluginKind) -> list[str]:
-    prefix = f"{kind}."
-    return [
-        entry.name.removeprefix(prefix)
-        for entry in entry_points(group=ENTRY_POINT_GROUP)
-        if entry.name.startswith(prefix)
-    ]
-
-
-def _outside_owners(kind: PluginKind, name: str) -> list[str]:
-    """The distributions that bring a plugin of that name, as `name==version`."""
-    found = entry_points(group=ENTRY_POINT_GROUP, name=f"{kind}.{name}")
-    return sorted(
-        f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value for entry in found
-    )
 
 
 @cache

@@ -1,5 +1,6 @@
-"""The training backend, the optimizer, and how a batch is cut into micro-batches."""
+"""The training backend, its parallel layout, the optimizer, the adapter, and what saves memory."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -29,26 +30,100 @@ class OptimizerConfig(StrictModel):
         return self
 
 
+class LoraConfig(StrictModel):
+    """A low-rank adapter (arXiv:2106.09685): only it is trained, the base weights are frozen.
+
+    It has no dropout: training and sampling must see the same log-probabilities.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of linear modules (`q_proj`); `all-linear` is every one but the output head."""
+    use_dora: bool = False
+    """Also train the magnitude of each row (arXiv:2402.09353)."""
+
+
 class TrainingConfig(StrictModel):
-    """What every training stage shares: the backend and its numerics."""
+    """What every training stage shares: the backend, its layout and its numerics."""
 
     backend: str = "fsdp2"
     """Name in the EngineRegistry; a backend's own switches stand in `options`."""
     num_workers: int = Field(default=1, ge=1)
     """Ranks of the training group. 1 runs inside the job's process, without Ray actors."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices."""
+    sequence_parallel: bool = True
+    """With tensor parallelism: also cut activations between the matrices along the tokens."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that hold consecutive layers."""
+    virtual_pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Pieces of each pipeline rank; above 1 interleaves them."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of each sequence, with ring attention."""
+    ulysses_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of each sequence, with all-to-all around attention."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a mixture."""
+    replicate_size: int = Field(default=1, ge=1)
+    """Hybrid sharding: copies of the sharded model; 1 shards over all ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and the optimizer stay float32."""
     max_tokens_per_micro_batch: int = Field(default=16_384, ge=8)
     """Token budget of one forward and backward pass on one rank: the only memory knob."""
     gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    activation_offload: bool = False
+    """Keep the activations that the backward pass needs in host memory."""
     param_offload: bool = False
-    """Keep parameters in host memory while the engine is idle."""
+    """Keep parameters and gradients in host memory while the engine is idle."""
     optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory outside of optimizer steps."""
+    chunked_logprobs: bool = True
+    """Never hold logits of all tokens at once: memory does not grow with tokens x vocabulary."""
+    frozen_parameters: tuple[str, ...] = ()
+    """Patterns of parameter names that are not trained, as in a shell (`model.embed_tokens.*`)."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter instead of the weights."""
+    use_torch_compile: bool = False
+    """Compile each decoder layer; the first steps are slow."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of one rank; null divides the machine's cores by the ranks."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     options: dict[str, Any] = {}
     """Options of the chosen backend, validated by the backend's own schema in preflight."""
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> "TrainingConfig":
+        # Experts live inside the data-parallel ranks; the other dimensions multiply.
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
+                "ulysses_size", "replicate_size",
+            )
+        }  # fmt: skip
+        asked = {name: size for name, size in sizes.items() if size > 1}
+        product = math.prod(asked.values())
+        if self.num_workers % product:
+            parts = " x ".join(f"{name} {size}" for name, size in asked.items())
+            raise ValueError(
+                f"num_workers: got {self.num_workers}; need a multiple of {product} ({parts}); "
+                f"use {product * max(1, round(self.num_workers / product))}"
+            )
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or sets of ranks, that hold different data."""
+        model_parallel = (
+            self.tensor_parallel_size
+            * self.pipeline_parallel_size
+            * self.context_parallel_size
+            * self.ulysses_size
+        )
+        return self.num_workers // model_parallel
 
 
 class HardwareConfig(StrictModel):

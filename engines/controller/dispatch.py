@@ -2,7 +2,8 @@
 
 A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and
 puts the results back in the original order, so the caller never learns how many ranks there
-are. Ranks that share a data-parallel place (tensor or pipeline parallel) get the same share.
+are. Ranks that share a data-parallel place (tensor or pipeline parallel) get the same share;
+with `SPLIT_ALL` every rank gets a share of its own.
 Does not promise: equal numbers of sequences per rank, or that every rank gets one.
 """
 
@@ -27,8 +28,8 @@ class Dispatch(Enum):
     """Every rank gets the same arguments; the result is rank 0's, all being equal."""
     SPLIT = "split"
     """The first argument is split over the data-parallel ranks, the others are copied."""
-    RANK_ZERO = "rank_zero"
-    """Only rank 0 is called; the method must not use a collective."""
+    SPLIT_ALL = "split_all"
+    """The same over all ranks: each works for itself, whatever the model's layout."""
 
 
 def dispatch(mode: Dispatch) -> Callable[[Method], Method]:

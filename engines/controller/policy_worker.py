@@ -19,9 +19,10 @@ from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.registry import create_rollout_engine
-from engines.training.base import BaseEngine, LossFn
+from engines.training.base import BaseEngine
 from engines.training.collectives import close_process_group
 from engines.training.registry import create_engine
+from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.in_process import InProcessCheckpointEngine
@@ -87,9 +88,21 @@ class PolicyWorker:
     def initialize(self) -> None:
         """Build the models and load their weights. Collective."""
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
-        if self._spec.reference is not None:
+        if self._spec.reference is not None and not self._adapter_off_is_reference:
             self._reference = self._create_engine(self._spec.reference, None)
             _load(self._reference, self._spec.reference, optimizer=False)
+
+    @property
+    def _adapter_off_is_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference.
+
+        A fresh adapter begins on the weights it is given, those of an earlier adapter merged in;
+        a continued one still stands on them.
+        """
+        spec = self._spec
+        return spec.training.lora is not None and (
+            spec.restore_optimizer or spec.policy == spec.reference
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -102,6 +115,11 @@ class PolicyWorker:
         with self._policy.train_mode():
             return self._policy.train_batch(batch, loss_fn)
 
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def performance_metrics(self) -> dict[str, float]:
+        """`perf/*` of the optimizer steps since the last call."""
+        return self._policy.performance_metrics()
+
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs of the policy as it is now: (T,) float32 on the CPU."""
@@ -111,12 +129,15 @@ class PolicyWorker:
     @dispatch(Dispatch.SPLIT)
     def infer_reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs of the frozen reference: (T,) float32 on the CPU."""
+        if self._spec.reference is not None and self._adapter_off_is_reference:
+            with self._policy.eval_mode(), self._policy.disable_adapter():
+                return self._policy.infer_batch(batch).logprobs_T
         if self._reference is None:
             raise ValueError("this worker was built without a reference model")
         with self._reference.eval_mode():
             return self._reference.infer_batch(batch).logprobs_T
 
-    @dispatch(Dispatch.SPLIT)
+    @dispatch(Dispatch.SPLIT_ALL)
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """Sample every request.
 

@@ -95,19 +95,17 @@ class RayWorkerGroup:
             raise WorkerError(f"{name} was called on a closed group")
         deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
         mode = dispatch_mode(method)
-        if mode is Dispatch.RANK_ZERO:
-            ref = self._actors[0].call.remote(name, args, kwargs)
-            return self._await({ref: 0}, name, deadline_s)[0]
         if mode is Dispatch.ONE_TO_ALL:
             calls = [(args, kwargs)] * self.world_size
             return self._call_all(name, calls, deadline_s)[0]
         whole, *rest = args
-        parts = split_plan(whole, max(self._places) + 1)
+        places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
+        parts = split_plan(whole, max(places) + 1)
         shares = [take(whole, items) for items in parts]
         results = self._call_all(
-            name, [((shares[place], *rest), kwargs) for place in self._places], deadline_s
+            name, [((shares[place], *rest), kwargs) for place in places], deadline_s
         )
-        first_ranks = [self._places.index(place) for place in range(len(parts))]
+        first_ranks = [places.index(place) for place in range(len(parts))]
         return collect(whole, parts, [results[rank] for rank in first_ranks])
 
     def close(self) -> None:

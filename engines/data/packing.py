@@ -1,15 +1,16 @@
 """Cutting sequences into bins by token count: pure functions of the lengths.
 
 `pack_by_budget` makes as few bins as it can under a token budget (micro-batches of one rank);
-`partition_balanced` makes exactly k bins of nearly equal size (shares of k ranks).
-Promises: every index occurs exactly once; the result depends on the lengths alone, so every
-rank that knows the lengths computes the same bins. Does not promise an optimal packing: both
+`partition_balanced` makes exactly k bins of nearly equal cost (shares of k ranks).
+Promises: every index occurs exactly once; the result depends on the arguments alone, so every
+rank that knows them computes the same bins. Does not promise an optimal packing: both
 problems are NP-hard. First-fit decreasing needs at most 11/9 of the fewest bins, plus 6/9
 (Dosa 2007).
 """
 
-import heapq
 from collections.abc import Sequence
+
+from engines.training.balance import balanced_partition
 
 
 def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -40,50 +41,26 @@ def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(members) for members in bins)
 
 
-def partition_balanced(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Split into exactly `num_bins` bins whose token sums are nearly equal.
-
-    The largest differencing method for k bins (Karmarkar & Karp 1982): repeatedly join the two
-    partial partitions of the largest spread, the fullest bins of one with the emptiest of the
-    other. With at least `num_bins` sequences no bin is empty.
+def partition_balanced(
+    lengths: Sequence[int], num_bins: int, *, costs: Sequence[float] | None = None
+) -> list[list[int]]:
+    """Split into exactly `num_bins` bins of nearly equal cost; see `balanced_partition`.
 
     Args:
         lengths: tokens of each sequence, at least 1.
-        num_bins: number of bins, at least 1.
+        num_bins: number of bins, at least 1. With at least as many sequences no bin is empty.
+        costs: of each sequence, in any unit; None balances tokens.
 
     Returns:
         `num_bins` lists of ascending indices; bins ordered by their first index, empty ones last.
 
     Raises:
-        ValueError: a sequence is empty, or `num_bins` is below 1.
+        ValueError: a sequence is empty, a cost is negative, or `num_bins` is below 1.
     """
     _check_lengths(lengths)
     if num_bins < 1:
         raise ValueError(f"num_bins: got {num_bins}; need at least 1")
-    if not lengths:
-        return [[] for _ in range(num_bins)]
-    # One entry: (-spread, tie-breaker, bins as (sum, members), fullest first).
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for index, length in enumerate(lengths):
-        empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_bins - 1)]
-        spread = length if num_bins > 1 else 0
-        heap.append((-spread, index, [(length, [index]), *empty]))
-    heapq.heapify(heap)
-    tie_breaker = len(lengths)
-    while len(heap) > 1:
-        _, _, left = heapq.heappop(heap)
-        _, _, right = heapq.heappop(heap)
-        joined = [
-            (left_sum + right_sum, left_members + right_members)
-            for (left_sum, left_members), (right_sum, right_members) in zip(
-                left, reversed(right), strict=True
-            )
-        ]
-        joined.sort(key=lambda entry: (-entry[0], entry[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], tie_breaker, joined))
-        tie_breaker += 1
-    bins = [sorted(members) for _, members in heap[0][2]]
-    return sorted(bins, key=lambda members: (not members, members))
+    return balanced_partition(lengths if costs is None else costs, num_bins, sizes=lengths)
 
 
 class _FirstFit:

@@ -1,9 +1,9 @@
 """Job `merge`: sharded policy checkpoint to a Hugging Face directory."""
 
-from engines.checkpoint.export import merge_checkpoint
 from engines.config.stages import MergeStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
+from engines.training.merging import merge_checkpoint
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:

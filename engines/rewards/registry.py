@@ -1,7 +1,8 @@
 """Reward functions by the name that `rl.reward.function` gives them.
 
-A name is built in (`exact`, `math`) or an entry point `reward.<name>` of another distribution, or
-it is a file: `path/to/file.py:name` (`:compute_score` when left out).
+A name is built in (`exact`, `math`) or other people's (`infra.plugins`: an entry point
+`reward.<name>`, `register_plugin`), or it is a file: `path/to/file.py:name` (`:compute_score` when
+left out).
 Promises: a name with two owners is an error; a wrong name, file or option is a `ConfigError`
 before any process starts, and no user code runs to find that out.
 """
@@ -9,16 +10,16 @@ before any process starts, and no user code runs to find that out.
 import ast
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
+from engines.config.plugins import BUILT_IN
 from engines.errors import UnknownPluginError
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
 from infra.names import unknown_name
+from infra.plugins import outside_plugins
 
 DEFAULT_FUNCTION = "compute_score"
 _FIELD = "rl.reward.function"
@@ -63,7 +64,7 @@ def register(name: str, function: RewardFunction) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Registered names, sorted; entry points of other distributions included."""
+    """Registered names, sorted; other people's included."""
     return tuple(sorted({*_functions, *_outside()}))
 
 
@@ -118,16 +119,14 @@ def load(target: str) -> ComputeScore:
 
 
 def _outside() -> dict[str, RewardFunction]:
-    """Functions that other distributions announce."""
+    """Functions that other people announce."""
     found: dict[str, RewardFunction] = {}
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        kind, _, name = entry.name.partition(".")
-        if kind != "reward":
-            continue
-        function = RewardFunction(entry.value)
-        if found.setdefault(name, function) != function or name in _functions:
+    for plugin in outside_plugins("reward"):
+        function = RewardFunction(plugin.target)
+        if found.setdefault(plugin.name, function) != function or plugin.name in _functions:
             raise ConfigError(
-                f"reward {name!r}", f"{entry.value} uses a name that is taken; uninstall one"
+                f"reward {plugin.name!r}",
+                f"{plugin.target} uses a name that is taken; uninstall one",
             )
     return found
 

@@ -1,8 +1,8 @@
 """A transformers causal LM as the rollout engine holds it: own weights, own attention.
 
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
-takes weights by the names of the model's parameters, each exactly once, in its own dtype, or
-raises; its digest is computed from what it really holds. Refuses at construction what its
+takes weights by the names that `save_pretrained` gives them, each exactly once, in its own dtype,
+or raises; its digest is computed from what it really holds. Refuses at construction what its
 attention does not do: windows shorter than the context, recurrent layers, rotary embeddings that
 depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from engines.checkpoint.hub_names import hub_slots
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.weight_sync.checksum import combine, tensor_checksum
@@ -56,6 +57,7 @@ class InferenceModel:
         model.tie_weights()
         self._model: nn.Module = model.to(device).eval().requires_grad_(False)
         self._parameters = dict(model.named_parameters())
+        self._slots = hub_slots(model)
         self._tied = {
             name for name, _ in model.named_parameters(remove_duplicate=False)
         } - self._parameters.keys()
@@ -74,7 +76,7 @@ class InferenceModel:
         """Overwrite every parameter.
 
         Args:
-            tensors: (name, full tensor) of every parameter, tied ones once.
+            tensors: (name on disk, whole tensor) of every weight, tied ones once.
 
         Returns:
             Digest of the parameters as they now stand in memory.
@@ -86,13 +88,18 @@ class InferenceModel:
         with torch.no_grad():
             for name, tensor in tensors:
                 self._check_incoming(name, tensor, seen)
-                self._parameters[name].copy_(tensor)
+                slot = self._slots[name]
+                slot.view(self._parameters[slot.parameter]).copy_(tensor)
                 seen.add(name)
-        missing = sorted(self._parameters.keys() - seen)
+        missing = sorted(self._slots.keys() - seen)
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
         # From the module, not from our table: it is the module that computes.
-        return combine((n, tensor_checksum(p)) for n, p in self._model.named_parameters())
+        held = dict(self._model.named_parameters())
+        return combine(
+            (name, tensor_checksum(slot.view(held[slot.parameter])))
+            for name, slot in self._slots.items()
+        )
 
     def release(self) -> None:
         """Free the memory of the parameters."""
@@ -122,14 +129,14 @@ class InferenceModel:
     def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         if name in self._tied:
             raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
-        if name not in self._parameters:
+        if name not in self._slots:
             raise WeightSyncError(f"the rollout model has no parameter {name}")
         if name in seen:
             raise WeightSyncError(f"{name} was sent twice")
-        if tensor.shape != self._shapes[name]:
+        if tuple(tensor.shape) != self._slots[name].size:
             raise WeightSyncError(
                 f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
-                f"{tuple(self._shapes[name])}"
+                f"{self._slots[name].size}"
             )
         if tensor.dtype != self._dtype:
             raise WeightSyncError(

@@ -1,24 +1,22 @@
 """Rollout engines by name; a name's module is imported when it is asked for.
 
-Promises: built-in names come from `engines.config.plugins`, other distributions' from entry
-points of the group `rlhf.plugins` named ``rollout.<name>``, a program's own from `register`; an
-unknown name is an error that lists the known ones and the nearest.
+Promises: built-in names come from `engines.config.plugins`, other people's from `infra.plugins`
+(entry points ``rollout.<name>``, `register_plugin`), a program's own from `register`; an unknown
+name is an error that lists the known ones and the nearest.
 To add an engine: a class with the constructor of `TransformersEngine`, and one of the three.
 """
 
 import importlib
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
+from engines.config.plugins import BUILT_IN
 from engines.config.rollout import RolloutConfig
 from engines.errors import UnknownPluginError
 from engines.rollout.base import RolloutEngine
 from hardware.base import PlatformBase
 from infra.names import unknown_name
-
-PREFIX = "rollout."
+from infra.plugins import outside_plugins
 
 
 class RolloutRegistry:
@@ -46,11 +44,7 @@ class RolloutRegistry:
     @classmethod
     def targets(cls) -> dict[str, str]:
         """Name to ``module:Class`` of every known engine."""
-        outside = {
-            entry.name.removeprefix(PREFIX): entry.value
-            for entry in entry_points(group=ENTRY_POINT_GROUP)
-            if entry.name.startswith(PREFIX)
-        }
+        outside = {plugin.name: plugin.target for plugin in outside_plugins("rollout")}
         built_in = {name: plugin.target for name, plugin in BUILT_IN["rollout"].items()}
         return {**outside, **cls._registered, **built_in}
 

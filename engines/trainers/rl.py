@@ -97,6 +97,7 @@ class RLTrainer:
                 run(PolicyWorker.sync_weights, version)
 
         metrics = step_metrics(collector, experience, updates, clock, self.workers.world_size)
+        metrics |= run(PolicyWorker.performance_metrics)
         metrics["training/global_step"] = float(version)
         metrics["training/epoch"] = self.prompts.epoch(version)
         self.progress.record(version, step, metrics, clock)

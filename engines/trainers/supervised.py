@@ -90,6 +90,7 @@ class SupervisedTrainer:
             "training/epoch": self._order.epoch(step),
             "timing_s/step": step_s,
             "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
+            **self._workers.run(PolicyWorker.performance_metrics),
         }
         self._progress.record(step, step, metrics, clock)
         return update.loss

@@ -19,11 +19,13 @@ from itertools import groupby
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from engines.training.ulysses import heads_for_tokens, repeated_kv, tokens_for_heads
 from infra.errors import ConfigError
 
 ATTENTION_NAME = "rl_varlen"
@@ -38,18 +40,22 @@ class Packing:
         cu_seqlens: (B + 1,) int32 on the model's device.
         runs: (number of neighbouring sequences of equal length, that length), in order.
         max_length: of any sequence.
+        ulysses_group: ranks that hold equal slices of the row, or None: the row is whole.
     """
 
     cu_seqlens: Tensor
     runs: tuple[tuple[int, int], ...]
     max_length: int
+    ulysses_group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def from_cu_seqlens(cu_seqlens: Tensor) -> "Packing":
+    def from_cu_seqlens(
+        cu_seqlens: Tensor, ulysses_group: dist.ProcessGroup | None = None
+    ) -> "Packing":
         """Derive the layout; the only place that copies lengths to the host."""
         lengths: Sequence[int] = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths) if length)
-        return Packing(cu_seqlens, runs, max(lengths, default=0))
+        return Packing(cu_seqlens, runs, max(lengths, default=0), ulysses_group)
 
 
 def packed_attention(
@@ -68,7 +74,7 @@ def packed_attention(
 
     Args:
         module: the calling attention layer; not used.
-        query: (1, heads, T, head_dim).
+        query: (1, heads, T, head_dim); T is the length of this rank's slice when there is a group.
         key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
         value: (1, kv_heads, T, head_dim).
         attention_mask: must be None; the layout is `packing`.
@@ -90,13 +96,18 @@ def packed_attention(
             f"its attention needs {', '.join(refused) or 'a mask'}, "
             f"which {ATTENTION_NAME} has not; choose another architecture",
         )
+    group = packing.ulysses_group
+    if group is not None:
+        key, value = repeated_kv(key, group), repeated_kv(value, group)
+        query, key, value = (heads_for_tokens(x, group) for x in (query, key, value))
     rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < packing.max_length else None
     if query.device.type != "cpu" and query.dtype != torch.float32:
         out_THD = _varlen(rows, packing, scaling, window)
     else:
         out_THD = _batched_runs(rows, packing, scaling, window)
-    return out_THD.unsqueeze(0), None
+    out = out_THD.unsqueeze(0)
+    return out if group is None else tokens_for_heads(out, group), None
 
 
 def _batched_runs(

@@ -12,9 +12,8 @@ permutes the splits for every backend and every loss.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -23,44 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.config.base import StrictModel
-from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training import collectives
-from engines.training.micro_batches import MicroBatch, cut, filler, plan_micro_batches
+from engines.training.activation_offload import activations_on_host
+from engines.training.flops import flops_of_directory
+from engines.training.meter import StepMeter
+from engines.training.micro_batches import MicroBatch
+from engines.training.preparation import Preparation, prepare
 from engines.training.schedule import learning_rate
-from engines.training.totals import Totals, loss_counts
+from engines.training.spec import EngineSpec, LossFn, ScaledLoss
+from engines.training.totals import Totals
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
-from hardware.base import PlatformBase
-from infra.errors import ConfigError
-
-LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
-"""A loss function; its attribute `needs_entropy: bool` (default False) asks for entropies."""
 
 Mode = Literal["train", "eval"]
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is made from.
-
-    Attributes:
-        hf_dir: Hugging Face directory of the model.
-        training: backend, numerics, token budget.
-        optimizer: None makes an engine that only infers (a reference model).
-        total_steps: optimizer steps of the run, for the schedule.
-        platform: the device.
-        seed: of everything random in the engine.
-        temperature: log-probabilities are those of softmax(logits / temperature), so that they
-            speak of the distribution that was sampled from.
-    """
-
-    hf_dir: Path
-    training: TrainingConfig
-    optimizer: OptimizerConfig | None
-    total_steps: int
-    platform: PlatformBase
-    seed: int
-    temperature: float = 1.0
 
 
 class BaseEngine(ABC):
@@ -82,6 +56,8 @@ class BaseEngine(ABC):
         self.num_steps = 0
         self._schedule_step = 0
         self._mode: Mode | None = None
+        self._flops = flops_of_directory(spec.hf_dir, spec.model_type)
+        self._meter: StepMeter | None = None
 
     # What a backend brings.
 
@@ -112,6 +88,42 @@ class BaseEngine(ABC):
     @abstractmethod
     def _set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks."""
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the stages of one pipeline, in order; None when there is one stage.
+
+        Only the last stage sees outputs and losses; the base hands the results to the others.
+        """
+        return None
+
+    def _forward_backward(
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
+    ) -> None:
+        """Accumulate the gradients of all micro-batches; a pipeline brings its own schedule.
+
+        Args:
+            batches: micro-batches, on the CPU.
+            scaled_loss: to be called once on the outputs of each.
+            entropy: outputs need entropies.
+        """
+        device = self.spec.platform.device()
+        for i, batch in enumerate(batches):
+            self._set_gradient_sync(i == len(batches) - 1)
+            on_device = batch.to(device)
+            with self._activation_scope():
+                loss = scaled_loss(self._forward(on_device, entropy=entropy), on_device)
+            loss.backward()
+
+    def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
+        """Outputs of each micro-batch, without gradient; nothing on earlier pipeline stages."""
+        device = self.spec.platform.device()
+        for batch in batches:
+            yield self._forward(batch.to(device), entropy=entropy)
+
+    def _set_adapter(self, enabled: bool) -> None:
+        """Whether forward passes go through the adapter."""
+        raise EngineError(f"{self.spec.training.backend} has no adapter")
 
     @abstractmethod
     def _set_training(self, training: bool) -> None:
@@ -172,6 +184,24 @@ class BaseEngine(ABC):
             CheckpointError: a tensor is absent or has another shape.
         """
 
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights of a checkpoint as `get_per_tensor_param` would, on the CPU.
+
+        Needs no process group and makes no engine.
+
+        Args:
+            checkpoint: what `save_checkpoint` wrote.
+            hf_dir: configuration of the model.
+
+        Returns:
+            Whole tensors by hub name, in the order of the architecture.
+
+        Raises:
+            EngineError: the backend cannot do that.
+        """
+        raise EngineError(f"{cls.__name__} cannot read its checkpoints without a process group")
+
     # The engine's place among its peers.
 
     @property
@@ -211,11 +241,26 @@ class BaseEngine(ABC):
         """Scope in which the weights are on the device and no gradient is kept."""
         return self._scope("eval")
 
+    def _activation_scope(self) -> AbstractContextManager[None]:
+        """Scope of a forward pass whose activations are kept as the configuration says."""
+        if self.spec.training.activation_offload:
+            return activations_on_host(self.spec.platform.device())
+        return ExitStack()
+
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Scope in which the model computes without its adapter; only for engines that have one."""
-        raise EngineError("this engine trains all weights: there is no adapter to disable")
-        yield
+        """Scope in which the model computes without its adapter: it is the reference then.
+
+        Raises:
+            EngineError: all weights are trained; there is no adapter.
+        """
+        if self.spec.training.lora is None:
+            raise EngineError("this engine trains all weights: there is no adapter to disable")
+        self._set_adapter(False)
+        try:
+            yield
+        finally:
+            self._set_adapter(True)
 
     @contextmanager
     def _scope(self, mode: Mode) -> Iterator[None]:
@@ -258,29 +303,33 @@ class BaseEngine(ABC):
             ConfigError: a sequence exceeds the token budget.
         """
         lr = self.lr
-        counts, num_tokens, micro_batches = self._prepare(batch)
-        if counts.num_tokens == 0:
+        ready = self._prepare(batch)
+        if ready.counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
-        with self.train_mode():
+        totals = Totals(self.spec.platform.device())
+        factor = self.loss_factor(len(ready.micro_batches))
+
+        def scaled_loss(outputs: ModelOutputs, micro_batch: TokenBatch) -> Tensor:
+            output = loss_fn(outputs, micro_batch, ready.counts)
+            totals.add(output)
+            return output.loss * factor
+
+        with self.train_mode(), self._measured().step(ready.work):
             self._set_training(True)
             self.optimizer_zero_grad()
-            totals = Totals(self.spec.platform.device())
-            factor = self.loss_factor(len(micro_batches))
-            for i, micro in enumerate(micro_batches):
-                self._set_gradient_sync(i == len(micro_batches) - 1)
-                _, output = self.forward_step(micro.batch, loss_fn, counts)
-                (output.loss * factor).backward()
-                totals.add(output)
-            loss, metrics = totals.reduce(self.data_parallel_group)
+            micro_batches = [micro.batch for micro in ready.micro_batches]
+            entropy = bool(getattr(loss_fn, "needs_entropy", False))
+            self._forward_backward(micro_batches, scaled_loss, entropy=entropy)
+            loss, metrics = self._reduced(totals)
             if not math.isfinite(loss):
                 raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}")
             grad_norm = self.optimizer_step()
             self.lr_scheduler_step()
             self.optimizer_zero_grad()
-        return TrainMetrics(loss, grad_norm, lr, num_tokens, metrics)
+        return TrainMetrics(loss, grad_norm, lr, ready.work.num_tokens, metrics)
 
     def infer_batch(self, batch: TokenBatch, entropy: bool = False) -> ModelOutputs:
-        """Log-probabilities without gradient.
+        """Log-probabilities, or values, without gradient.
 
         Args:
             batch: this rank's share, on the CPU. With a column `loss_mask`, only the positions
@@ -288,24 +337,22 @@ class BaseEngine(ABC):
             entropy: also yield entropies.
 
         Returns:
-            In the order of `batch`, on the CPU.
+            In the order of `batch`, on the CPU; log-probabilities of a value model are 0.
         """
-        _, _, micro_batches = self._prepare(batch)
-        logprobs_T = torch.zeros(batch.num_tokens)
-        entropy_T = torch.zeros(batch.num_tokens) if entropy else None
+        micro_batches = self._prepare(batch).micro_batches
+        values = self.spec.model_type == "value_model"
+        num_rows = 1 + (entropy and not values)
+        columns = torch.zeros(num_rows, batch.num_tokens)
         with self.eval_mode(), torch.no_grad():
             self._set_training(False)
-            for micro in micro_batches:
-                outputs = self._forward(
-                    micro.batch.to(self.spec.platform.device()), entropy=entropy
-                )
-                if micro.token_index_T is None:
-                    continue
-                logprobs_T[micro.token_index_T] = outputs.logprobs_T.cpu()
-                if entropy_T is not None and outputs.entropy_T is not None:
-                    entropy_T[micro.token_index_T] = outputs.entropy_T.cpu()
+            outputs = self._infer([micro.batch for micro in micro_batches], entropy=entropy)
+            for micro, output in zip(micro_batches, outputs, strict=False):
+                _place(columns, micro, output)
             self._end_inference()
-        return ModelOutputs(logprobs_T, entropy_T)
+            columns = self._from_last_stage(columns)
+        if values:
+            return ModelOutputs(torch.zeros(batch.num_tokens), None, columns[0])
+        return ModelOutputs(columns[0], columns[1] if entropy else None)
 
     def forward_step(
         self, micro_batch: TokenBatch, loss_fn: LossFn, counts: GlobalCounts
@@ -313,7 +360,20 @@ class BaseEngine(ABC):
         """Forward pass and loss of one micro-batch; the loss carries no data-parallel factor.
 
         Positions outside of `loss_mask` are not computed: their log-probability is 0.
+
+        Args:
+            micro_batch: on any device.
+            loss_fn: see `LossFn`.
+            counts: denominators of the step.
+
+        Returns:
+            The outputs and what the loss function made of them.
+
+        Raises:
+            EngineError: the model is cut into pipeline stages; only whole steps can run.
         """
+        if self.pipeline_group is not None:
+            raise EngineError("a pipeline has no single forward step; call train_batch")
         batch = micro_batch.to(self.spec.platform.device())
         outputs = self._forward(batch, entropy=bool(getattr(loss_fn, "needs_entropy", False)))
         return outputs, loss_fn(outputs, batch, counts)
@@ -341,40 +401,60 @@ class BaseEngine(ABC):
         self._schedule_step += 1
         return self.lr
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory of this rank, in GB of 10**9 bytes."""
-        platform = self.spec.platform
-        return {"perf/max_memory_allocated_gb": platform.max_memory_allocated_bytes() / 1e9}
+    def performance_metrics(self) -> dict[str, float]:
+        """Speed of the steps since the last call, and this rank's peak memory; see `StepMeter`."""
+        return self._measured().take_metrics(self.spec.platform.max_memory_allocated_bytes())
 
-    def _prepare(self, batch: TokenBatch) -> tuple[GlobalCounts, int, list[MicroBatch]]:
-        """Agree with the other ranks on counts and on the number of micro-batches.
+    def _measured(self) -> StepMeter:
+        if self._meter is None:
+            # Not in the constructor: the ranks have not met then.
+            peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
+            self._meter = StepMeter(self.world_size, peak)
+        return self._meter
 
-        Everything that may be wrong with a batch is checked after the exchange, so that all
-        ranks raise together and none is left waiting in a collective.
-        """
-        budget = self.spec.training.max_tokens_per_micro_batch
-        lengths = batch.lengths_B.tolist()
-        plan = plan_micro_batches(lengths, budget)
-        sums = [*loss_counts(batch), batch.num_tokens]
-        maxima = [len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)]
-        rows = collectives.gather_rows(
-            [*sums, *maxima], self.spec.platform.device(), self.data_parallel_group
+    def _prepare(self, batch: TokenBatch) -> Preparation:
+        return prepare(
+            batch,
+            self.max_tokens_per_micro_batch,
+            self.spec.platform.device(),
+            self.data_parallel_group,
+            self._flops,
+            recomputes_layers=self.spec.training.gradient_checkpointing,
         )
-        num_tokens, num_sequences, total = collectives.column_sums([row[:3] for row in rows])
-        num_micro, longest, fewest, shortest = collectives.column_maxima([row[3:] for row in rows])
-        if fewest == 0:
-            raise EngineError(f"a rank has no sequence; give each of {len(rows)} ranks one or more")
-        if shortest == 0:
-            raise EngineError("a sequence has no token")
-        if longest > budget:
-            raise ConfigError(
-                "training.max_tokens_per_micro_batch",
-                f"got {budget}; need at least {int(longest)}, the longest sequence; raise it",
-            )
-        if num_micro > len(plan):
-            plan = plan_micro_batches(lengths, budget, min_num=int(num_micro))
-        micro_batches = cut(batch, plan)
-        # A filler runs first: the last micro-batch, which reduces gradients, is a real one.
-        missing = int(num_micro) - len(micro_batches)
-        micro_batches = [filler(batch) for _ in range(missing)] + micro_batches
-        return GlobalCounts(int(num_tokens), int(num_sequences)), int(total), micro_batches
+
+    @property
+    def max_tokens_per_micro_batch(self) -> int:
+        """Tokens of a micro-batch: the budget of each rank that shares its sequences."""
+        training = self.spec.training
+        sharing = training.ulysses_size * training.context_parallel_size
+        return training.max_tokens_per_micro_batch * sharing
+
+    def _reduced(self, totals: Totals) -> tuple[float, dict[str, float]]:
+        """Loss and metrics over all ranks, on every rank."""
+        group = self.pipeline_group
+        if group is None:
+            return totals.reduce(self.data_parallel_group)
+        last = dist.get_world_size(group) - 1
+        reduced = totals.reduce(self.data_parallel_group) if dist.get_rank(group) == last else None
+        device = self.spec.platform.device()
+        loss, metrics = collectives.broadcast_json(reduced, last, group, device)
+        return loss, metrics
+
+    def _from_last_stage(self, columns: Tensor) -> Tensor:
+        group = self.pipeline_group
+        if group is None:
+            return columns
+        on_device = columns.to(self.spec.platform.device())
+        last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+        collectives.broadcast(on_device, src=last, group=group)
+        return on_device.cpu()
+
+
+def _place(columns: Tensor, micro: MicroBatch, outputs: ModelOutputs) -> None:
+    """Put a micro-batch's outputs where its tokens stand in the batch; a filler has no place."""
+    if micro.token_index_T is None:
+        return
+    first = outputs.logprobs_T if outputs.values_T is None else outputs.values_T
+    columns[0, micro.token_index_T] = first.float().cpu()
+    if columns.shape[0] > 1 and outputs.entropy_T is not None:
+        columns[1, micro.token_index_T] = outputs.entropy_T.float().cpu()

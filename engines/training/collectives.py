@@ -5,9 +5,11 @@ corrupt it and its neighbours); sums of counts and metrics are taken in float64 
 order, so every rank gets the same bits. Every group has a timeout.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,51 @@ def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = No
     """Copy a contiguous tensor from the global rank `src` to all, in place."""
     if dist.is_initialized():
         dist.broadcast(require_contiguous(tensor), src=src, group=group)
+
+
+def broadcast_json(
+    value: Any, src: int, group: dist.ProcessGroup, device: torch.device
+) -> Any:  # fmt: skip
+    """What one rank holds, on every rank of the group.
+
+    Args:
+        value: anything JSON can hold, floats bit for bit; only that of `src` is looked at.
+        src: rank within the group.
+        group: all of it calls.
+        device: where the collective runs.
+
+    Returns:
+        The value as JSON reads it back (a tuple becomes a list).
+    """
+    text = json.dumps(value).encode() if dist.get_rank(group) == src else b""
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    global_src = dist.get_global_rank(group, src)
+    broadcast(size, src=global_src, group=group)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if text:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    broadcast(data, src=global_src, group=group)
+    return json.loads(bytes(data.cpu().tolist()))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sum over a group whose ranks go on to compute the same loss from the result.
+
+    Each rank's gradient is that of the common loss; the rank's own share of the sum takes it as
+    it is, and the parameters' gradients are then summed over the ranks elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`x` summed over the group."""
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """The gradient, unchanged."""
+        return grad_outputs[0], None
 
 
 def gather_rows(

@@ -54,8 +54,9 @@ class _TokenLogprobs(torch.autograd.Function):
             chosen = z.gather(1, token_ids_N[rows, None]).squeeze(1)
             logprobs_N[rows] = chosen - log_sum_N[rows]
             if entropy:
-                probs = (z - log_sum_N[rows, None]).exp_()
-                entropy_N[rows] = log_sum_N[rows] - probs.mul_(z).sum(dim=1)
+                # Not log_sum - sum(p * z): of large logits that loses three digits.
+                log_probs = z - log_sum_N[rows, None]
+                entropy_N[rows] = -log_probs.exp().mul_(log_probs).sum(dim=1)
         ctx.save_for_backward(logits_NV, token_ids_N, log_sum_N, entropy_N)
         ctx.scale = scale
         return logprobs_N, entropy_N

@@ -1,17 +1,19 @@
 """Cut one rank's batch into micro-batches under a token budget.
 
 Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
-budget unless a single sequence does; loads are nearly equal; sequences stand shortest first,
-and equal lengths together, which is what makes packed attention cheap. Does not promise the
-smallest possible number of micro-batches.
+budget unless it is a single sequence; costs are as nearly equal as `balanced_partition` makes
+them; sequences stand shortest first, and equal lengths together, which is what makes packed
+attention cheap. Does not promise the smallest possible number of micro-batches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engines.training.balance import balanced_partition, fewest_parts
 from engines.types import TokenBatch
 
 
@@ -30,48 +32,32 @@ class MicroBatch:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], max_tokens: int, min_num: int = 1
+    lengths: Sequence[int],
+    max_tokens: int,
+    min_num: int = 1,
+    *,
+    costs: Sequence[float] | None = None,
 ) -> list[list[int]]:
-    """Assign sequences to micro-batches: neighbours in length stay together.
+    """Assign sequences to micro-batches of nearly equal cost.
 
     Args:
         lengths: tokens of each sequence.
         max_tokens: budget of one micro-batch.
         min_num: make at least so many, as far as there are sequences.
+        costs: of each sequence, in any unit, such as `ModelFlops.sequence_costs`; None balances
+            tokens.
 
     Returns:
-        For each micro-batch its sequence indices, shortest sequence first.
+        For each micro-batch its sequence indices, shortest sequence first; micro-batches from the
+        cheapest to the costliest, so that ranks with equally many meet with those of like cost.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    longest = max(lengths, default=0)
-    num = max(min_num, len(_fill(order, lengths, max(max_tokens, longest))))
-    # The smallest budget that still needs no more than `num` parts balances them.
-    low, high = max(longest, sum(lengths) // num), max(max_tokens, longest)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(order, lengths, middle)) <= num:
-            high = middle
-        else:
-            low = middle + 1
-    parts = _fill(order, lengths, high)
-    while len(parts) < min(num, len(lengths)):
-        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-        part = parts.pop(largest)
-        parts[largest:largest] = [part[: len(part) // 2], part[len(part) // 2 :]]
-    return parts
-
-
-def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the order into consecutive parts of at most `budget` tokens."""
-    parts: list[list[int]] = []
-    used = budget + 1
-    for i in order:
-        used += lengths[i]
-        if used > budget:
-            parts.append([])
-            used = lengths[i]
-        parts[-1].append(i)
-    return parts
+    if not lengths:
+        return []
+    costs = lengths if costs is None else costs
+    num = min(max(min_num, fewest_parts(lengths, max_tokens)), len(lengths))
+    parts = balanced_partition(costs, num, sizes=lengths, max_size=max_tokens)
+    parts.sort(key=lambda part: (math.fsum(costs[i] for i in part), part))
+    return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts]
 
 
 def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:

@@ -3,25 +3,28 @@
 Lookup goes (device, vendor) -> device -> any device -> error; the error lists what is registered
 for that backend, or the known backends. Classes are imported when they are asked for, so a
 backend whose library is missing fails by name and with its reason, and only when it is wanted.
-Other distributions announce ``module:Class`` in the entry-point group `rlhf.plugins`, as
-``backend.<name>`` (a language model) or ``backend.<name>.value_model``; any device.
+Other people announce ``module:Class`` in the entry-point group `rlhf.plugins`, as
+``backend.<name>`` (a language model) or ``backend.<name>.value_model``, any device; or by
+`engines.config.plugins.register_plugin`, which can name devices and a vendor.
 """
 
 import importlib
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.config.plugins import BUILT_IN, ENTRY_POINT_GROUP
+from engines.config.backends import BACKENDS
+from engines.config.plugins import BUILT_IN
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import UnknownPluginError
-from engines.training.base import BaseEngine, EngineSpec
+from engines.training.base import BaseEngine
+from engines.training.spec import EngineSpec, ModelType
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
 from infra.names import unknown_name
+from infra.plugins import OutsidePlugin, load_outside, outside_plugins
 
 _SETTING = "training.backend"
 ANY_DEVICE = "any"
@@ -33,6 +36,8 @@ class EngineRegistry:
 
     def __init__(self) -> None:
         self._targets: dict[tuple[str, str], dict[_Device, str]] = {}
+        self._outside: dict[tuple[str, str], list[OutsidePlugin]] = {}
+        self._clashes: dict[tuple[str, str], ConfigError] = {}
 
     def register(
         self,
@@ -67,6 +72,36 @@ class EngineRegistry:
                 )
             places[name, vendor] = target
 
+    def register_plugin(self, plugin: OutsidePlugin) -> None:
+        """Announce an engine of other people; a taken name is refused when it is asked for.
+
+        Args:
+            plugin: of the kind `backend`.
+        """
+        backend, _, model_type = plugin.name.partition(".")
+        place = (model_type or "language_model", backend)
+        others = self._outside.setdefault(place, [])
+        taken = [other.source for other in others if other.collides_with(plugin)]
+        if backend in BACKENDS and not plugin.extends:
+            taken.append("this project")
+        others.append(plugin)
+        try:
+            if taken:
+                raise ConfigError(
+                    _SETTING,
+                    f"{backend!r} is registered by both {taken[0]} and {plugin.source}; "
+                    "uninstall one",
+                )
+            self.register(
+                model_type=place[0],
+                backend=backend,
+                target=plugin.target,
+                device=plugin.devices or ANY_DEVICE,
+                vendor=plugin.vendor,
+            )
+        except ConfigError as error:
+            self._clashes[place] = error
+
     def names(self, model_type: str) -> list[str]:
         """Backends that have an engine of that type on some device."""
         return sorted(backend for kind, backend in self._targets if kind == model_type)
@@ -89,6 +124,8 @@ class EngineRegistry:
             UnknownPluginError: nothing is registered there; the text lists what is.
             ConfigError: its library cannot be imported; the text says why.
         """
+        if (model_type, backend) in self._clashes:
+            raise self._clashes[model_type, backend]
         places = self._targets.get((model_type, backend))
         if places is None:
             problem = unknown_name(backend, self.names(model_type))
@@ -100,6 +137,9 @@ class EngineRegistry:
             raise UnknownPluginError(
                 _SETTING, f"{backend} has no {model_type} on {device} ({vendor}); it runs on: {on}"
             )
+        for outside in self._outside.get((model_type, backend), ()):
+            if outside.target == target:
+                return load_outside(outside, _SETTING)
         module, _, attribute = target.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
@@ -114,26 +154,18 @@ class EngineRegistry:
 def built_in_registry() -> EngineRegistry:
     """A registry of this project's engines and those of installed plugins."""
     registry = EngineRegistry()
-    registry.register(
-        model_type="language_model",
-        backend="fsdp2",
-        target=BUILT_IN["backend"]["fsdp2"].target,
-        device=("cpu", "cuda"),
-    )
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name.startswith("backend."):
-            _, name, *model_type = entry.name.split(".")
+    for name, backend in BACKENDS.items():
+        for model_type, target in backend.targets.items():
             registry.register(
-                model_type=model_type[0] if model_type else "language_model",
-                backend=name,
-                target=entry.value,
-                device=ANY_DEVICE,
+                model_type=model_type, backend=name, target=target, device=list(backend.devices)
             )
+    for plugin in outside_plugins("backend"):
+        registry.register_plugin(plugin)
     return registry
 
 
 def create_engine(
-    model_type: str,
+    model_type: ModelType,
     hf_dir: Path,
     training: TrainingConfig,
     optimizer: OptimizerConfig | None,
@@ -168,7 +200,9 @@ def create_engine(
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
     )
     check_options(engine_class, training)
-    spec = EngineSpec(hf_dir, training, optimizer, total_steps, platform, seed, temperature)
+    spec = EngineSpec(
+        hf_dir, training, optimizer, total_steps, platform, seed, temperature, model_type
+    )
     return engine_class(spec)
 
 

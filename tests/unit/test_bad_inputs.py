@@ -61,7 +61,7 @@ OVERRIDES = [
     # Row 5: batch sizes that do not divide.
     (
         ["training.num_workers=3"],
-        "sft.batch_size_sequences: 128 is not a multiple of training.num_workers 3; use 126 or 129",
+        "sft.batch_size_sequences: 128 is not a multiple of the 3 data-parallel ranks; use 126 or 129",
     ),
     (
         ["rl.mini_batch_size_prompts=5"],
@@ -69,7 +69,7 @@ OVERRIDES = [
     ),
     (
         ["rl.mini_batch_size_prompts=1", "training.num_workers=2"],
-        "rl.mini_batch_size_prompts: 1 is not a multiple of training.num_workers 2; use 2",
+        "rl.mini_batch_size_prompts: 1 is not a multiple of the 2 data-parallel ranks; use 2",
     ),
     # Row 6: a group of one.
     (

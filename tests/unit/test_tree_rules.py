@@ -1,6 +1,7 @@
 """Rules of the tree that no linter knows: sizes, names, unsafe calls, waits without a deadline."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +75,14 @@ def test_every_module_says_what_it_is_for() -> None:
         if path.name != "__init__.py" and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
     ]
     assert not missing
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(settings["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == found | {"rlhf.testing"}

@@ -5,7 +5,6 @@ from importlib.metadata import EntryPoint
 import pytest
 from pydantic import Field
 
-from engines.algorithms import registry as registry_module
 from engines.algorithms.registry import (
     ADVANTAGES,
     KL_ESTIMATORS,
@@ -95,10 +94,7 @@ def test_the_part_of_an_entry_point_is_imported_on_demand(monkeypatch, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = EntryPoint("loss_mode.outside", "outside_part:loss", "rlhf.plugins")
 
-    def installed(group: str, name: str) -> list[EntryPoint]:
-        return [entry] if (group, name) == (entry.group, entry.name) else []
-
-    monkeypatch.setattr(registry_module, "entry_points", installed)
+    monkeypatch.setattr("infra.plugins.entry_points", lambda group: [entry])
     monkeypatch.setattr(POLICY_LOSSES, "_parts", dict(POLICY_LOSSES._parts))
     assert POLICY_LOSSES.get("outside", "x").paper == "none"
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engines.checkpoint.export import merge_checkpoint
 from engines.errors import CheckpointError
 from engines.models import stored_tensor_names
 from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.merging import merge_checkpoint
 from engines.types import TokenBatch
 
 MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
@@ -96,5 +96,5 @@ def test_a_missing_weight_is_an_error(make_policy: MakePolicy, tmp_path: Path) -
     tensors = load_file(shard)
     tensors.pop("model.model.norm.weight")
     save_file(tensors, shard, metadata=metadata)
-    with pytest.raises(CheckpointError, match=r"does not fit hf/config.json at model.model.norm"):
+    with pytest.raises(CheckpointError, match=r"does not fit .*config.json at model.norm"):
         merge_checkpoint(policy, tmp_path / "merged", "float32", 10**9)

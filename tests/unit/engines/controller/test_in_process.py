@@ -18,7 +18,7 @@ class Counter:
         self.total += amount * times
         return self.total
 
-    @dispatch(Dispatch.RANK_ZERO)
+    @dispatch(Dispatch.ONE_TO_ALL)
     def fail(self) -> None:
         raise KeyError("as it was raised")
 

@@ -51,9 +51,9 @@ class Probe:
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
 
-    @dispatch(Dispatch.RANK_ZERO)
-    def pids(self) -> int:
-        return os.getpid()
+    @dispatch(Dispatch.SPLIT_ALL)
+    def tag_by_rank(self, items: list[str]) -> list[str]:
+        return [f"{item}@{self.rank}" for item in items]
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def leave(self, rank: int, how: str) -> None:
@@ -127,7 +127,6 @@ def test_calls_are_spread_and_collected(start: GroupFactory) -> None:
     assert group.world_size == 2
     assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@1"]
     assert group.run(Probe.where)[0] == 0
-    assert group.run(Probe.pids) == group.run(Probe.where)[1]
     group.close()
     group.close()
     with pytest.raises(WorkerError, match="where was called on a closed group"):
@@ -137,6 +136,7 @@ def test_calls_are_spread_and_collected(start: GroupFactory) -> None:
 def test_ranks_of_one_place_get_the_same_share(start: GroupFactory) -> None:
     group = start(functools.partial(Probe, lambda rank: rank // 2), world_size=4)
     assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@1"]
+    assert group.run(Probe.tag_by_rank, ["a", "b", "c", "d"]) == ["a@0", "b@1", "c@2", "d@3"]
 
 
 def test_a_dead_rank_is_named_with_its_log_and_nobody_is_left(start: GroupFactory) -> None:
@@ -157,7 +157,7 @@ def _wait_until_gone(pid: int) -> None:
 
 def test_a_stopped_rank_is_noticed_by_its_silence(start: GroupFactory) -> None:
     group = start(silence_s=3.0)
-    pid = group.run(Probe.pids)
+    pid = group.run(Probe.where)[1]
     begin = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 0 of 2 failed in leave: no heartbeat for 3 s"):
         group.run(Probe.leave, 0, "stop")

@@ -58,10 +58,20 @@ def test_pack_refuses_what_cannot_fit() -> None:
 
 
 def test_partition_worked_by_hand() -> None:
-    # The textbook example 8 7 6 5 4: differencing gives 8-7=1, 6-5=1, 4-1=3, 3-1=2: a
-    # difference of 2, so sums 16 and 14.
+    # Differencing alone ends at 16 against 14; one swap makes both 15.
     bins = partition_balanced([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in members) for members in bins) == [14, 16]
+    assert [sum([8, 7, 6, 5, 4][i] for i in members) for members in bins] == [15, 15]
+
+
+def test_partition_of_costs() -> None:
+    # By tokens 10 against 10; quadratically the 6 alone costs what all the others do: 36.
+    sizes = [6, 4, 2, 2, 2, 2, 2]
+    bins = partition_balanced(sizes, 2)
+    assert [sum(sizes[i] for i in members) for members in bins] == [10, 10]
+    bins = partition_balanced(sizes, 2, costs=[n * n for n in sizes])
+    assert bins == [[0], [1, 2, 3, 4, 5, 6]]
+    with pytest.raises(ValueError, match="costs: item 0 has -1"):
+        partition_balanced([1], 1, costs=[-1])
 
 
 @given(lengths, st.integers(1, 8))

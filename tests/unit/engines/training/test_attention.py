@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from engines.config.training import TrainingConfig
 from engines.training.attention import Packing, _batched_runs, packed_attention
-from engines.training.base import EngineSpec
 from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.spec import EngineSpec
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError

@@ -8,8 +8,8 @@ import torch
 
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
-from engines.training.base import EngineSpec
 from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.spec import EngineSpec
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError

@@ -71,9 +71,9 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("backend.mine.value_model", "builtins:dict", "rlhf.plugins"),
         EntryPoint("reward.mine", "x:y", "rlhf.plugins"),
     ]
-    monkeypatch.setattr("engines.training.registry.entry_points", lambda group: entries)
+    monkeypatch.setattr("infra.plugins.entry_points", lambda group: entries)
     registry = built_in_registry()
-    assert registry.names("language_model") == ["fsdp2", "mine"]
+    assert "mine" in registry.names("language_model")
     lookup = {"backend": "mine", "device": "tpu"}
     assert registry.lookup(model_type="language_model", **lookup) is FSDP2Engine
     assert registry.lookup(model_type="value_model", **lookup) is dict

@@ -1,0 +1,153 @@
+"""The built-in training backends: where each is, what it can do, and how that is tested.
+
+One table, readable without torch. The engine registry registers from it, the control plane
+refuses a layout from it, the contract tests run what it claims, and `rlhf engines` and the
+reference page print it.
+Does not describe backends of other distributions: those are asked at run time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engines.config.training import TrainingConfig
+from infra.errors import ConfigError
+
+
+class Tested(Enum):
+    """How a claim of the table is kept true."""
+
+    CONTRACT = "contract"
+    """By the contract tests, on CPU process groups, in continuous integration."""
+    ENVIRONMENT = "environment"
+    """The same, inside the backend's own job environment (`make env-<backend>`)."""
+    GPU = "gpu"
+    """By a test under `tests/gpu/` that needs an accelerator."""
+    REGISTRY = "registry"
+    """Only that it is found and says what it lacks: no machine with the device was at hand."""
+
+
+_LAYOUT_FIELDS = {
+    "hybrid": "replicate_size",
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "virtual pipeline": "virtual_pipeline_parallel_size",
+    "context": "context_parallel_size",
+    "ulysses": "ulysses_size",
+    "expert": "expert_parallel_size",
+}
+"""Dimension of parallelism -> its setting under `training.`; `data` needs none."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One training backend.
+
+    Attributes:
+        language_model: its engine as ``module:Class``.
+        value_model: the same for a value model; None has none.
+        devices: torch device types it runs on, with how each is tested.
+        parallelism: dimension -> how it is tested; what is absent is refused.
+        features: `lora`, `moe`, `vlm`, ... -> how it is tested.
+        requires: importable module that an extra or an environment brings; None needs nothing.
+        extra: name of that extra; None when the backend has an environment of its own.
+        environment: name of the job environment (`make env-<name>`) it runs in, if not the
+            project's own.
+        limits: what it cannot do, in words for the matrix.
+    """
+
+    language_model: str
+    devices: Mapping[str, Tested]
+    parallelism: Mapping[str, Tested]
+    value_model: str | None = None
+    features: Mapping[str, Tested] = field(default_factory=dict)
+    requires: str | None = None
+    extra: str | None = None
+    environment: str | None = None
+    limits: str = ""
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Model type -> ``module:Class``."""
+        found = {"language_model": self.language_model, "value_model": self.value_model}
+        return {kind: target for kind, target in found.items() if target is not None}
+
+
+_HF = {
+    "data": Tested.CONTRACT,
+}
+
+BACKENDS: Mapping[str, Backend] = {
+    "fsdp": Backend(
+        language_model="engines.training.fsdp.fsdp1:FSDPEngine",
+        value_model="engines.training.fsdp.fsdp1:FSDPEngine",
+        devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
+        parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
+        features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
+        limits="builds the whole model on each rank before sharding",
+    ),
+    "fsdp2": Backend(
+        language_model="engines.training.fsdp.engine:FSDP2Engine",
+        value_model="engines.training.fsdp.engine:FSDP2Engine",
+        devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
+        parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
+        features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
+    ),
+    "veomni": Backend(
+        language_model="engines.training.veomni.engine:VeOmniEngine",
+        devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
+        parallelism={
+            "data": Tested.ENVIRONMENT,
+            "hybrid": Tested.ENVIRONMENT,
+            "ulysses": Tested.ENVIRONMENT,
+        },
+        value_model="engines.training.veomni.engine:VeOmniEngine",
+        features={"lora": Tested.ENVIRONMENT},
+        requires="veomni",
+        environment="veomni",
+    ),
+    "automodel": Backend(
+        language_model="engines.training.automodel.engine:AutomodelEngine",
+        value_model="engines.training.automodel.engine:AutomodelEngine",
+        devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
+        parallelism={
+            "data": Tested.ENVIRONMENT,
+            "hybrid": Tested.ENVIRONMENT,
+            "tensor": Tested.ENVIRONMENT,
+            "ulysses": Tested.ENVIRONMENT,
+        },
+        features={"lora": Tested.ENVIRONMENT},
+        requires="nemo_automodel",
+        environment="automodel",
+    ),
+}
+
+
+def check_layout(training: TrainingConfig) -> None:
+    """Refuse a parallel layout or feature that the chosen built-in backend does not have.
+
+    Args:
+        training: of a recipe; a backend of another distribution is not judged here.
+
+    Raises:
+        ConfigError: names the setting and the backends that have it.
+    """
+    backend = BACKENDS.get(training.backend)
+    if backend is None:
+        return
+    for dimension, setting in _LAYOUT_FIELDS.items():
+        size = getattr(training, setting)
+        if size > 1 and dimension not in backend.parallelism:
+            able = [name for name, other in BACKENDS.items() if dimension in other.parallelism]
+            raise ConfigError(
+                f"training.{setting}",
+                f"got {size}; {training.backend} has no {dimension} parallelism; set it to 1, or "
+                f"training.backend to {' or '.join(able) or 'a plugin that has it'}",
+            )
+    if training.lora is not None and "lora" not in backend.features:
+        able = [name for name, other in BACKENDS.items() if "lora" in other.features]
+        raise ConfigError(
+            "training.lora",
+            f"{training.backend} trains no adapter; remove it, or set training.backend to "
+            f"{' or '.join(able)}",
+        )

@@ -1,0 +1,96 @@
+"""The matrix of training engines: backend x model type x device x parallelism x tested how.
+
+Made from the table of built-in backends and the announcements of outside plugins; imports
+neither torch nor a plugin.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from engines.config.backends import BACKENDS, Backend, Tested
+from infra.plugins import outside_plugins
+
+HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
+OUTSIDE = "plugin"
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One engine on one device.
+
+    Attributes:
+        backend: setting `training.backend`.
+        model_type: `language_model` or `value_model`.
+        device: torch device type.
+        parallelism: dimensions, grouped by how they are tested.
+        features: the same of features.
+        needs: what has to be installed, if it is not, and what the backend cannot do.
+    """
+
+    backend: str
+    model_type: str
+    device: str
+    parallelism: str
+    features: str
+    needs: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The values in the order of `HEADINGS`."""
+        return tuple(asdict(self).values())
+
+
+def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
+    """Every engine that can be named.
+
+    Args:
+        installed: also say what is missing here, and list what other distributions announce;
+            False is the same on every machine.
+
+    Yields:
+        MatrixRow: built-in backends in their order, then outside ones.
+    """
+    for name, backend in BACKENDS.items():
+        for model_type in backend.targets:
+            for device, tested in backend.devices.items():
+                yield MatrixRow(
+                    name,
+                    model_type,
+                    device,
+                    _grouped(backend.parallelism, tested),
+                    _grouped(backend.features, tested),
+                    _needs(name, backend, installed=installed),
+                )
+    if installed:
+        yield from _outside_rows()
+
+
+def _outside_rows() -> Iterator[MatrixRow]:
+    for plugin in outside_plugins("backend"):
+        name, _, model_type = plugin.name.partition(".")
+        devices = ", ".join(plugin.devices) or "any"
+        yield MatrixRow(
+            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, f"by {plugin.owner}"
+        )
+
+
+def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
+    """`contract: data, tensor; gpu: context`: what the device itself is not tested for counts so."""
+    weaker = (Tested.GPU, Tested.REGISTRY)
+    groups: dict[str, list[str]] = {}
+    for claim, tested in claims.items():
+        how = on_device if on_device in weaker else tested
+        groups.setdefault(how.value, []).append(claim)
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in groups.items())
+
+
+def _needs(name: str, backend: Backend, *, installed: bool) -> str:
+    parts = []
+    missing = backend.requires and importlib.util.find_spec(backend.requires) is None
+    if backend.environment:
+        parts.append(f"its own environment: make env-{backend.environment}")
+    elif backend.extra and (missing or not installed):
+        parts.append(f"pip install 'rlhf-pipeline[{backend.extra}]'")
+    if backend.limits:
+        parts.append(backend.limits)
+    return "; ".join(parts)

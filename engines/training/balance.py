@@ -1,0 +1,299 @@
+"""Split items of known cost into parts of nearly equal cost, under a cap on each part's size.
+
+Promises: every item is in exactly one part; the result depends on costs and sizes alone, and
+reordering the items changes only which of several equal items goes where; no part costs more
+than the costliest that greedy LPT makes (longest processing time first, Graham 1969); the cap
+holds for every part, except that an item larger than the cap stands alone.
+Does not promise the best partition, nor the fewest parts: both problems are NP-hard.
+Method: largest differencing (Karmarkar & Karp 1982) for k parts, then the best moves and swaps
+between the costliest part and another until none helps.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Parts = list[list[int]]
+
+_TOLERANCE = 1e-4
+"""Refinement stops where the costliest part is this close to the mean: below timing noise."""
+
+_MAX_ROUNDS_PER_PART = 8
+_SEARCH_LIMIT = 512
+"""Items of a part that a search for swaps looks at, so that a search stays below 10 ms."""
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Items in canonical order: costliest first, then largest; known by their place in it.
+
+    Attributes:
+        costs: of each item, descending.
+        sizes: of each item.
+        max_size: cap on the summed size of a part.
+    """
+
+    costs: list[float]
+    sizes: list[float]
+    max_size: float
+
+    def fits(self, parts: Parts) -> bool:
+        return all(sum(self.sizes[i] for i in part) <= self.max_size for part in parts)
+
+    def largest_cost(self, parts: Parts) -> float:
+        return max(math.fsum(self.costs[i] for i in part) for part in parts)
+
+
+def balanced_partition(
+    costs: Sequence[float],
+    num_parts: int,
+    *,
+    sizes: Sequence[int] | None = None,
+    max_size: int | None = None,
+) -> list[list[int]]:
+    """Split items into exactly `num_parts` parts of nearly equal cost.
+
+    Args:
+        costs: of each item, at least 0; any unit.
+        num_parts: at least 1. With at least as many items no part is empty.
+        sizes: of each item, at least 0; needed with `max_size`.
+        max_size: cap on the summed size of a part; an item above it gets a part of its own.
+            Always attainable with `fewest_parts(sizes, max_size)` parts or more.
+
+    Returns:
+        Ascending item indices of each part; parts ordered by their first index, empty ones last.
+
+    Raises:
+        ValueError: an argument is out of its range, or no partition under the cap was found.
+    """
+    _check(costs, num_parts, sizes, max_size)
+    own_size = [0] * len(costs) if sizes is None else sizes
+    cap = math.inf if max_size is None else max_size
+    alone = [i for i in range(len(costs)) if own_size[i] > cap]
+    rest = sorted(
+        (i for i in range(len(costs)) if own_size[i] <= cap),
+        key=lambda i: (-costs[i], -own_size[i], i),
+    )
+    items = _Items([float(costs[i]) for i in rest], [float(own_size[i]) for i in rest], cap)
+    parts = _partition(items, num_parts - len(alone))
+    if parts is None:
+        raise ValueError(
+            f"num_parts: got {num_parts}; found no partition under max_size {max_size}; "
+            f"{fewest_parts(own_size, int(cap))} parts are enough"
+        )
+    named = [sorted(rest[i] for i in part) for part in parts] + [[i] for i in alone]
+    return sorted(named, key=lambda part: (not part, part))
+
+
+def fewest_parts(sizes: Sequence[int], max_size: int) -> int:
+    """A number of parts with which the cap can be kept: that of first-fit decreasing.
+
+    At most 11/9 of the smallest such number, plus 6/9 (Dosa 2007).
+
+    Args:
+        sizes: of each item, at least 0.
+        max_size: cap on the summed size of a part; an item above it gets a part of its own.
+
+    Returns:
+        0 when there are no items.
+    """
+    capped = sorted((float(size) for size in sizes if size <= max_size), reverse=True)
+    num_alone = len(sizes) - len(capped)
+    return num_alone + len(_first_fit(_Items(capped, capped, max_size)))
+
+
+def _check(
+    costs: Sequence[float], num_parts: int, sizes: Sequence[int] | None, max_size: int | None
+) -> None:
+    if num_parts < 1:
+        raise ValueError(f"num_parts: got {num_parts}; need at least 1")
+    if (max_size is not None) and (sizes is None):
+        raise ValueError("max_size: got a cap without sizes; pass both")
+    if sizes is not None and len(sizes) != len(costs):
+        raise ValueError(f"sizes: got {len(sizes)}; need one for each of {len(costs)} costs")
+    for name, values in (("costs", costs), ("sizes", sizes or ())):
+        for i, value in enumerate(values):
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{name}: item {i} has {value}; need a finite number of at least 0"
+                )
+
+
+def _partition(items: _Items, num_parts: int) -> Parts | None:
+    """The best start that keeps the cap, refined; None if no start keeps it."""
+    if not items.costs:
+        return [[] for _ in range(num_parts)] if num_parts >= 0 else None
+    if num_parts < 1:
+        return None
+    starts = [_differencing(items.costs, num_parts), _greedy(items, num_parts)]
+    feasible = [parts for parts in starts if parts is not None and items.fits(parts)]
+    if len(feasible) < len(starts):
+        # Equal sizes keep a tight cap where equal costs do not.
+        by_size = _differencing(items.sizes, num_parts)
+        feasible += [by_size] if items.fits(by_size) else []
+    if not feasible:
+        packed = _spread_out(_first_fit(items), num_parts)
+        if packed is None:
+            return None
+        feasible = [packed]
+    return _refine(items, min(feasible, key=items.largest_cost))
+
+
+def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
+    """Join the two partial partitions of the largest spread until one is left.
+
+    A partial partition is a list of (cost, node), ascending, of its parts that are not empty; two
+    are joined costliest with cheapest. A node is an item or a pair of nodes, so that joining
+    copies no members.
+    """
+    pairs: list[tuple[int, int]] = []
+    heap = [(-cost, i, [(cost, i)]) for i, cost in enumerate(costs)]
+    if num_parts == 1:
+        return [list(range(len(costs)))]
+    heapq.heapify(heap)
+    num_items = order = len(costs)
+    while len(heap) > 1:
+        _, _, left = heapq.heappop(heap)
+        _, _, right = heapq.heappop(heap)
+        if len(left) < len(right):
+            left, right = right, left
+        # What does not fit beside goes on top: the costliest of one on the cheapest of the other.
+        overlap = max(0, len(left) + len(right) - num_parts)
+        joined = left[overlap:] + right[overlap:]
+        for (left_cost, left_node), (right_cost, right_node) in zip(
+            left[:overlap], reversed(right[:overlap]), strict=True
+        ):
+            joined.append((left_cost + right_cost, num_items + len(pairs)))
+            pairs.append((left_node, right_node))
+        joined.sort()
+        floor = joined[0][0] if len(joined) == num_parts else 0.0
+        order += 1
+        heapq.heappush(heap, (floor - joined[-1][0], order, joined))
+    parts = [_members(node, pairs, num_items) for _, node in heap[0][2]]
+    return parts + [[] for _ in range(num_parts - len(parts))]
+
+
+def _members(root: int, pairs: Sequence[tuple[int, int]], num_items: int) -> list[int]:
+    members: list[int] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node < num_items:
+            members.append(node)
+        else:
+            stack.extend(pairs[node - num_items])
+    return sorted(members)
+
+
+def _greedy(items: _Items, num_parts: int) -> Parts | None:
+    """Each item, costliest first, to the cheapest part with room for it; None without room."""
+    parts: Parts = [[] for _ in range(num_parts)]
+    cheapest = [(0.0, i) for i in range(num_parts)]
+    room = [items.max_size] * num_parts
+    for item, (cost, size) in enumerate(zip(items.costs, items.sizes, strict=True)):
+        full: list[tuple[float, int]] = []
+        while cheapest and room[cheapest[0][1]] < size:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        load, part = cheapest[0]
+        parts[part].append(item)
+        room[part] -= size
+        heapq.heapreplace(cheapest, (load + cost, part))
+        for entry in full:
+            heapq.heappush(cheapest, entry)
+    return parts
+
+
+def _first_fit(items: _Items) -> Parts:
+    """Each item, largest first, to the first part with room for it."""
+    parts: Parts = []
+    room: list[float] = []
+    for item in sorted(range(len(items.sizes)), key=lambda i: (-items.sizes[i], i)):
+        size = items.sizes[item]
+        part = next((p for p, free in enumerate(room) if free >= size), len(parts))
+        if part == len(parts):
+            parts.append([])
+            room.append(items.max_size)
+        parts[part].append(item)
+        room[part] -= size
+    return [sorted(part) for part in parts]
+
+
+def _spread_out(parts: Parts, num_parts: int) -> Parts | None:
+    """Make it `num_parts` parts, each new one from the first item of the fullest part."""
+    if len(parts) > num_parts:
+        return None
+    parts = list(parts)
+    while len(parts) < num_parts:
+        fullest = max(range(len(parts)), key=lambda p: len(parts[p]))
+        if len(parts[fullest]) < 2:
+            return parts + [[] for _ in range(num_parts - len(parts))]
+        parts.append([parts[fullest][0]])
+        parts[fullest] = parts[fullest][1:]
+    return parts
+
+
+class _Refinement:
+    """Parts with their loads, between which items move."""
+
+    def __init__(self, items: _Items, parts: Parts) -> None:
+        self.parts = parts
+        self._max_size = items.max_size
+        self._costs = np.array(items.costs)
+        self._sizes = np.array(items.sizes)
+        self.loads = [float(self._costs[part].sum()) for part in parts]
+
+    def relieve(self, heavy: int, light: int) -> bool:
+        """Move or swap items so that both parts cost less than `heavy` does now, if that can be.
+
+        Of all ways the one that leaves the two most alike.
+        """
+        gap = self.loads[heavy] - self.loads[light]
+        given, taken = self._thinned(self.parts[heavy]), self._thinned(self.parts[light])
+        # The last column takes nothing in return: a move.
+        moved_cost = _differences(self._costs[given], self._costs[taken])
+        moved_size = _differences(self._sizes[given], self._sizes[taken])
+        light_room = self._max_size - self._sizes[self.parts[light]].sum()
+        heavy_room = self._max_size - self._sizes[self.parts[heavy]].sum()
+        allowed = (moved_cost > 0) & (moved_cost < gap)
+        allowed &= (moved_size <= light_room) & (-moved_size <= heavy_room)
+        if not allowed.any():
+            return False
+        distance = np.where(allowed, np.abs(moved_cost - gap / 2), np.inf)
+        row, column = divmod(int(distance.argmin()), distance.shape[1])
+        self._exchange(heavy, light, given[row], taken[column] if column < len(taken) else None)
+        return True
+
+    def _exchange(self, heavy: int, light: int, given: int, taken: int | None) -> None:
+        left = [i for i in self.parts[heavy] if i != given] + ([] if taken is None else [taken])
+        right = [i for i in self.parts[light] if i != taken] + [given]
+        for part, members in ((heavy, left), (light, right)):
+            self.parts[part] = sorted(members)
+            self.loads[part] = float(self._costs[members].sum())
+
+    def _thinned(self, part: list[int]) -> list[int]:
+        """At most `_SEARCH_LIMIT` items, of all costs."""
+        return part[:: 1 + (len(part) - 1) // _SEARCH_LIMIT] if part else part
+
+
+def _differences(given: NDArray[np.float64], taken: NDArray[np.float64]) -> NDArray[np.float64]:
+    return given[:, None] - np.append(taken, 0.0)[None, :]
+
+
+def _refine(items: _Items, parts: Parts) -> Parts:
+    """Relieve the costliest part until no move or swap with another part lowers its cost."""
+    state = _Refinement(items, [list(part) for part in parts])
+    enough = math.fsum(items.costs) / len(parts) * (1 + _TOLERANCE)
+    for _ in range(_MAX_ROUNDS_PER_PART * len(parts)):
+        by_load = sorted(range(len(parts)), key=lambda p: (state.loads[p], p))
+        heavy = by_load.pop()
+        if state.loads[heavy] <= enough or len(state.parts[heavy]) < 2:
+            break
+        if not any(state.relieve(heavy, light) for light in by_load):
+            break
+    return state.parts

@@ -1,0 +1,37 @@
+"""Clip gradients whose tensors are sharded in different ways.
+
+Promises: the same norm on every rank, summed in a fixed order; parameters that tensor-parallel
+ranks hold copies of count once. torch's own `clip_grad_norm_` takes tensors of one mesh only.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale gradients to a global L2 norm of at most `max_norm`. Collective.
+
+    Args:
+        parameters: plain, or DTensors of any meshes and placements; those without gradient are
+            left out.
+        max_norm: of all gradients together.
+
+    Returns:
+        The norm before.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        kinds.setdefault(kind, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(grads) for grads in kinds.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = float(torch.stack(whole).norm())
+    # As torch does it, so that a norm just above the limit is scaled alike.
+    scale = min(1.0, max_norm / (total + 1e-6))
+    for grads in kinds.values():
+        torch._foreach_mul_(grads, scale)
+    return total

@@ -1,0 +1,1 @@
+"""Megatron-Core: tensor, pipeline, context and expert parallelism."""

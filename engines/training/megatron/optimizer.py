@@ -1,0 +1,178 @@
+"""AdamW on Megatron-Core's distributed optimizer: each data-parallel rank steps its share.
+
+Promises: float32 main parameters and moments, one-dimensional parameters are not decayed, the
+state exists from the start. The step is split so that nothing changes before the gradient norm is
+known to be finite. AdamW is torch's on every machine, and Megatron-Core's own methods for saving
+and loading its state are not used: without TransformerEngine they fail or, on load, let all
+parameters share one step counter (see `upstream_fixes`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor, nn
+
+from engines.config.training import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank steps of a parameter.
+
+    Attributes:
+        main: (n,) float32.
+        start: of it in the flattened parameter.
+        state: Adam's: `step`, `exp_avg`, `exp_avg_sq`.
+    """
+
+    main: Tensor
+    start: int
+    state: dict[str, Tensor]
+
+
+class ShardedAdamW:
+    """The optimizer of one rank.
+
+    Args:
+        chunks: the stage's pieces, wrapped for gradient reduction.
+        config: rate, betas, decay.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        self._chunks = list(chunks)
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=0.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        made = get_megatron_optimizer(
+            settings, cast(Any, self._chunks), use_gloo_process_groups=False
+        )
+        self._made = cast(Any, made)
+        # One for dense weights, one for experts: those are spread over other ranks.
+        self._parts: list[Any] = [
+            part for part in self._made.chained_optimizers if not part.is_stub_optimizer
+        ]
+        for part in self._parts:
+            part.optimizer = _torch_adamw(part.optimizer.param_groups, config)
+        self._shards = dict(self._find_shards())
+        self._num_steps = 0
+
+    def _find_shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
+        for part in self._parts:
+            pairs = (
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+                (part.model_fp32_groups, part.shard_fp32_groups),
+            )
+            for models, mains in pairs:
+                for model_group, main_group in zip(models, mains, strict=True):
+                    for parameter, main in zip(model_group, main_group, strict=True):
+                        place = part._get_model_param_range_map(parameter)["param"]
+                        yield parameter, Shard(main, place.start, part.optimizer.state[main])
+
+    @property
+    def num_steps(self) -> int:
+        """Adam's bias-correction count."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        for shard in self._shards.values():
+            shard.state["step"].fill_(float(value))
+
+    def shard(self, parameter: nn.Parameter) -> Shard | None:
+        """What this rank steps of a parameter; None when it is nothing."""
+        return self._shards.get(parameter)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> float:
+        """Scale gradients to a global norm of at most `max_norm`. Collective.
+
+        Args:
+            max_norm: above 0.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        self._made.prepare_grads()
+        grads = [g for part in self._parts for g in part.get_main_grads_for_grad_norm()]
+        device = next(self._chunks[0].parameters()).device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for norm in torch._foreach_norm(grads) if grads else ():
+            square += norm.double() ** 2
+        dist.all_reduce(square)
+        total = math.sqrt(float(square)) if float(square) >= 0 else math.nan
+        scale = max_norm / (total + 1e-6)
+        if scale < 1.0:
+            for part in self._parts:
+                for parameter in part.get_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+        return total
+
+    def step(self, lr: float) -> None:
+        """Apply the prepared gradients, and gather the new weights."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["lr"] = lr
+        self._made.step_with_ready_grads()
+        self._num_steps += 1
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._made.zero_grad()
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Take the parameters' values as the main ones."""
+        for part in self._parts:
+            part._copy_model_params_to_main_params()
+
+
+def _torch_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """The same groups under torch's AdamW, with its state there."""
+    optimizer = torch.optim.AdamW(
+        [torch.zeros(1)], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    # Put there afterwards: float32 shards are views of the parameters, which torch would refuse.
+    settings = optimizer.param_groups[0]
+    optimizer.param_groups = [
+        {
+            **settings,
+            "params": group["params"],
+            "weight_decay": config.weight_decay * group["wd_mult"],
+        }
+        for group in groups
+    ]
+    for group in optimizer.param_groups:
+        for main in group["params"]:
+            optimizer.state[main] = {
+                "step": torch.zeros((), dtype=torch.float32, device=main.device),
+                **{name: torch.zeros_like(main) for name in MOMENTS},
+            }
+    return optimizer

@@ -1,0 +1,182 @@
+"""Weights of the transformers model into and out of the parameters of the ranks.
+
+Promises: each rank reads only its blocks of the files; a missing weight or another shape is an
+error, except that the head of a value model may be absent and then starts at 0. Streaming holds
+one whole tensor at a time, on every rank, whatever the layout.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from engines.training import collectives
+from engines.training.megatron.pieces import Block, Part
+from infra.errors import ConfigError
+
+_VALUE_HEAD = "score."
+Values = Callable[[Part], Tensor]
+"""What a part stands for: its parameter, or that with an adapter merged in."""
+
+
+class HubFiles:
+    """Blocks of the weights in a Hugging Face directory of safetensors files.
+
+    Args:
+        hf_dir: the directory.
+    """
+
+    def __init__(self, hf_dir: Path) -> None:
+        self._hf_dir = hf_dir
+        self._file: dict[str, Path] = {}
+        for file in sorted(hf_dir.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as handle:
+                self._file.update(dict.fromkeys(handle.keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def read(self, block: Block) -> Tensor:
+        """One block, on the CPU.
+
+        Args:
+            block: by its name on the hub.
+
+        Returns:
+            Of the block's shape.
+
+        Raises:
+            ConfigError: the weight is absent or has another shape.
+        """
+        if block.name not in self._file:
+            raise ConfigError("model.path", f"{self._hf_dir} has no weight {block.name}")
+        place = tuple(slice(o, o + n) for o, n in zip(block.offsets, block.shape, strict=True))
+        with safe_open(self._file[block.name], framework="pt") as handle:
+            stored = handle.get_slice(block.name)
+            shape = tuple(stored.get_shape())
+            if shape != block.whole:
+                raise ConfigError(
+                    "model.path",
+                    f"{self._hf_dir}: {block.name} has shape {shape}; its config says {block.whole}",
+                )
+            return stored[place]
+
+
+@torch.no_grad()
+def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
+    """Fill parameters from a Hugging Face directory.
+
+    Args:
+        parts: of this rank.
+        hf_dir: of the model.
+
+    Raises:
+        ConfigError: a weight is absent or has another shape.
+    """
+    files = HubFiles(hf_dir)
+    for part in parts:
+        part.parameter.zero_()  # rows that pad the vocabulary, a new value head
+        for block in part.hub:
+            if block.name in files or not block.name.startswith(_VALUE_HEAD):
+                block.write(part.parameter, files.read(block))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A block of a weight on one rank, as every rank knows it."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class WeightStream:
+    """Streams the whole weights by their names on the hub. Collective.
+
+    Args:
+        parts: of this rank.
+        device: where the weights are.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._device = device
+        self._own: dict[tuple[str, tuple[int, ...]], tuple[Part, Block]] = {}
+        mine: list[list[object]] = []
+        for part in parts:
+            for block in part.hub if part.is_primary else ():
+                self._own[block.name, block.offsets] = part, block
+                mine.append([block.name, block.whole, block.offsets, block.shape])
+        self._plan: dict[str, tuple[tuple[int, ...], list[_Share]]] = {}
+        for rank, rows in enumerate(_from_every_rank(mine, device)):
+            for name, whole, offsets, shape in rows:
+                _, shares = self._plan.setdefault(name, (tuple(whole), []))
+                share = _Share(rank, tuple(offsets), tuple(shape))
+                # Ranks with different data hold the same blocks: the first of them sends.
+                if all(known.offsets != share.offsets for known in shares):
+                    shares.append(share)
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the stream."""
+        return list(self._plan)
+
+    @torch.no_grad()
+    def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole.
+
+        Args:
+            values: what to send for each part.
+            dtype: of those values.
+
+        Yields:
+            tuple[str, Tensor]: name on the hub, and tensor on the device.
+        """
+        made: tuple[Part, Tensor] | None = None
+        rank = collectives.rank()
+        for name, (shape, shares) in self._plan.items():
+            whole: Tensor | None = None
+            for share in shares:
+                values_here: Tensor | None = None
+                if share.rank == rank:
+                    part, block = self._own[name, share.offsets]
+                    # Neighbouring weights (q, k, v) come out of one parameter.
+                    made = made if made is not None and made[0] is part else (part, values(part))
+                    values_here = block.read(made[1])
+                sent = self._broadcast(values_here, share, dtype)
+                if share.shape == shape:
+                    whole = sent
+                    continue
+                whole = self._empty(shape, dtype) if whole is None else whole
+                ends = zip(share.offsets, share.shape, strict=True)
+                whole[tuple(slice(o, o + n) for o, n in ends)] = sent
+            assert whole is not None
+            yield name, whole
+
+    def _broadcast(self, values: Tensor | None, share: _Share, dtype: torch.dtype) -> Tensor:
+        if values is None:
+            sent = self._empty(share.shape, dtype)
+        else:
+            sent = values.detach().contiguous()
+        if collectives.world_size() > 1:
+            collectives.broadcast(sent, src=share.rank)
+        return sent
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _from_every_rank(value: object, device: torch.device) -> list[list[list[object]]]:
+    """What each rank holds, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [json.loads(json.dumps(value))]
+    world = dist.group.WORLD
+    assert world is not None
+    return [
+        collectives.broadcast_json(value, rank, world, device)
+        for rank in range(collectives.world_size())
+    ]

@@ -1,0 +1,37 @@
+"""Merge a policy checkpoint of any backend into an ordinary Hugging Face directory.
+
+Promises: names, shapes and values are those `save_pretrained` of the whole model would write
+(tied weights once, fused experts split, an adapter merged in); every weight of the architecture
+is there. No process group and no accelerator is needed.
+Does not promise atomicity: the caller publishes the directory.
+"""
+
+from pathlib import Path
+
+from engines.checkpoint.engine_state import read_scalars
+from engines.checkpoint.export import write_model
+from engines.checkpoint.step_store import CHECKPOINT_DIR
+from engines.training.registry import built_in_registry
+
+HF_DIR = "hf"
+
+
+def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_bytes: int) -> None:
+    """Write weights, configuration and tokenizer of a policy.
+
+    Args:
+        policy_dir: a `policy` artifact: `checkpoint/` and `hf/`.
+        out_dir: created if needed; must not hold weights yet.
+        dtype: of the written weights, `float32` or `bfloat16`.
+        max_shard_bytes: size of one weight file, unless a single tensor is larger.
+
+    Raises:
+        CheckpointError: weights are missing, superfluous or of another shape.
+        ConfigError: the backend that wrote the checkpoint is not installed here.
+    """
+    checkpoint = policy_dir / CHECKPOINT_DIR
+    engine_class = built_in_registry().lookup(
+        model_type="language_model", backend=read_scalars(checkpoint).backend, device="cpu"
+    )
+    tensors = engine_class.stored_weights(checkpoint, policy_dir / HF_DIR)
+    write_model(tensors, policy_dir / HF_DIR, out_dir, dtype, max_shard_bytes)

@@ -1,0 +1,1 @@
+"""The training backend on Megatron-Core on Ascend through MindSpeed."""

@@ -1,0 +1,46 @@
+"""What a training engine is made from, and the loss functions it is called with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from hardware.base import PlatformBase
+
+ModelType = Literal["language_model", "value_model"]
+
+LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
+"""A loss function; its attribute `needs_entropy: bool` (default False) asks for entropies."""
+
+ScaledLoss = Callable[[ModelOutputs, TokenBatch], Tensor]
+"""What a backend calls on the outputs of a micro-batch: the scalar to run backward from."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made from.
+
+    Attributes:
+        hf_dir: Hugging Face directory of the model.
+        training: backend, layout, numerics, token budget.
+        optimizer: None makes an engine that only infers (a reference model).
+        total_steps: optimizer steps of the run, for the schedule.
+        platform: the device.
+        seed: of everything random in the engine.
+        temperature: log-probabilities are those of softmax(logits / temperature), so that they
+            speak of the distribution that was sampled from.
+        model_type: `language_model` yields log-probabilities, `value_model` one value per token.
+    """
+
+    hf_dir: Path
+    training: TrainingConfig
+    optimizer: OptimizerConfig | None
+    total_steps: int
+    platform: PlatformBase
+    seed: int
+    temperature: float = 1.0
+    model_type: ModelType = "language_model"

@@ -1,0 +1,1 @@
+"""What every engine shares whose model is a transformers module."""

@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353) by PEFT, sharded or not.
+
+Promises: the first weights of an adapter depend on the seed and the names alone, not on the
+number of ranks, and leave the model's output as it was; merged weights are
+W + alpha / rank * B @ A, with DoRA rescaled row by row to the trained magnitude.
+Names: PEFT hides a wrapped weight under `base_layer`; `base_name` undoes that.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from engines.checkpoint.engine_state import MODEL_PREFIX
+from engines.config.training import LoraConfig
+from infra.errors import ConfigError
+
+_ADAPTER = "default"
+_BASE = ".base_layer."
+_A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+_MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
+_SETTING = "training.lora"
+
+
+class TensorReader(Protocol):
+    """Whole tensors by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        ...
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Wrap the target modules; only the adapter's parameters require gradients afterwards.
+
+    Args:
+        model: may be without memory.
+        lora: shape of the adapter.
+
+    Raises:
+        ConfigError: PEFT is not installed, or a target is in no layer.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            _SETTING, f"needs the package peft ({error}); pip install peft"
+        ) from error
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(Any, lora.alpha),
+        target_modules=_targets(model, lora),
+        use_dora=lora.use_dora,
+        lora_dropout=0.0,
+    )
+    # Values come from `initialize_adapter`; DoRA's own start would read weights that are not there.
+    peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    like = next(model.parameters())
+    for name, module in model.named_modules():
+        for child, parameter in list(module.named_parameters(recurse=False)):
+            if ".lora_" in f".{name}." and parameter.device != like.device:
+                empty = torch.empty_like(parameter, device=like.device)
+                setattr(module, child, nn.Parameter(empty))
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name != "score"
+    }
+    if lora.target_modules == "all-linear":
+        return sorted(linear)
+    unknown = sorted(set(lora.target_modules) - linear)
+    if unknown:
+        raise ConfigError(
+            f"{_SETTING}.target_modules",
+            f"got {', '.join(unknown)}; need some of {', '.join(sorted(linear))}",
+        )
+    return sorted(lora.target_modules)
+
+
+@torch.no_grad()
+def initialize_adapter(parameters: Mapping[str, Tensor], seed: int) -> None:
+    """Give an adapter its first values: A uniform, B zero, magnitudes those of the weights.
+
+    Args:
+        parameters: of the model by name; may be DTensors.
+        seed: of A, together with each parameter's name.
+    """
+    for name, parameter in parameters.items():
+        if name.endswith(_A):
+            assign(parameter, _uniform(name, parameter.shape, seed))
+        elif name.endswith(_B):
+            assign(parameter, torch.zeros(parameter.shape))
+        elif name.endswith(_MAGNITUDE):
+            weight = parameters[name.removesuffix(_MAGNITUDE) + f"{_BASE}weight"]
+            assign(parameter, whole_tensor(weight).norm(dim=1))
+
+
+def _uniform(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Kaiming's uniform start with a = sqrt(5): bound 1 / sqrt(inputs)."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def assign(parameter: Tensor, values: Tensor) -> None:
+    """Write whole values, the same on every rank, into a parameter that may be sharded."""
+    values = values.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        # Every rank has the same values; none needs to be sent.
+        placed = distribute_tensor(
+            values, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        parameter.to_local().copy_(placed.to_local())
+    else:
+        parameter.copy_(values)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor, gathered when it is sharded. Collective then."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def base_name(name: str) -> str:
+    """Name of a parameter in the model without an adapter; the adapter's own stay."""
+    return name.replace(_BASE, ".")
+
+
+def wrapped_name(name: str) -> str:
+    """Name of a weight once an adapter stands beside it; the inverse of `base_name`."""
+    stem, _, last = name.rpartition(".")
+    return f"{stem}{_BASE}{last}"
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((_A, _B, _MAGNITUDE))
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapter of one weight, whole.
+
+    Attributes:
+        a: (rank, in).
+        b: (out, rank).
+        scaling: alpha / rank.
+        magnitude: (out,) of DoRA, or None.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+
+    def merged_into(self, weight: Tensor) -> Tensor:
+        """W + scaling * B @ A; with DoRA each row is rescaled to its magnitude (its eq. 5).
+
+        Args:
+            weight: (out, in).
+
+        Returns:
+            (out, in) float32.
+        """
+        device = weight.device
+        delta = self.b.to(device).float() @ self.a.to(device).float()
+        merged = weight.float() + self.scaling * delta
+        if self.magnitude is not None:
+            merged *= (self.magnitude.to(device).float() / merged.norm(dim=1))[:, None]
+        return merged
+
+
+def stored_adapter(name: str, reader: TensorReader, lora: LoraConfig) -> StoredAdapter | None:
+    """The adapter that a checkpoint holds for a weight.
+
+    Args:
+        name: of the weight, without an adapter.
+        reader: of the checkpoint.
+        lora: shape of the stored adapter.
+
+    Returns:
+        None when there is none for that weight.
+    """
+    stem, _, last = name.rpartition(".")
+    a, b, magnitude = (MODEL_PREFIX + stem + part for part in (_A, _B, _MAGNITUDE))
+    if last != "weight" or a not in reader:
+        return None
+    return StoredAdapter(
+        reader.read(a),
+        reader.read(b),
+        lora.alpha / lora.rank,
+        reader.read(magnitude) if magnitude in reader else None,
+    )
+
+
+def merged_state(
+    named: Mapping[str, Tensor], scaling: float
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Stream a model's tensors with the adapter merged into the weights it stands beside.
+
+    Args:
+        named: parameters and buffers by name, those of the adapter among them; DTensors are
+            gathered one by one, so every rank must walk the stream.
+        scaling: alpha / rank.
+
+    Yields:
+        tuple[str, Tensor]: name without the adapter, and whole tensor.
+    """
+    for name, tensor in named.items():
+        if is_adapter_name(name):
+            continue
+        whole = whole_tensor(tensor)
+        stem, is_wrapped, suffix = name.rpartition(_BASE)
+        if is_wrapped and suffix == "weight":
+            magnitude = named.get(stem + _MAGNITUDE)
+            adapter = StoredAdapter(
+                whole_tensor(named[stem + _A]),
+                whole_tensor(named[stem + _B]),
+                scaling,
+                None if magnitude is None else whole_tensor(magnitude),
+            )
+            whole = adapter.merged_into(whole)
+        yield base_name(name), whole
+
+
+def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:
+    """Whether forward passes go through the adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            # Not enable_adapters(): that also switches requires_grad of the parameters.
+            module._disable_adapters = not enabled
+
+
+def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig) -> None:
+    """Write an adapter as PEFT loads it: `adapter_model.safetensors`, `adapter_config.json`.
+
+    Args:
+        path: an existing directory.
+        named: the adapter's whole tensors by name in the model.
+        lora: its shape.
+    """
+    tensors = {
+        "base_model.model." + name.replace(f".{_ADAPTER}.", ".").replace(
+            ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+        ): tensor.detach().cpu().contiguous()
+        for name, tensor in sorted(named.items())
+    }  # fmt: skip
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in named}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_dora": lora.use_dora,
+        "target_modules": sorted(modules),
+        "bias": "none",
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (path / "adapter_config.json").write_text(text, encoding="utf-8")

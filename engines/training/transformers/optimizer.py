@@ -1,0 +1,73 @@
+"""AdamW over the parameters of a transformers module, with its state there from the start."""
+
+from collections.abc import Collection, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engines.config.training import OptimizerConfig
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Parameters that are decayed: all but the one-dimensional ones (norms, biases)."""
+    return {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+
+
+def make_adamw(
+    named: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over what is trained.
+
+    The state exists from the start, so that every checkpoint holds the same tensors.
+
+    Args:
+        named: parameters by name, sharded or not; those without gradient are left out.
+        decayed: names of `decayed_names`, taken before a backend flattens parameters.
+        config: rate, betas, decay.
+
+    Returns:
+        The optimizer.
+    """
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
+    for name, parameter in trained:
+        # The fused step takes tensors of one mesh; tensor parallelism makes two.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        group = groups.setdefault((name in decayed, mesh), {"params": []})
+        group["params"].append(parameter)
+        if name not in decayed:
+            group["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(
+        list(groups.values()),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    for _, parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def states_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Adam's tensors (`step`, `exp_avg`, `exp_avg_sq`) by parameter name.
+
+    Args:
+        model: what the optimizer was made for.
+        optimizer: by `make_adamw`.
+
+    Returns:
+        Only parameters that are trained.
+    """
+    states = cast(dict[Any, dict[str, Tensor]], optimizer.state)
+    return {name: states[p] for name, p in model.named_parameters() if p.requires_grad}

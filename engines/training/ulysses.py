@@ -1,0 +1,114 @@
+"""Ulysses sequence parallelism (arXiv:2309.14509): tokens are split, attention sees them all.
+
+Each rank of a group holds an equal, contiguous slice of the packed row. Around attention an
+all-to-all turns (all heads, T / n tokens) into (heads / n, all T tokens) and back.
+Promises: the same log-probabilities as on one rank, up to float rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.training.collectives import require_contiguous
+from engines.types import TokenBatch
+from infra.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """This rank's part of a packed row that was padded to a multiple of the group.
+
+    Attributes:
+        input_ids_S: (S,) int64.
+        position_ids_S: (S,) int64.
+        cu_seqlens: (B + 1,) or (B + 2,) int32 of the whole padded row; padding is a sequence.
+        start: place of the first token in the whole row.
+    """
+
+    input_ids_S: Tensor
+    position_ids_S: Tensor
+    cu_seqlens: Tensor
+    start: int
+
+
+def slice_sequence(
+    batch: TokenBatch, rank: int, size: int, *, multiple: int = 1
+) -> SequenceSlice:  # fmt: skip
+    """The slice of one rank.
+
+    Args:
+        batch: the same on every rank of the group.
+        rank: within the group.
+        size: of the group.
+        multiple: each slice is as long as a multiple of it.
+
+    Returns:
+        The slice; with `size` 1 the whole row.
+    """
+    padding = -batch.num_tokens % (size * multiple)
+    ids_T, position_T, cu_seqlens = batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens
+    if padding:
+        ids_T = torch.cat([ids_T, ids_T.new_zeros(padding)])
+        position_T = torch.cat([position_T, torch.arange(padding, device=ids_T.device)])
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
+    length = ids_T.numel() // size
+    own = slice(rank * length, (rank + 1) * length)
+    return SequenceSlice(ids_T[own], position_T[own], cu_seqlens, rank * length)
+
+
+def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(1, heads, S, head_dim) of this rank's tokens -> (1, heads / n, n * S, head_dim)."""
+    size = dist.get_world_size(group)
+    if x.shape[1] % size:
+        raise ConfigError(
+            "training.ulysses_size",
+            f"got {size}; need a divisor of the {x.shape[1]} attention heads",
+        )
+    # (n, heads / n, S, D): one block of heads per rank; after the exchange one block of tokens.
+    sent = x.squeeze(0).unflatten(0, (size, -1))
+    received = _AllToAll.apply(sent, group)
+    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(1, n * S, heads / n, head_dim), as attention returns it -> (1, S, heads, head_dim)."""
+    size = dist.get_world_size(group)
+    sent = x.squeeze(0).unflatten(0, (size, -1))
+    received = _AllToAll.apply(sent, group)
+    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def repeated_kv(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Key or value heads, each repeated where there are fewer than ranks: (1, kv, S, D)."""
+    size, num_heads = dist.get_world_size(group), x.shape[1]
+    if num_heads % size == 0:
+        return x
+    if size % num_heads:
+        raise ConfigError(
+            "training.ulysses_size",
+            f"got {size}; need a divisor or a multiple of the {num_heads} key-value heads",
+        )
+    return x.repeat_interleave(size // num_heads, dim=1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange the blocks of dimension 0; the backward pass is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grad_outputs[0], ctx.group), None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = require_contiguous(x.contiguous())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

@@ -1,0 +1,208 @@
+"""What every accelerator with a torch device module (`torch.cuda`, `torch.npu`, ...) has in common.
+
+A vendor's file states facts: names, variables, peaks. Promises: a probe imports a vendor's
+package only if it is installed, starts no process, opens no device and never raises.
+Does not promise that a device which is counted also works; the first tensor shows that.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hardware.base import Availability, PlatformBase
+from infra.plugins import reason_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PeakTable = Sequence[tuple[str, Mapping[str, float]]]
+"""Whole words of a product's name -> dtype -> dense FLOP/s; the first that occur win."""
+
+CPU_STATE = "cpu"
+
+
+class AcceleratorPlatform(PlatformBase):
+    """Devices behind a torch device module; one per process, chosen with `set_device`.
+
+    Attributes:
+        vendor_package: importable package that brings the device module; None: torch itself.
+        peaks: dense peak FLOP/s by product name and dtype.
+    """
+
+    vendor_package: ClassVar[str | None] = None
+    peaks: ClassVar[PeakTable] = ()
+
+    @property
+    def device_module(self) -> Any:
+        """The device module of torch; imports torch and the vendor's package.
+
+        Torch loads an installed vendor package by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD
+        is 0; then this does.
+        """
+        torch = importlib.import_module("torch")
+        if self.vendor_package is not None:
+            importlib.import_module(self.vendor_package)
+        return getattr(torch, self.device_name)
+
+    def build_problem(self, torch: ModuleType) -> str | None:
+        """Why the installed torch is not built for this vendor; None if it is."""
+        del torch
+        return None
+
+    def is_available(self) -> Availability:
+        """Whether torch and the vendor's package are here, fit, and count a device."""
+        package = self.vendor_package
+        if not is_installed("torch"):
+            return Availability(False, "torch is not installed")
+        if package is not None and not is_installed(package):
+            return Availability(False, f"{package} is not installed")
+        try:
+            torch = importlib.import_module("torch")
+            problem = self.build_problem(torch)
+            if problem is not None:
+                return Availability(False, problem)
+            module = self.device_module
+            # The count comes from the management library where there is one, which leaves the
+            # device alone; only then is the runtime asked, which also knows an old driver.
+            count = module.device_count()
+            usable = count > 0 and module.is_available()
+        except Exception as error:  # noqa: BLE001  vendor boundary: any reason is the answer
+            return Availability(False, f"{package or 'torch'} does not load: {reason_of(error)}")
+        built = f"torch {torch.__version__} built for {torch_build(torch)}"
+        if not usable:
+            return Availability(False, f"{built}, but no driver or no device")
+        return Availability(True, f"{count} x {self.vendor_name} {self.device_name}; {built}")
+
+    def device_count(self) -> int:
+        """Devices this process can see."""
+        return self.device_module.device_count()
+
+    def device(self) -> "torch.device":
+        """The current device."""
+        import torch
+
+        return torch.device(self.device_name, self.device_module.current_device())
+
+    def device_label(self) -> str:
+        """What the driver calls the current device; opens it."""
+        return str(self.device_module.get_device_name())
+
+    def device_uuid(self) -> str | None:
+        """The driver's identifier of the current device, if torch passes it on; opens it."""
+        module = self.device_module
+        found = getattr(module.get_device_properties(module.current_device()), "uuid", None)
+        return None if found is None else str(found)
+
+    def peak_flops_per_s(self, dtype: str) -> float | None:
+        """From the table of the vendor's file, by the device's product name."""
+        label = self.device_label()
+        for words, by_dtype in self.peaks:
+            if re.search(rf"\b{re.escape(words)}\b", label, re.IGNORECASE):
+                return by_dtype.get(dtype)
+        return None
+
+    def set_device(self, index: int) -> None:
+        """Make this the current device."""
+        self.device_module.set_device(index)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the current device."""
+        self.device_module.synchronize()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the CPU generator and that of every device."""
+        import torch
+
+        torch.manual_seed(seed)
+        self.device_module.manual_seed_all(seed)
+
+    def rng_state(self) -> "Mapping[str, Tensor]":
+        """The CPU generator as `cpu`, the current device's under its device type."""
+        import torch
+
+        return {
+            CPU_STATE: torch.get_rng_state(),
+            self.device_name: self.device_module.get_rng_state(),
+        }
+
+    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+        """Restore the generators that the state names."""
+        import torch
+
+        if CPU_STATE in state:
+            torch.set_rng_state(state[CPU_STATE])
+        if self.device_name in state:
+            self.device_module.set_rng_state(state[self.device_name])
+
+    def empty_cache(self) -> None:
+        """Return cached blocks to the driver."""
+        self.device_module.empty_cache()
+
+    def memory_allocated_bytes(self) -> int:
+        """Bytes held by tensors on the current device."""
+        return self.device_module.memory_allocated()
+
+    def max_memory_allocated_bytes(self) -> int:
+        """Largest number of bytes held by tensors on the current device."""
+        return self.device_module.max_memory_allocated()
+
+    def ray_resource_options(self, num_devices: int) -> dict[str, object]:
+        """So many of `ray_resource`; Ray has a keyword of its own for `GPU`."""
+        if self.ray_resource == "GPU":
+            return {"num_gpus": num_devices}
+        return {"resources": {self.ray_resource: num_devices}}
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        """None are needed."""
+        return {}
+
+    def profiler_range(self, name: str) -> AbstractContextManager[object]:
+        """A range of torch's own profiler, which the vendors' profilers plug into."""
+        import torch
+
+        return torch.profiler.record_function(name)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a top-level package can be imported, without importing it."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
+
+
+def torch_build(torch: ModuleType) -> str:
+    """What a torch was built for.
+
+    Args:
+        torch: the imported package.
+
+    Returns:
+        `maca`, `rocm`, `CUDA` or `xpu` with its version, else `cpu`. MetaX's build also states
+        a CUDA version, the one it is compatible with, so it is asked first.
+    """
+    names = (("maca", "maca"), ("hip", "rocm"), ("cuda", "CUDA"), ("xpu", "xpu"))
+    for attribute, name in names:
+        version = getattr(torch.version, attribute, None)
+        if version:
+            return f"{name} {version}"
+    return "cpu"
+
+
+def cuda_build_problem(torch: ModuleType, wanted: str) -> str | None:
+    """Why a torch is not the build of one of the vendors that share the device type `cuda`.
+
+    Args:
+        torch: the imported package.
+        wanted: `CUDA`, `rocm` or `maca`.
+
+    Returns:
+        What it was built for instead; None if it fits.
+    """
+    built = torch_build(torch)
+    return None if built.startswith(f"{wanted} ") else f"torch built for {built.split()[0]}"

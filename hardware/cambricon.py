@@ -1,0 +1,20 @@
+"""Cambricon MLUs through torch_mlu and CNCL.
+
+Ray does not know them: a node offers them with ``ray start --resources '{"MLU": 8}'``, and Ray
+writes no MLU_VISIBLE_DEVICES, so each rank chooses its device by its rank on the host.
+"""
+
+from hardware.accelerator import AcceleratorPlatform
+
+
+class CambriconPlatform(AcceleratorPlatform):
+    """MLU devices. Their peaks are not published in a form that could be cited here."""
+
+    device_name = "mlu"
+    vendor_name = "cambricon"
+    communication_backend = "cncl"
+    visible_devices_env = "MLU_VISIBLE_DEVICES"
+    ray_resource = "MLU"
+    ray_noset_env = None
+    supports_ipc = False
+    vendor_package = "torch_mlu"

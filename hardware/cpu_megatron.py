@@ -1,0 +1,210 @@
+"""What makes Megatron-Core run on a CPU with gloo: its calls of `torch.cuda` land on the host.
+
+Megatron-Core names its device "cuda" in hundreds of places. Inside the scope, tensors asked for
+there are made on the host, streams and events are nothing, the device's random generator is the
+host's, and `torch.compile` leaves functions as they are. Outside of it nothing is changed, so the
+other libraries of the process neither slow down nor see a device that is not there.
+Promises: results equal those of the same arithmetic written in plain torch. Threads share the
+`torch.cuda` replacements while any scope is open; the device rewriting is the opening thread's.
+Not covered: TransformerEngine, CUDA graphs, asynchronous activation offload.
+"""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_RANDOM = "megatron.core.tensor_parallel.random"
+_DISPATCHERS = (
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.token_dispatcher",
+)
+_open_scopes = 0
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Scope in which Megatron-Core is imported and used; may be nested.
+
+    Raises:
+        ImportError: Megatron-Core is not installed.
+    """
+    global _open_scopes
+    with ExitStack() as stack:
+        if _open_scopes == 0:
+            _enter(stack)
+        _open_scopes += 1
+        stack.callback(_close)
+        yield
+
+
+def _close() -> None:
+    global _open_scopes
+    _open_scopes -= 1
+
+
+def _enter(stack: ExitStack) -> None:
+    stack.enter_context(_CudaOnHost())
+    stack.enter_context(_replaced(torch.cuda, _cuda_replacements()))
+    stack.enter_context(_replaced(torch.cuda.random, _GENERATOR))
+    stack.enter_context(_replaced(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}))
+    # Its functions are compiled as they are defined, which is when it is first imported.
+    stack.enter_context(_replaced(torch, {"compile": _uncompiled}))
+    with warnings.catch_warnings():
+        # It announces every optional CUDA library that is absent.
+        warnings.simplefilter("ignore")
+        random, *dispatchers = (importlib.import_module(name) for name in (_RANDOM, *_DISPATCHERS))
+    stack.enter_context(_replaced(random, _TRACKER))
+    stack.enter_context(_silenced(logging.getLogger(_RANDOM)))
+    for module in dispatchers:
+        stack.enter_context(_replaced(module, {"maybe_move_tensor_to_cpu": _split_sizes}))
+
+
+@contextmanager
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    """It warns that the host's generator moved with the device's: here they are one."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _CudaOnHost(TorchFunctionMode):
+    """Rewrites "cuda" to the host in every torch call."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizer tells dtypes by names such as torch.cuda.FloatTensor.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(value) else value for value in args)
+        if not kwargs:
+            return func(*args)
+        changed = dict(kwargs)
+        if _is_cuda(changed.get("device")):
+            changed["device"] = _CPU
+        if changed.get("pin_memory"):
+            changed["pin_memory"] = False
+        return func(*args, **changed)
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+class _Idle:
+    """A stream, an event, a device scope: the host has always finished."""
+
+    device = _CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Idle":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        """Nothing is pending."""
+        return True
+
+    def elapsed_time(self, other: "_Idle") -> float:
+        """Milliseconds between two events."""
+        del other
+        return 0.0
+
+    def record_event(self, event: "_Idle | None" = None) -> "_Idle":
+        """Mark what is queued so far."""
+        return event or _Idle()
+
+    def _wait(self, *args: Any) -> None:
+        pass
+
+    record = wait = synchronize = wait_event = wait_stream = _wait
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
+    return model if model is not None else lambda function: function
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Counts of tokens for an uneven exchange; the original converts only tensors on CUDA."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_GENERATOR: Mapping[str, Any] = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
+_TRACKER: Mapping[str, Any] = {
+    "_get_cuda_rng_state": _get_rng_state,
+    "_set_cuda_rng_state": _set_rng_state,
+}
+
+
+def _cuda_replacements() -> Mapping[str, Any]:
+    idle = _Idle()
+    return {
+        **_GENERATOR,
+        "manual_seed": torch.manual_seed,
+        "current_device": lambda: _CPU,
+        "device_count": lambda: 1,
+        "set_device": _nothing,
+        "device": _Idle,
+        "Stream": _Idle,
+        "Event": _Idle,
+        "stream": lambda stream: idle,
+        "current_stream": lambda *args: idle,
+        "default_stream": lambda *args: idle,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "memory_reserved": _zero,
+    }

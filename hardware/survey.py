@@ -1,0 +1,75 @@
+"""What this machine has, as one line of JSON for a parent process that must not import torch.
+
+    python -m hardware.survey NAME     the platform that `NAME` (or `auto`) leads to
+    python -m hardware.survey          the same for `auto`, opened to read its product name, and
+                                       every plugin of other people, loaded
+
+Promises: a plugin that does not load is reported, and nothing else suffers from it.
+"""
+
+import sys
+
+from hardware.registry import built_in_registry
+from infra.errors import ConfigError
+from infra.plugins import OutsidePlugin, load_outside, outside_plugins, reason_of
+from infra.survey_report import FoundPlatform, FoundPlugin, Refusal, SurveyReport
+
+
+def main() -> None:
+    """Print the report that the command line asks for."""
+    wanted = sys.argv[1:]
+    try:
+        report = find_platform(wanted[0]) if wanted else survey()
+    except ConfigError as error:
+        report = SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
+    sys.stdout.write(f"\n{report.model_dump_json()}\n")
+
+
+def find_platform(requested: str, *, open_device: bool = False) -> SurveyReport:
+    """The platform that a job would choose here.
+
+    Args:
+        requested: a platform's name, or `auto`.
+        open_device: also ask the device for its product name.
+
+    Returns:
+        The platform, or why there is none.
+    """
+    try:
+        platform, reason = built_in_registry().detect(requested)
+    except ConfigError as error:
+        return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
+    label = None
+    if open_device:
+        try:
+            label = platform.device_label()
+        except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
+            problem = f"{reason}; the device does not open: {reason_of(error)}"
+            return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
+    found = FoundPlatform(name=platform.device_name, reason=reason, label=label)
+    return SurveyReport(platform=found)
+
+
+def survey() -> SurveyReport:
+    """The platform of this machine, and what comes of loading every plugin."""
+    plugins = tuple(_look_at(plugin) for plugin in outside_plugins())
+    return find_platform("auto", open_device=True).model_copy(update={"plugins": plugins})
+
+
+def _look_at(plugin: OutsidePlugin) -> FoundPlugin:
+    name = f"{plugin.kind}.{plugin.name}"
+    detail = f"{plugin.owner}, {plugin.target}"
+    try:
+        load_outside(plugin, f"plugin {name}")
+        if plugin.kind == "platform":
+            registry = built_in_registry()
+            registry.create(plugin.name)
+            found = registry.availability(plugin.name)
+            detail += f", {'available' if found.ok else 'not available'}: {found.reason}"
+    except ConfigError as error:
+        return FoundPlugin(name=name, detail=detail, problem=error.problem)
+    return FoundPlugin(name=name, detail=detail)
+
+
+if __name__ == "__main__":
+    main()

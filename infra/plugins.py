@@ -1,0 +1,197 @@
+"""Plugins of other people: who announces what, under which name.
+
+Two ways lead here: an installed distribution's entry points of the group `rlhf.plugins`, named
+``<kind>.<name>``, and the modules listed in RLHF_USE_EXTERNAL_MODULES, which call a registration
+function when they are imported. One plugin may come by both.
+Promises: listing imports no plugin, only the listed modules; whatever a plugin raises while it
+is loaded becomes one line that names its owner and the reason.
+Does not promise that a name has one owner: whoever is asked for the name refuses a second one,
+so that a clash costs nobody else anything.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from infra import env
+from infra.errors import ConfigError
+
+ENTRY_POINT_GROUP = "rlhf.plugins"
+RUN_TIME_OWNER = "registered at run time"
+
+
+@dataclass(frozen=True)
+class OutsidePlugin:
+    """One announcement.
+
+    Attributes:
+        kind: `platform`, `backend`, `rollout`, `reward`, `adv_estimator`, ...
+        name: what the configuration calls it.
+        target: ``module:attribute``.
+        owner: `distribution==version`, or `RUN_TIME_OWNER`.
+        devices: torch device types that a training engine runs on; empty means any.
+        vendor: of those devices; None serves every vendor.
+    """
+
+    kind: str
+    name: str
+    target: str
+    owner: str
+    devices: tuple[str, ...] = ()
+    vendor: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The module part of `target`."""
+        return self.target.partition(":")[0]
+
+    @property
+    def source(self) -> str:
+        """Who to turn to about it, in an error line."""
+        return f"{self.target} ({self.owner})" if self.owner == RUN_TIME_OWNER else self.owner
+
+    @property
+    def extends(self) -> bool:
+        """Whether it only adds a device or a vendor to a name that may exist."""
+        return bool(self.devices) or self.vendor is not None
+
+    def collides_with(self, other: "OutsidePlugin") -> bool:
+        """Whether both claim one name for one place."""
+        if (self.kind, self.name, self.vendor) != (other.kind, other.name, other.vendor):
+            return False
+        return self.devices == other.devices or bool({*self.devices} & {*other.devices})
+
+
+_registered: list[OutsidePlugin] = []
+
+
+def register_outside(
+    kind: str,
+    name: str,
+    target: str,
+    *,
+    devices: Sequence[str] = (),
+    vendor: str | None = None,
+) -> None:
+    """Announce a plugin for this process; the same announcement again changes nothing.
+
+    Args:
+        kind: of the plugin.
+        name: what the configuration calls it.
+        target: ``module:attribute``, imported when it is asked for.
+        devices: torch device types of a training engine; empty means any.
+        vendor: of those devices; None serves every vendor.
+
+    Raises:
+        ConfigError: another target has that name, or `target` is none.
+    """
+    path = f"plugin {kind}.{name}"
+    module, _, attribute = target.partition(":")
+    if not module or not attribute:
+        raise ConfigError(path, f"got target {target!r}; need module:attribute")
+    plugin = OutsidePlugin(kind, name, target, RUN_TIME_OWNER, tuple(devices), vendor)
+    for other in (*_announced(), *_registered):
+        if plugin.collides_with(other) and other.target != target:
+            raise ConfigError(
+                path,
+                f"registered by both {other.source} and {plugin.source}; remove one",
+            )
+    if plugin not in _registered:
+        _registered.append(plugin)
+
+
+def outside_plugins(kind: str | None = None) -> tuple[OutsidePlugin, ...]:
+    """Every plugin that is not this project's.
+
+    Args:
+        kind: only of this kind; None lists all.
+
+    Returns:
+        Those of distributions by name, then those registered at run time in their order; what
+        came by both ways stands among the first.
+
+    Raises:
+        ConfigError: a module of RLHF_USE_EXTERNAL_MODULES cannot be imported.
+    """
+    import_external_modules()
+    announced = _announced()
+    new = [
+        plugin
+        for plugin in _registered
+        if not any(plugin.collides_with(o) and plugin.target == o.target for o in announced)
+    ]
+    return tuple(p for p in (*announced, *new) if kind is None or p.kind == kind)
+
+
+def external_module_names() -> tuple[str, ...]:
+    """What RLHF_USE_EXTERNAL_MODULES lists, in its order."""
+    listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
+
+
+def import_external_modules() -> tuple[str, ...]:
+    """Import what RLHF_USE_EXTERNAL_MODULES names, in its order.
+
+    Returns:
+        The names.
+
+    Raises:
+        ConfigError: one of them cannot be imported, or registers a name that is taken.
+    """
+    names = external_module_names()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
+            raise ConfigError(
+                f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}",
+                f"{name} cannot be imported ({reason_of(error)}); repair or install it, or remove "
+                "it from the list",
+            ) from error
+    return names
+
+
+def load_outside(plugin: OutsidePlugin, path: str) -> Any:
+    """Import a plugin's module and take what it announces from it.
+
+    Args:
+        plugin: of `outside_plugins`.
+        path: the setting that asked for it, for the error line.
+
+    Returns:
+        The attribute that `target` names.
+
+    Raises:
+        ConfigError: its module is missing or raises, or has no such attribute.
+    """
+    attribute = plugin.target.partition(":")[2]
+    try:
+        return getattr(importlib.import_module(plugin.module), attribute)
+    except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
+        raise ConfigError(
+            path,
+            f"{plugin.name} cannot be loaded from {plugin.target} ({reason_of(error)}); repair or "
+            f"remove {plugin.source}",
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception of unknown make as one line: its kind and what it says."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _announced() -> tuple[OutsidePlugin, ...]:
+    """Entry points of installed distributions, sorted: their order depends on the machine."""
+    found = {_of_entry_point(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted(found, key=lambda plugin: (plugin.kind, plugin.name, plugin.owner)))
+
+
+def _of_entry_point(entry: EntryPoint) -> OutsidePlugin:
+    kind, _, name = entry.name.partition(".")
+    owner = f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
+    return OutsidePlugin(kind, name, entry.value, owner)

@@ -1,0 +1,65 @@
+"""What a child process that may import torch tells its parent, which may not. JSON on a pipe."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class FoundPlatform(BaseModel):
+    """The accelerator that jobs on this machine would use.
+
+    Attributes:
+        name: device type.
+        reason: why it was chosen, in one line.
+        label: product name; None when the device was not opened.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    reason: str
+    label: str | None = None
+
+
+class Refusal(BaseModel):
+    """Why there is no platform: the parts of a `ConfigError`.
+
+    Attributes:
+        path: where the value stands, as the user wrote it.
+        problem: what is wrong and what to do about it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    problem: str
+
+
+class FoundPlugin(BaseModel):
+    """What came of loading one plugin of other people.
+
+    Attributes:
+        name: ``<kind>.<name>``.
+        detail: who brings it, where it is, and for a platform whether it is here.
+        problem: why it does not load; None if it does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    detail: str
+    problem: str | None = None
+
+
+class SurveyReport(BaseModel):
+    """One answer: a platform or a refusal, and the plugins if they were asked for.
+
+    Attributes:
+        platform: the platform, if there is one.
+        refusal: why not, if there is none.
+        plugins: in the order of `infra.plugins.outside_plugins`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    platform: FoundPlatform | None = None
+    refusal: Refusal | None = None
+    plugins: tuple[FoundPlugin, ...] = ()

@@ -1,0 +1,135 @@
+"""The reference of the backend contract: transformers and torch alone, one sequence at a time.
+
+Nothing of the project is used here but the batch that both sides are given.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from engines.types import TokenBatch
+
+NUM_STEPS = 4
+LR, WEIGHT_DECAY = 1e-2, 0.1
+Row = tuple[Tensor, Tensor]
+
+
+def make_batch(step: int) -> TokenBatch:
+    """Eight sequences of 2 to 23 tokens; one of them is not trained on at all.
+
+    Args:
+        step: of the run; each has its own batch.
+
+    Returns:
+        With the column `loss_mask`.
+    """
+    generator = torch.Generator().manual_seed(100 + step)
+    lengths = torch.randint(2, 24, (8,), generator=generator).tolist()
+    ids = [torch.randint(3, 19, (n,), generator=generator).tolist() for n in lengths]
+    masks = [[float(t >= max(1, n // 3)) for t in range(n)] for n in lengths]
+    masks[3] = [0.0] * lengths[3]
+    return TokenBatch.from_sequences(ids, loss_mask=masks)
+
+
+def value_targets(ids: Tensor) -> Tensor:
+    """What a value model shall predict before each token: something that depends on it."""
+    return (ids % 5).float() / 2 - 1
+
+
+def train_plainly(model_dir: Path, value_model: bool = False) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of each step.
+
+    Args:
+        model_dir: of a tiny model.
+        value_model: train values instead of log-probabilities.
+
+    Returns:
+        One pair per step.
+    """
+    torch_loss = value_loss if value_model else language_loss
+    return [pair for pair, _ in trained(load(model_dir, value_model), torch_loss)]
+
+
+def load(model_dir: Path, value_model: bool = False) -> nn.Module:
+    """The model in float32; the head of a value model starts at 0."""
+    if not value_model:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForTokenClassification.from_pretrained(
+        model_dir, dtype=torch.float32, num_labels=1
+    )
+    for name, parameter in model.named_parameters():
+        if name.startswith("score."):
+            nn.init.zeros_(parameter)
+    return model.eval()
+
+
+def trained(
+    model: nn.Module, loss_of: Callable[[nn.Module, list[Row]], Tensor]
+) -> list[tuple[tuple[float, float], nn.Module]]:
+    """Run the steps; after each, its numbers and the model as it is then (the same object)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+    )
+    results = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows_of(make_batch(step)))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        results.append(((loss.item(), norm.item()), model))
+    return results
+
+
+def rows_of(batch: TokenBatch) -> list[Row]:
+    """(token ids, loss mask of the predictions) of each sequence."""
+    lengths = batch.lengths_B.tolist()
+    masks = batch.columns["loss_mask"].split(lengths)
+    return [
+        (ids, mask[1:]) for ids, mask in zip(batch.input_ids_T.split(lengths), masks, strict=True)
+    ]
+
+
+def language_loss(model: nn.Module, rows: list[Row]) -> Tensor:
+    """Token mean + half the mean of sequence means - a little entropy."""
+    num_tokens = sum(int(mask.sum()) for _, mask in rows)
+    num_sequences = sum(bool(mask.any()) for _, mask in rows)
+    loss = torch.zeros(())
+    for ids, mask in rows:
+        logits = model(input_ids=ids[None]).logits[0, :-1]
+        nll = cross_entropy(logits, ids[1:], reduction="none") * mask
+        entropy = torch.distributions.Categorical(logits=logits).entropy() * mask
+        loss = loss + nll.sum() / num_tokens - 0.01 * entropy.sum() / num_tokens
+        loss = loss + 0.5 * nll.sum() / max(1.0, float(mask.sum())) / num_sequences
+    return loss
+
+
+def value_loss(model: nn.Module, rows: list[Row]) -> Tensor:
+    """Mean squared error of the value before each token that is trained on."""
+    num_tokens = sum(int(mask.sum()) for _, mask in rows)
+    loss = torch.zeros(())
+    for ids, mask in rows:
+        values = model(input_ids=ids[None]).logits[0, :-1, 0]
+        loss = loss + ((values - value_targets(ids[1:])) ** 2 * mask).sum() / num_tokens
+    return loss
+
+
+def logprobs_of(model: nn.Module, ids: Tensor) -> tuple[list[float], list[float]]:
+    """Log-probability of each token and entropy of what predicted it; 0 for the first."""
+    with torch.no_grad():
+        distribution = torch.distributions.Categorical(
+            logits=model(input_ids=ids[None]).logits[0, :-1]
+        )
+    return (
+        [0.0, *distribution.log_prob(ids[1:]).tolist()],
+        [0.0, *distribution.entropy().tolist()],
+    )

@@ -1,0 +1,24 @@
+"""The pytest plugin of the contract tests: their options, wherever pytest is started."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Names of what is tested."""
+    group = parser.getgroup("rlhf", "contract tests of the RLHF pipeline's plugins")
+    group.addoption("--backend", default="fsdp2", help="training backend (test_backend)")
+    group.addoption(
+        "--claims",
+        default="",
+        help="what a backend that is not built in can do beyond data parallelism, by commas: "
+        "hybrid, ulysses, tensor, pipeline, virtual pipeline, context, expert, value_model, "
+        "lora, moe (test_backend)",
+    )
+    group.addoption("--platform", default="cpu", help="hardware platform (test_platform)")
+    group.addoption("--reward", help="reward: a name or path/to/file.py:name (test_reward)")
+    group.addoption("--reward-cases", help="JSON lines of right, wrong, ground_truth (same)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers of the contract tests, for directories without this project's settings."""
+    config.addinivalue_line("markers", "slow: minutes, not seconds; here: four ranks")

@@ -1,0 +1,205 @@
+"""Which platform is chosen, why, and what a broken or ambiguous plugin costs."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardware import registry as registry_module
+from hardware.base import Availability
+from hardware.cpu import CPUPlatform
+from hardware.registry import PlatformRegistry, built_in_registry, detect, register_platform
+from infra.errors import ConfigError
+from infra.plugins import OutsidePlugin
+
+CPU_ONLY = torch.version.cuda is None and torch.version.hip is None
+BUILT_IN = ["nvidia", "amd", "huawei", "intel", "cambricon", "metax", "cpu"]
+
+
+class AbsentPlatform(CPUPlatform):
+    def is_available(self) -> Availability:
+        return Availability(False, "no such chip")
+
+
+class RaisingPlatform(CPUPlatform):
+    def is_available(self) -> Availability:
+        raise OSError("libchip.so: cannot open")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLHF_PLATFORM", raising=False)
+    monkeypatch.delenv("RLHF_USE_EXTERNAL_MODULES", raising=False)
+    monkeypatch.setattr("infra.plugins.entry_points", lambda group: [])
+    monkeypatch.setattr("infra.plugins._registered", [])
+    # Under importlib mode a test module has no importable name of its own.
+    monkeypatch.setitem(sys.modules, "platforms_of_test", sys.modules[AbsentPlatform.__module__])
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+    entries = [
+        EntryPoint(f"platform.{name}", target, "rlhf.plugins") for name, target in targets.items()
+    ]
+    monkeypatch.setattr("infra.plugins.entry_points", lambda group: entries)
+
+
+def test_auto_says_what_it_chose_and_why_not_the_others() -> None:
+    platform, reason = detect()
+    if CPU_ONLY:
+        assert platform.device_name == "cpu"
+        assert reason.startswith("cpu: ")
+        assert "not nvidia, amd, metax: torch built for cpu" in reason
+        for name in BUILT_IN[:-1]:
+            assert name in reason
+
+
+@pytest.mark.skipif(not CPU_ONLY, reason="needs a torch built without CUDA")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("cuda", "torch built for cpu"),
+        ("nvidia", "torch built for cpu"),
+        ("rocm", "torch built for cpu"),
+        ("npu", "torch_npu is not installed"),
+        ("cambricon", "torch_mlu is not installed"),
+        ("intel", "torch built without xpu"),
+    ],
+)
+def test_an_absent_platform_is_an_error_and_no_fallback(name: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect(name)
+    assert str(caught.value).startswith(
+        f"hardware.platform: {name} asked, not available ({why}); use cpu"
+    )
+
+
+def test_a_device_type_leads_to_the_vendor_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {
+        "nvidia": "platforms_of_test:AbsentPlatform",
+        "amd": "hardware.cpu:CPUPlatform",
+        "metax": "no_such_module_here:Platform",
+    }
+    monkeypatch.setattr(registry_module, "BUILT_IN", targets)
+    assert detect("cuda")[1].startswith("amd: asked for by hardware.platform; ")
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    known = "auto, " + ", ".join(BUILT_IN)
+    with pytest.raises(ConfigError, match=f"no 'nvidai'; known: {known}; did you mean nvidia"):
+        detect("nvidai")
+
+
+def test_the_environment_overrides_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_PLATFORM", "cpu")
+    platform, reason = detect("nvidia")
+    assert platform.device_name == "cpu"
+    assert "RLHF_PLATFORM" in reason
+
+
+def test_a_name_is_registered_once() -> None:
+    registry = PlatformRegistry()
+    registry.register("mine", "a:B")
+    with pytest.raises(ConfigError, match="registered by both a:B and c:D"):
+        registry.register("mine", "c:D")
+
+
+def test_platforms_of_others_are_probed_first_and_the_cpu_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announce(monkeypatch, zeta="hardware.cpu:CPUPlatform", chip="platforms_of_test:AbsentPlatform")
+    register_platform("late", "platforms_of_test:AbsentPlatform")
+    assert built_in_registry().names() == ["chip", "zeta", "late", *BUILT_IN]
+    assert detect()[1] == "zeta: a CPU is always there (not chip: no such chip)"
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("no_such_module_here:Platform", "ModuleNotFoundError: No module named"),
+        ("platforms_of_test:Absent", "AttributeError: module"),
+        ("platforms_of_test:RaisingPlatform", "its probe failed: OSError: libchip.so"),
+        ("platforms_of_test:CPU_ONLY", "does not start (TypeError: 'bool' object is not"),
+        ("raising_platform_module:Platform", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_broken_plugin_costs_one_line_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, why: str
+) -> None:
+    (tmp_path / "raising_platform_module.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    announce(monkeypatch, broken=target)
+    _, reason = detect()
+    assert "not broken: " in reason
+    assert why in reason
+    assert "\n" not in reason
+    assert detect("cpu")[0].device_name == "cpu"
+    with pytest.raises(ConfigError) as caught:
+        detect("broken")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_with_two_owners_is_refused_and_others_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = PlatformRegistry()
+    registry.register("cpu", "hardware.cpu:CPUPlatform")
+    registry.register("nvidia", "platforms_of_test:AbsentPlatform")
+    for owner in ("wheel-a==1.0", "wheel-b==2.0"):
+        registry.register_plugin(OutsidePlugin("platform", "chip", "x:Y", owner))
+    registry.register_plugin(OutsidePlugin("platform", "nvidia", "x:Y", "wheel-b==2.0"))
+    assert registry.detect("cpu")[0].device_name == "cpu"
+    with pytest.raises(ConfigError, match="'chip' is registered by both wheel-a==1.0 and wheel-b"):
+        registry.detect("chip")
+    with pytest.raises(ConfigError, match="'nvidia' is registered by both this project and whe"):
+        registry.detect("nvidia")
+    # Whoever is meant, another device is not.
+    with pytest.raises(ConfigError, match="'chip' is registered by both"):
+        registry.detect()
+    with pytest.raises(ConfigError, match="platform.cpu: registered by both this project and x:Y"):
+        register_platform("cpu", "x:Y")
+
+
+def test_probing_imports_no_vendor_package_and_starts_no_process() -> None:
+    program = """
+import sys
+seen = []
+sys.addaudithook(
+    lambda event, args: seen.append((event, str(args[0])))
+    if event in ("import", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn",
+                 "os.exec", "os.system")
+    else None
+)
+from hardware.registry import built_in_registry
+registry = built_in_registry()
+listed = [name for event, name in seen if event == "import"]
+assert "torch" not in listed, listed
+answers = {name: registry.availability(name) for name in registry.names()}
+import torch
+assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
+vendor = {"torch_npu", "torch_mlu", "mindspeed", "intel_extension_for_pytorch", "acl"}
+imported = sorted(vendor & {name.partition(".")[0] for event, name in seen if event == "import"})
+started = [each for each in seen if each[0] != "import"]
+print(imported, started, sorted(name for name, found in answers.items() if not found.reason))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[] [] []"
+
+
+def test_platforms_are_listed_without_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hardware.registry import built_in_registry, names\n"
+        "registry = built_in_registry()\n"
+        "for name in names(): print(registry.create(name).vendor_name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split()[-len(BUILT_IN) :] == BUILT_IN

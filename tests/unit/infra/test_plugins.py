@@ -1,0 +1,222 @@
+"""Who announces what: both ways, at once, broken, and twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.config.plugins import check_plugin, register_plugin
+from hardware.registry import built_in_registry, register_platform
+from infra.errors import ConfigError
+from infra.fingerprint import environment_digest, outside_code
+from infra.plugins import (
+    OutsidePlugin,
+    external_module_names,
+    import_external_modules,
+    load_outside,
+    outside_plugins,
+    register_outside,
+)
+
+VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr("infra.plugins._registered", [])
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def install(site: Path, distribution: str, version: str = "1.0", **entries: str) -> None:
+    """What pip leaves of a wheel that announces plugins."""
+    for old in site.glob(f"{distribution}-*.dist-info"):
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    info = site / f"{distribution}-{version}.dist-info"
+    info.mkdir()
+    lines = "".join(f"{name.replace('__', '.')} = {target}\n" for name, target in entries.items())
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
+    (info / "entry_points.txt").write_text(f"[rlhf.plugins]\n{lines}")
+
+
+def test_entry_points_are_listed_by_name_with_their_owner(tmp_path: Path) -> None:
+    install(tmp_path, "wheel_b", reward__zeta="b:z", platform__chip="b:Chip")
+    install(tmp_path, "wheel_a", reward__alpha="a.deep:f")
+    assert outside_plugins() == (
+        OutsidePlugin("platform", "chip", "b:Chip", "wheel_b==1.0"),
+        OutsidePlugin("reward", "alpha", "a.deep:f", "wheel_a==1.0"),
+        OutsidePlugin("reward", "zeta", "b:z", "wheel_b==1.0"),
+    )
+    assert [plugin.module for plugin in outside_plugins("reward")] == ["a.deep", "b"]
+
+
+def test_modules_of_the_variable_register_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "all_kinds_module.py").write_text(
+        "from engines.config.plugins import register_plugin\n"
+        "from hardware.registry import register_platform\n"
+        "register_platform('late_chip', 'hardware.cpu:CPUPlatform')\n"
+        "register_plugin('backend', 'late', 'late.engine:E', devices=['cpu'])\n"
+        "register_plugin('backend', 'late.value_model', 'late.engine:V')\n"
+        "register_plugin('reward', 'late', 'late.reward:score')\n"
+    )
+    monkeypatch.setenv(VARIABLE, " all_kinds_module ,")
+    assert external_module_names() == ("all_kinds_module",)
+    assert check_plugin("backend", "late", "training.backend") is None
+    assert check_plugin("reward", "late", "rl.reward.function") is None
+    assert "late_chip" in built_in_registry().names()
+    with pytest.raises(ConfigError, match="known: .*late.*; did you mean late"):
+        check_plugin("backend", "lat", "training.backend")
+    kinds = [f"{plugin.kind}.{plugin.name}" for plugin in outside_plugins()]
+    assert kinds == [
+        "platform.late_chip",
+        "backend.late",
+        "backend.late.value_model",
+        "reward.late",
+    ]
+
+
+def test_the_same_plugin_by_both_ways_is_one(tmp_path: Path) -> None:
+    install(tmp_path, "wheel_a", rollout__mine="mine.engine:E")
+    for _ in range(2):
+        register_plugin("rollout", "mine", "mine.engine:E")
+    assert [plugin.owner for plugin in outside_plugins("rollout")] == ["wheel_a==1.0"]
+    assert check_plugin("rollout", "mine", "rollout.engine") is None
+
+
+def test_another_plugin_of_a_taken_name_is_refused_when_it_registers(tmp_path: Path) -> None:
+    install(tmp_path, "wheel_a", rollout__mine="mine.engine:E")
+    with pytest.raises(ConfigError) as caught:
+        register_plugin("rollout", "mine", "other:E")
+    assert str(caught.value) == (
+        "plugin rollout.mine: registered by both wheel_a==1.0 and other:E (registered at run "
+        "time); remove one"
+    )
+    register_platform("chip", "a:B")
+    with pytest.raises(ConfigError, match=r"both a:B \(registered at run time\) and c:D"):
+        register_platform("chip", "c:D")
+    with pytest.raises(ConfigError, match="backend.fsdp2: registered by both this project and x:Y"):
+        register_plugin("backend", "fsdp2", "x:Y")
+    with pytest.raises(ConfigError, match="got target 'x.Y'; need module:attribute"):
+        register_plugin("reward", "mine", "x.Y")
+
+
+def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
+    register_plugin("backend", "fsdp2", "chip.engine:E", devices=["chip"], vendor="me")
+    register_plugin("backend", "fsdp2", "chip.engine:F", devices=["cuda"], vendor="me")
+    assert check_plugin("backend", "fsdp2", "training.backend") is not None
+    with pytest.raises(ConfigError, match="registered by both"):
+        register_plugin("backend", "fsdp2", "other:E", devices=["tpu", "chip"], vendor="me")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_library_at_all", "ModuleNotFoundError: No module named"),
+        ("raise SystemError('first line\\nsecond line')", "SystemError: first line second line"),
+        ("def broken(:", "SyntaxError: "),
+    ],
+)
+def test_a_module_that_does_not_import_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    (tmp_path / "bad_external.py").write_text(source)
+    monkeypatch.setenv(VARIABLE, "bad_external")
+    with pytest.raises(ConfigError) as caught:
+        import_external_modules()
+    text = str(caught.value)
+    assert text.startswith(f"environment.{VARIABLE}: bad_external cannot be imported ({reason}")
+    assert text.endswith("repair or install it, or remove it from the list")
+    assert "\n" not in text
+
+
+def test_a_plugin_that_does_not_load_names_its_distribution(tmp_path: Path) -> None:
+    install(tmp_path, "wheel_a", reward__gone="gone_module:f", reward__less="colorsys:nothing")
+    gone, less = outside_plugins("reward")
+    with pytest.raises(ConfigError) as caught:
+        load_outside(gone, "rl.reward.function")
+    assert str(caught.value) == (
+        "rl.reward.function: gone cannot be loaded from gone_module:f (ModuleNotFoundError: No "
+        "module named 'gone_module'); repair or remove wheel_a==1.0"
+    )
+    with pytest.raises(ConfigError, match="less cannot be loaded .*AttributeError.*wheel_a==1.0"):
+        load_outside(less, "rl.reward.function")
+
+
+def test_a_module_may_look_plugins_up_while_it_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looking_module.py").write_text(
+        "from infra.plugins import outside_plugins\n"
+        "from hardware.registry import register_platform\n"
+        "seen = outside_plugins()\n"
+        "register_platform('looking', 'a:B')\n"
+    )
+    monkeypatch.setenv(VARIABLE, "looking_module")
+    assert [plugin.name for plugin in outside_plugins()] == ["looking"]
+
+
+def test_plugins_enter_the_environment_of_a_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = environment_digest(["numpy"])
+    assert outside_code() == {}
+    assert environment_digest(["numpy"], outside_code()) == alone
+    (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 1\n")
+    (tmp_path / "part_of_a.py").write_text("y = 1\n")
+    install(tmp_path, "wheel_a", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
+    digests = [environment_digest(["numpy"], outside_code())]
+    install(tmp_path, "wheel_a", "1.1", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
+    digests.append(environment_digest(["numpy"], outside_code()))
+    (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 2\n")
+    digests.append(environment_digest(["numpy"], outside_code()))
+    (tmp_path / "registering_of_b.py").write_text(
+        "from infra.plugins import register_outside\n"
+        "register_outside('rollout', 'b', 'engine_of_b:E')\n"
+    )
+    (tmp_path / "engine_of_b.py").write_text("z = 1\n")
+    monkeypatch.setenv(VARIABLE, "registering_of_b")
+    digests.append(environment_digest(["numpy"], outside_code()))
+    (tmp_path / "engine_of_b.py").write_text("z = 2\n")
+    digests.append(environment_digest(["numpy"], outside_code()))
+    (tmp_path / "registering_of_b.py").write_text("# nothing any more\n")
+    digests.append(environment_digest(["numpy"], outside_code()))
+    assert len({alone, *digests}) == 7
+    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+    (tmp_path / "part_of_nobody.py").write_text("z = 2\n")
+    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+
+
+def test_listing_imports_no_plugin(tmp_path: Path) -> None:
+    install(tmp_path, "wheel_a", platform__chip="never_import_me:Chip")
+    (tmp_path / "never_import_me.py").write_text("raise SystemExit('imported')\n")
+    program = (
+        "from infra.plugins import outside_plugins; from engines.config.plugins import "
+        "check_plugin\nprint(outside_plugins()[0].name)\n"
+        "check_plugin('backend', 'fsdp2', 'x'); import sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{program}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["chip", "False"]
+
+
+def test_places_collide_by_device_and_vendor() -> None:
+    def engine(*devices: str, vendor: str | None = None) -> OutsidePlugin:
+        return OutsidePlugin("backend", "b", "x:Y", "o", devices, vendor)
+
+    assert engine().collides_with(engine())
+    assert engine("cpu", "cuda").collides_with(engine("cuda"))
+    assert not engine("cpu").collides_with(engine("cuda"))
+    assert not engine("cuda").collides_with(engine())
+    assert not engine("cuda", vendor="a").collides_with(engine("cuda"))
+    register_outside("backend", "b", "x:Y", devices=["cpu"])
+    with pytest.raises(ConfigError):
+        register_outside("backend", "b", "x:Z", devices=["cpu", "npu"])
