@@ -107,9 +107,13 @@ class CPUPlatform(PlatformBase):
         return torch.profiler.record_function(name)
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
-        """Megatron-Core expects CUDA in places; on a CPU those are stood in for."""
+        """Megatron-Core and TorchTitan expect CUDA in places; on a CPU those are stood in for."""
         if library == "megatron":
             from hardware.cpu_megatron import megatron_on_cpu
 
             return megatron_on_cpu()
+        if library == "torchtitan":
+            from hardware.cpu_torchtitan import torchtitan_on_cpu
+
+            return torchtitan_on_cpu()
         return nullcontext()

@@ -1,7 +1,7 @@
-"""Huawei Ascend NPUs through torch_npu, CANN and HCCL.
+"""Huawei Ascend NPUs through torch_npu, the Ascend toolkit and HCCL.
 
-Torch loads an installed torch_npu when it is imported itself; where CANN is missing that import
-fails, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch usable.
+Torch loads an installed torch_npu when it is imported itself; where the toolkit is missing that
+import fails, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch usable.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from infra.errors import ConfigError
 class HuaweiPlatform(AcceleratorPlatform):
     """Ascend devices.
 
-    Sharing an allocation between processes needs a driver and a CANN that only `npu-smi` can
-    name, and a probe starts no process: it is taken as not supported.
+    Sharing an allocation between processes needs a driver and a toolkit whose versions only a
+    command line tells, and a probe starts no process: it is taken as not supported.
     """
 
     device_name = "npu"

@@ -7,8 +7,8 @@ Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.checkpoint.sharded import load_sharded, save_sharded
+from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from hardware.base import PlatformBase
@@ -73,13 +73,46 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         state: what to write.
         platform: gives the state of this rank's random generators.
     """
+    (path / TENSORS_DIR).mkdir(exist_ok=True)
+    save_sharded(path / TENSORS_DIR, state.tensors)
+    _write_small_files(path, state, _rng_copy(platform))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def stage_engine_state(
+    path: Path, state: EngineState, platform: PlatformBase
+) -> Callable[[], None]:
+    """Copy this rank's part to the host; every rank calls it with the same path.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        state: what to write; its tensors may change as soon as this returns.
+        platform: gives the state of this rank's random generators.
+
+    Returns:
+        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    """
+    (path / TENSORS_DIR).mkdir(exist_ok=True)
+    write_tensors = stage_sharded(path / TENSORS_DIR, state.tensors)
+    scalars, rng = replace(state, tensors={}), _rng_copy(platform)
+
+    def write() -> None:
+        write_tensors()
+        _write_small_files(path, scalars, rng)
+
+    return write
+
+
+def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in platform.rng_state().items()}
+
+
+def _write_small_files(path: Path, state: EngineState, rng: dict[str, Tensor]) -> None:
+    """Random generators of this rank and, on rank 0, the scalars."""
     rank, world_size = _rank_and_size()
-    tensors_dir, rng_dir = path / TENSORS_DIR, path / _RNG_DIR
-    tensors_dir.mkdir(exist_ok=True)
-    rng_dir.mkdir(exist_ok=True)
-    save_sharded(tensors_dir, state.tensors)
-    rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}
-    save_file(rng, rng_dir / f"rank-{rank:05d}.safetensors")
+    (path / _RNG_DIR).mkdir(exist_ok=True)
+    save_file(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
         scalars = EngineScalars(
             step=state.step,
@@ -92,8 +125,6 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         )
         text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
         (path / ENGINE_FILE).write_text(text, encoding="utf-8")
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def load_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> EngineScalars:

@@ -11,7 +11,7 @@ Layout of a directory: `shard-<rank>-<part>.safetensors`, offsets in the header.
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,22 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         state_dict_saver.save(
             dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone()
         )
+
+
+def stage_sharded(path: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Copy this rank's pieces to the host; every rank calls it.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        tensors: by name; may change as soon as this returns.
+
+    Returns:
+        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    """
+    writer = _SafetensorsWriter(path, staged=True)
+    with _no_group_needed(), _own_errors(f"cannot save {path}"):
+        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+    return writer.write_staged
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -102,11 +118,32 @@ def _translated(what: str, cause: BaseException) -> Exception:
 
 
 class _SafetensorsWriter(StorageWriter):
-    """DCP storage that writes a rank's pieces as safetensors files with one metadata key."""
+    """DCP storage that writes a rank's pieces as safetensors files with one metadata key.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the files.
+        staged: keep copies instead, until `write_staged`.
+    """
+
+    def __init__(self, path: Path, *, staged: bool = False) -> None:
         super().__init__()
         self._path = path
+        self._is_staged = staged
+        self._staged: list[tuple[dict[str, Tensor], dict[str, dict[str, list[int]]]]] = []
+
+    def write_staged(self) -> None:
+        """Write the copies, and let them go."""
+        for part in range(len(self._staged)):
+            self._write(part, *self._staged[part])
+            self._staged[part] = ({}, {})
+
+    def _write(
+        self, part: int, tensors: dict[str, Tensor], offsets: dict[str, dict[str, list[int]]]
+    ) -> None:
+        rank = 0 if _alone() else dist.get_rank()
+        info = json.dumps(offsets, sort_keys=True)
+        name = f"shard-{rank:05d}-{part:05d}.safetensors"
+        save_file(tensors, self._path / name, metadata={_SHARDING_INFO: info})
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between saves."""
@@ -124,21 +161,23 @@ class _SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's pieces, as many files as the size asks for."""
-        rank = 0 if _alone() else dist.get_rank()
         results: list[WriteResult] = []
         for part, items in enumerate(_parts(plan.items)):
             tensors: dict[str, Tensor] = {}
             offsets: dict[str, dict[str, list[int]]] = {}
             for item in items:
-                piece = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+                value = cast(Tensor, planner.resolve_data(item)).detach()
+                piece = value.cpu().contiguous()
                 # A view would drag its whole storage into the file.
-                tensors[item.index.fqn] = piece.clone() if _is_view(piece) else piece
+                shared = self._is_staged and piece.data_ptr() == value.data_ptr()
+                tensors[item.index.fqn] = piece.clone() if shared or _is_view(piece) else piece
                 offsets[item.index.fqn] = {"saved_offsets": list(_chunk(item).offsets)}
                 size = piece.numel() * piece.element_size()
                 results.append(WriteResult(item.index, size, None))
-            info = json.dumps(offsets, sort_keys=True)
-            name = f"shard-{rank:05d}-{part:05d}.safetensors"
-            save_file(tensors, self._path / name, metadata={_SHARDING_INFO: info})
+            if self._is_staged:
+                self._staged.append((tensors, offsets))
+            else:
+                self._write(part, tensors, offsets)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -93,6 +93,23 @@ BACKENDS: Mapping[str, Backend] = {
         parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
         features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
     ),
+    "megatron": Backend(
+        language_model="engines.training.megatron.engine:MegatronEngine",
+        value_model="engines.training.megatron.engine:MegatronEngine",
+        devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
+        parallelism={
+            **_HF,
+            "tensor": Tested.CONTRACT,
+            "pipeline": Tested.CONTRACT,
+            "virtual pipeline": Tested.CONTRACT,
+            "context": Tested.CONTRACT,
+            "expert": Tested.CONTRACT,
+        },
+        features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
+        requires="mbridge",
+        extra="megatron",
+        limits="llama, qwen2, qwen3 and qwen3_moe; no DoRA",
+    ),
     "veomni": Backend(
         language_model="engines.training.veomni.engine:VeOmniEngine",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
@@ -119,6 +136,17 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.ENVIRONMENT},
         requires="nemo_automodel",
         environment="automodel",
+    ),
+    "torchtitan": Backend(
+        language_model="engines.training.torchtitan.engine:TorchTitanEngine",
+        devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
+        parallelism={
+            "data": Tested.ENVIRONMENT,
+            "hybrid": Tested.ENVIRONMENT,
+            "tensor": Tested.ENVIRONMENT,
+        },
+        requires="torchtitan",
+        environment="torchtitan",
     ),
 }
 

@@ -22,6 +22,10 @@ class CheckpointConfig(StrictModel):
     every_num_steps: int = Field(default=50, ge=1)
     num_keep: int = Field(default=2, ge=2)
     """Kept newest checkpoints; never below 2, the newest may be the one being written."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of writing one checkpoint in the background."""
 
 
 class SFTConfig(StrictModel):

@@ -45,13 +45,21 @@ class LoraConfig(StrictModel):
     """Also train the magnitude of each row (arXiv:2402.09353)."""
 
 
+_SIZES = (
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "ulysses_size",
+    "replicate_size",
+)  # fmt: skip
+"""Settings whose product divides the ranks; experts live inside the data-parallel ones."""
+
+
 class TrainingConfig(StrictModel):
     """What every training stage shares: the backend, its layout and its numerics."""
 
     backend: str = "fsdp2"
     """Name in the EngineRegistry; a backend's own switches stand in `options`."""
     num_workers: int = Field(default=1, ge=1)
-    """Ranks of the training group. 1 runs inside the job's process, without Ray actors."""
+    """Ranks of the training group; as many as the layout needs when it is not given. 1 runs inside
+    the job's process, without Ray actors."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     sequence_parallel: bool = True
@@ -94,16 +102,19 @@ class TrainingConfig(StrictModel):
     options: dict[str, Any] = {}
     """Options of the chosen backend, validated by the backend's own schema in preflight."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_num_workers(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "num_workers" in values:
+            return values
+        sizes = [values.get(name, 1) for name in _SIZES]
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            return values  # the fields say what is wrong
+        return {**values, "num_workers": math.prod(sizes)}
+
     @model_validator(mode="after")
     def _check_layout(self) -> "TrainingConfig":
-        # Experts live inside the data-parallel ranks; the other dimensions multiply.
-        sizes = {
-            name: getattr(self, name)
-            for name in (
-                "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
-                "ulysses_size", "replicate_size",
-            )
-        }  # fmt: skip
+        sizes = {name: getattr(self, name) for name in _SIZES}
         asked = {name: size for name, size in sizes.items() if size > 1}
         product = math.prod(asked.values())
         if self.num_workers % product:

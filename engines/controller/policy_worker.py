@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from engines.checkpoint.background import write_in_background
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
@@ -20,7 +21,7 @@ from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.registry import create_rollout_engine
 from engines.training.base import BaseEngine
-from engines.training.collectives import close_process_group
+from engines.training.collectives import close_process_group, rank
 from engines.training.registry import create_engine
 from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
@@ -80,6 +81,9 @@ class PolicyWorker:
     def __init__(self, spec: PolicySpec) -> None:
         self._spec = spec
         self._platform, _ = detect(spec.platform)
+        if self._platform.device_count() > 1:
+            # Ray shows a rank its own device, where it knows the vendor's variable.
+            self._platform.set_device(rank() % self._platform.device_count())
         self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None
         self._rollout: RolloutEngine | None = None
@@ -178,6 +182,11 @@ class PolicyWorker:
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write every rank's shard of weights and optimizer into `path`. Collective."""
         self._policy.save_checkpoint(path, step)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def begin_checkpoint(self, path: Path, step: int) -> None:
+        """Copy every rank's shard and go on; it is written in the background. Collective."""
+        write_in_background(self._policy.begin_checkpoint(path, step), path, self._policy.rank)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:

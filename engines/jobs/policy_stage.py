@@ -78,6 +78,7 @@ def stage_progress(
         every_num_steps=checkpoint.every_num_steps,
         num_steps=num_steps,
         clock=context.clock,
+        background_timeout_s=checkpoint.timeout_s if checkpoint.async_save else None,
     )
 
 

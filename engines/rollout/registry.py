@@ -16,7 +16,7 @@ from engines.errors import UnknownPluginError
 from engines.rollout.base import RolloutEngine
 from hardware.base import PlatformBase
 from infra.names import unknown_name
-from infra.plugins import outside_plugins
+from infra.plugins import load_outside, outside_plugins
 
 
 class RolloutRegistry:
@@ -60,10 +60,14 @@ class RolloutRegistry:
 
         Raises:
             UnknownPluginError: nobody registered that name.
+            ConfigError: it is other people's, and does not load.
         """
         targets = cls.targets()
         if name not in targets:
             raise UnknownPluginError("rollout.engine", unknown_name(name, sorted(targets)))
+        for plugin in outside_plugins("rollout"):
+            if (plugin.name, plugin.target) == (name, targets[name]):
+                return load_outside(plugin, "rollout.engine")
         module, _, attribute = targets[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from engines.checkpoint.background import BackgroundSave
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
@@ -41,6 +42,8 @@ class StageProgress:
         every_num_steps: how often a checkpoint is due; the last step always is.
         num_steps: of the stage.
         clock: the job's phases.
+        background_timeout_s: write checkpoints while training goes on, each within this; None
+            waits for every one.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class StageProgress:
         every_num_steps: int,
         num_steps: int,
         clock: PhaseClock,
+        background_timeout_s: float | None = None,
     ) -> None:
+        self._background_timeout_s = background_timeout_s
+        self._in_flight: BackgroundSave | None = None
         self._journal, self._heartbeat = journal, heartbeat
         self._checkpoints, self._every = checkpoints, every_num_steps
         self._num_steps = num_steps
@@ -72,7 +78,7 @@ class StageProgress:
     def record(
         self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
     ) -> None:
-        """Record a finished step.
+        """Record a finished step; raises what went wrong with a checkpoint in the background.
 
         Args:
             global_step: number of the step in the journal, over all rounds.
@@ -80,6 +86,8 @@ class StageProgress:
             metrics: of the step.
             clock: of the step.
         """
+        if self._in_flight is not None and self._in_flight.done:
+            self._settle()
         for phase, seconds in clock.seconds.items():
             self.clock.add(JOB_PHASES.get(phase, "train"), seconds)
         self._heartbeat.step = step
@@ -107,15 +115,31 @@ class StageProgress:
         """
         if step % self._every and not last and step != self._num_steps:
             return
+        state = TrainerState(step=step, values=values or {})
         with self.clock("save"):
+            self._settle()
+            if self._background_timeout_s is not None:
+                self._in_flight = BackgroundSave(
+                    self._checkpoints, step, state, workers.world_size, self._background_timeout_s
+                )
+                self._in_flight.stage(
+                    lambda path: workers.run(PolicyWorker.begin_checkpoint, path, step)
+                )
+                return
             self._newest = self._checkpoints.save(
-                step,
-                lambda path: workers.run(PolicyWorker.save_checkpoint, path, step),
-                TrainerState(step=step, values=values or {}),
+                step, lambda path: workers.run(PolicyWorker.save_checkpoint, path, step), state
             )
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint in flight, if there is one; raises what went wrong with it."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._newest = in_flight.result()
 
     def last_checkpoint(self) -> Path:
         """Files of the last step's checkpoint, once the loop has ended."""
+        with self.clock("save"):
+            self._settle()
         if self._newest is None:
             raise RuntimeError("the loop ended without a checkpoint")
         return self._newest.path

@@ -12,7 +12,7 @@ permutes the splits for every backend and every loss.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -167,6 +167,21 @@ class BaseEngine(ABC):
             path: shared by all ranks; empty.
             step: recorded, and returned by `load_checkpoint`.
         """
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """Copy to the host what `save_checkpoint` would write. Collective.
+
+        A backend that cannot saves at once.
+
+        Args:
+            path: shared by all ranks; empty.
+            step: recorded, and returned by `load_checkpoint`.
+
+        Returns:
+            Writes this rank's files from any thread, without a collective, while training goes on.
+        """
+        self.save_checkpoint(path, step)
+        return lambda: None
 
     @abstractmethod
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:

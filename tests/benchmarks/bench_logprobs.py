@@ -4,7 +4,8 @@ Each way takes hidden states and the weights of an output head to log-probabilit
 and their gradients, in a process of its own, whose largest resident size is measured over what
 it was before the first pass (the gradients are in it). `full logits` is log_softmax as one writes
 it; `full logits, one function` is `token_logprobs`, which keeps the logits but no second copy in
-float32; `in tiles` is `linear_token_logprobs`: four matrix products instead of three.
+float32; `in tiles` is `linear_token_logprobs`: four matrix products instead of three. CPU time is
+printed beside wall time, since a busy machine cannot distort it as much.
 
 Run: python tests/benchmarks/bench_logprobs.py [--repeats N] [--threads N]
 """
@@ -63,6 +64,7 @@ class Cost:
     """What one process measured."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     peak_bytes: int
     loss: float
 
@@ -82,19 +84,22 @@ def measure_here(way: str, dtype: str, repeats: int) -> Cost:
     hidden_ND.requires_grad_()
     ids_N = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=generator)
     before = resident_bytes()
-    seconds, loss = [], 0.0
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []
+    loss = 0.0
     for repeat in range(-1, repeats):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         logprobs_N, entropy_N = WAYS[way](hidden_ND, weight_VD, ids_N)
         assert entropy_N is not None
         total = -(logprobs_N + 0.01 * entropy_N).mean()
         total.backward()
         if repeat >= 0:
             seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
         hidden_ND.grad = weight_VD.grad = None
         loss = float(total.detach())
         del logprobs_N, entropy_N, total
-    return Cost(tuple(seconds), resident_bytes() - before, loss)
+    return Cost(tuple(seconds), tuple(cpu_seconds), resident_bytes() - before, loss)
 
 
 def measure_apart(way: str, dtype: str, repeats: int, threads: int) -> Cost:
@@ -108,7 +113,9 @@ def measure_apart(way: str, dtype: str, repeats: int, threads: int) -> Cost:
     )  # fmt: skip
     line = next(x for x in done.stdout.splitlines() if x.startswith(ANSWER))
     fields = json.loads(line.removeprefix(ANSWER))
-    return Cost(tuple(fields["seconds"]), fields["peak_bytes"], fields["loss"])
+    return Cost(
+        tuple(fields["seconds"]), tuple(fields["cpu_seconds"]), fields["peak_bytes"], fields["loss"]
+    )
 
 
 def compare(dtype: str, repeats: int, threads: int) -> None:
@@ -126,17 +133,24 @@ def compare(dtype: str, repeats: int, threads: int) -> None:
         way: Measurement(tuple(s for cost in costs for s in cost.seconds))
         for way, costs in turns.items()
     }
+    cpu_seconds = {
+        way: Measurement(tuple(s for cost in costs for s in cost.cpu_seconds))
+        for way, costs in turns.items()
+    }
     peaks = {
         way: Measurement(tuple(cost.peak_bytes / 2**20 for cost in costs))
         for way, costs in turns.items()
     }
     for way in WAYS:
         print(f"  {way}: {peaks[way].text('MiB above the inputs')}, {seconds[way].text('s')}")
+        print(f"    {cpu_seconds[way].text('s of CPU time')}")
     for way in list(WAYS)[:-1]:
         memory = peaks[way].median / peaks["in tiles"].median
         time_ratio = seconds["in tiles"].median / seconds[way].median
         print(ratio_line(f"memory, {way} / in tiles", memory))
         print(ratio_line(f"time, in tiles / {way}", time_ratio))
+        cpu_ratio = cpu_seconds["in tiles"].median / cpu_seconds[way].median
+        print(ratio_line(f"CPU time, in tiles / {way}", cpu_ratio))
 
 
 def main() -> None:

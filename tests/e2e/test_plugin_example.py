@@ -5,6 +5,7 @@ processes of their own: `rlhf doctor` and `rlhf plan`, the contract tests, an en
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from infra import env
 
 pytestmark = pytest.mark.slow
 
-SOURCE = Path(__file__).resolve().parents[1] / "plugin_example"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "plugin_example"
+GUIDE = ROOT / "docs" / "guides" / "add-a-platform.md"
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 REGISTERING = "example_chip.register"
 TRAINING = """
@@ -235,3 +238,43 @@ def test_two_of_one_name_are_refused(tmp_path: Path, models: Path) -> None:
     refused = trained(site, models, "example_engine", RLHF_PLATFORM="cpu")["error"]
     assert refused == f"training.backend: 'example_engine' {both}; uninstall one"
     assert trained(site, models, "fsdp2", RLHF_PLATFORM="cpu")["vendor"] == "cpu"
+
+
+def test_the_guide_is_followed_to_the_letter(tmp_path: Path) -> None:
+    """On a machine without the chip of the guide, which is every machine."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    project = next(body for language, body in blocks if language == "toml")
+    platform, register = (body for language, body in blocks if language == "python")
+    printed = next(body for _, body in blocks if body.startswith("ok    plugin platform.acme"))
+    package = tmp_path / "acme_platform" / "acme_platform"
+    package.mkdir(parents=True)
+    (package.parent / "pyproject.toml").write_text(project)
+    (package / "platform.py").write_text(platform)
+    (package / "__init__.py").touch()
+    site = tmp_path / "site"
+    pip_install(package.parent, site)
+    status, detail = doctor(site, tmp_path / "home")["plugin platform.acme"]
+    assert f"{status}    plugin platform.acme   {detail}\n" == printed
+    ended = run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "--pyargs",
+         "rlhf.testing.test_platform", "--platform=acme"],
+        site,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(r"^\d+ skipped in ", ended.stdout.splitlines()[-1])
+    assert "needs a machine with acme: torch_acme is not installed" in ended.stdout
+    ended = run(
+        ["-m", "flows.cli", "run", "quickstart", "--set", "hardware.platform=acme"],
+        site, RLHF_HOME=str(tmp_path / "home"),
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "acme asked, not available (torch_acme is not installed)" in ended.stderr
+    # Without the installation.
+    assert register.startswith("# acme_platform/register.py\n")
+    (package / "register.py").write_text(register)
+    shutil.rmtree(package.parent / "build", ignore_errors=True)
+    for left_by_pip in package.parent.glob("*.egg-info"):
+        shutil.rmtree(left_by_pip)
+    found = doctor(package.parent, tmp_path / "home", **{VARIABLE: "acme_platform.register"})
+    assert found["external modules"] == ("ok", "acme_platform.register")
+    assert found["plugin platform.acme"][1].endswith("not available: torch_acme is not installed")

@@ -166,7 +166,7 @@ def _sequence_parallel_plan(model: PreTrainedModel) -> dict[str, Any]:
             f"got true; automodel has no such plan for {kind.__name__}; set it to false",
         )
     return make_plan(model, True) | {
-        "model.norm": SequenceParallelAllGatherActivation(),
+        "model.norm": SequenceParallelAllGatherActivation(use_local_output=True),
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
 

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
 from engines.checkpoint.sharded import Region, ShardedReader, save_regions
+from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.megatron.optimizer import MOMENTS, Shard
 from engines.training.megatron.pieces import Block, Part
 from engines.training.megatron.replica import Replica
+from engines.training.transformers.adapters import (
+    base_name,
+    is_adapter_name,
+    stored_adapter,
+    wrapped_name,
+)
 
 
 def save_state(path: Path, replica: Replica) -> None:
@@ -53,8 +60,9 @@ def _tensors(replica: Replica, part: Part) -> Iterator[tuple[str, Tensor]]:
     else:
         yield MODEL_PREFIX, _gathered(replica, part, lambda shard: shard.main)
     for moment in MOMENTS if is_trained else ():
-        yield moment_prefix(moment), _gathered(
-            replica, part, lambda shard, moment=moment: shard.state[moment]
+        yield (
+            moment_prefix(moment),
+            _gathered(replica, part, lambda shard, moment=moment: shard.state[moment]),
         )
 
 
@@ -91,19 +99,31 @@ class StoredState:
         self._path = path
         self.reader = ShardedReader(path / TENSORS_DIR)
 
-    def fill(self, part: Part, prefix: str, target: Tensor) -> None:
+    def fill(
+        self, part: Part, prefix: str, target: Tensor, merge: LoraConfig | None = None
+    ) -> None:  # fmt: skip
         """Put the stored blocks of a parameter into a tensor of its shape.
 
         Args:
             part: of this rank.
             prefix: of the stored names.
             target: keeps its values where no block is.
+            merge: shape of the stored adapter, to be merged in.
 
         Raises:
             CheckpointError: a weight is absent or has another shape.
         """
         for block in part.stored:
-            block.write(target, self._read(prefix + block.name, block))
+            name = base_name(block.name)
+            wrapped = prefix + wrapped_name(name)
+            found = wrapped if wrapped in self.reader else prefix + name
+            values = self._read(found, block)
+            adapter = stored_adapter(name, self.reader, merge) if merge is not None else None
+            if adapter is not None:
+                ends = zip(block.offsets, block.shape, strict=True)
+                place = tuple(slice(o, o + n) for o, n in ends)
+                values = adapter.merged_into(self.reader.read(found))[place]
+            block.write(target, values)
 
     def _read(self, name: str, block: Block) -> Tensor:
         if name not in self.reader:
@@ -117,20 +137,29 @@ class StoredState:
 
 
 @torch.no_grad()
-def load_weights(path: Path, replica: Replica) -> None:
+def load_weights(
+    path: Path, replica: Replica, stored_lora: LoraConfig | None, *, fold: bool
+) -> None:  # fmt: skip
     """Fill parameters, and the main ones.
 
     Args:
         path: of the checkpoint.
         replica: of this rank.
+        stored_lora: shape of the adapter in the checkpoint.
+        fold: merge that adapter into the weights and start the own one anew.
 
     Raises:
         CheckpointError: a weight is absent or has another shape.
     """
     stored = StoredState(path)
+    if fold:
+        replica.start_adapters()
     for part in replica.parts:
         whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
-        stored.fill(part, MODEL_PREFIX, whole)
+        if fold and is_adapter_name(part.name):
+            whole.copy_(part.parameter)
+        else:
+            stored.fill(part, MODEL_PREFIX, whole, stored_lora if fold else None)
         part.parameter.copy_(whole)
         shard = _shard(replica, part)
         if shard is not None:
@@ -152,10 +181,11 @@ def load_moments(path: Path, replica: Replica, num_steps: int) -> None:
     stored = StoredState(path)
     for part in replica.parts:
         shard = _shard(replica, part)
-        for moment in MOMENTS if shard is not None else ():
+        if shard is None:
+            continue
+        for moment in MOMENTS:
             whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
             stored.fill(part, moment_prefix(moment), whole)
-            assert shard is not None
             shard.state[moment].copy_(_own(whole, shard).view(shard.state[moment].shape))
     if replica.optimizer is not None:
         replica.optimizer.num_steps = num_steps

@@ -7,6 +7,7 @@ any backend of the transformers family, reads them.
 Megatron-Core is imported inside the platform's scope for it, never before.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.megatron.layout import Layout, check_layout
 from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.transformers.adapters import is_adapter_name, save_peft_adapter
 from engines.training.transformers.folding import stored_weights
 from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
@@ -94,9 +96,12 @@ class MegatronEngine(BaseEngine):
             ) from error
 
     def _build(self, config: Any, *, load_weights: bool) -> None:
-        from engines.training.megatron.architecture import check_architecture
-        from engines.training.megatron.replica import Replica
-        from engines.training.megatron.weights import WeightStream, load_hub_weights
+        with warnings.catch_warnings():
+            # They announce each optional library that is absent, and each other's old names.
+            warnings.simplefilter("ignore")
+            from engines.training.megatron.architecture import check_architecture
+            from engines.training.megatron.replica import Replica
+            from engines.training.megatron.weights import WeightStream, load_hub_weights
 
         check_architecture(config)
         replica = Replica(self.spec, config, self._layout)
@@ -104,7 +109,11 @@ class MegatronEngine(BaseEngine):
             load_hub_weights(replica.parts, self.spec.hf_dir)
         self._stream = WeightStream(replica.parts, self.spec.platform.device())
         if self.spec.optimizer is not None:
-            replica.prepare_training()
+            patterns = self.spec.training.frozen_parameters
+            if patterns:
+                stored = WeightStream(replica.parts, self.spec.platform.device(), "stored")
+                replica.freeze(patterns, stored.names)
+            replica.prepare_training(self.spec.optimizer)
         else:
             for chunk in replica.chunks:
                 chunk.requires_grad_(False)
@@ -126,17 +135,19 @@ class MegatronEngine(BaseEngine):
 
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         with self._library():
-            return self.replica.forward(batch, entropy=entropy)
+            return self.replica.pipeline.forward(batch, entropy=entropy)
 
     def _forward_backward(
         self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
     ) -> None:
         with self._library():
-            self.replica.train(batches, scaled_loss, self._activation_scope, entropy=entropy)
+            self.replica.pipeline.train(
+                batches, scaled_loss, self._activation_scope, entropy=entropy
+            )
 
     def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
         with self._library():
-            outputs = self.replica.infer(batches, self._activation_scope, entropy=entropy)
+            outputs = self.replica.pipeline.infer(batches, self._activation_scope, entropy=entropy)
         yield from outputs
 
     def _set_gradient_sync(self, enabled: bool) -> None:
@@ -145,6 +156,9 @@ class MegatronEngine(BaseEngine):
     def _set_training(self, training: bool) -> None:
         with self._library():
             self.replica.set_training(training)
+
+    def _set_adapter(self, enabled: bool) -> None:
+        self.replica.set_adapter(enabled)
 
     def _clip_gradients(self, max_norm: float) -> float:
         with self._library():
@@ -166,9 +180,9 @@ class MegatronEngine(BaseEngine):
             self._optimizer.zero_grad()
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`. In `training.dtype`; tensors must not be changed."""
+        """See `BaseEngine`; an adapter is merged in. Of `training.dtype`; not to be changed."""
         with self.eval_mode():
-            yield from self._stream.walk(lambda part: part.parameter, self.replica.dtype)
+            yield from self._stream.walk(self.replica.merged, self.replica.dtype)
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -191,17 +205,39 @@ class MegatronEngine(BaseEngine):
             save_state(path, self.replica)
         save_engine_state(path, self._scalars(step), self.spec.platform)
 
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter alone, as PEFT loads it. Collective.
+
+        Args:
+            path: an existing directory.
+
+        Raises:
+            EngineError: there is no adapter.
+        """
+        from engines.training.megatron.weights import WeightStream
+
+        lora = self.spec.training.lora
+        if lora is None:
+            raise EngineError("this engine trains all weights: there is no adapter to save")
+        with self.eval_mode():
+            own = [part for part in self.replica.parts if is_adapter_name(part.name)]
+            stream = WeightStream(own, self.spec.platform.device(), "stored")
+            whole = dict(stream.walk(lambda part: part.parameter, self.replica.dtype))
+        if self.rank == 0:
+            save_peft_adapter(path, whole, lora)
+
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
         from engines.training.megatron.checkpoint import load_moments, load_weights
 
         loaded = read_scalars(path)
+        if optimizer:
+            load_engine_state(path, self._scalars(0), self.spec.platform)
         with self.eval_mode(), self._library():
-            load_weights(path, self.replica)
+            load_weights(path, self.replica, loaded.lora, fold=not optimizer)
             if not optimizer:
                 return loaded.step
             load_moments(path, self.replica, loaded.num_optimizer_steps)
-        load_engine_state(path, self._scalars(0), self.spec.platform)
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
 
@@ -215,5 +251,5 @@ class MegatronEngine(BaseEngine):
             schedule_step=self._schedule_step,
             num_optimizer_steps=optimizer.num_steps if optimizer is not None else 0,
             backend=self.spec.training.backend,
-            lora=None,
+            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
         )

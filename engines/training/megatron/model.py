@@ -159,7 +159,7 @@ class PackedModel(GPTModel):
         spec = (_engine_layers if use_transformer_engine else _own_layers)(architecture, piece)
         super().__init__(
             config=config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=cast(Any, spec),
             vocab_size=layout.padded_vocabulary(hub.vocab_size),
             max_sequence_length=cast(Any, hub).max_position_embeddings,
             pre_process=first,
@@ -180,6 +180,11 @@ class PackedModel(GPTModel):
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         row: PackedRow = kwargs["packed_seq_params"]
         hidden, _, *rest = super()._preprocess(*args, **kwargs)
+        if hidden is not None:
+            # Plain strides: with others a product takes another path where weights are frozen.
+            hidden = hidden.squeeze(1).unsqueeze(1)
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()  # or recomputed layers over frozen ones train nothing
         angles = row.position_ids_S[:, None].float() * self._frequencies
         return hidden, torch.cat([angles, angles], dim=1)[:, None, None, :], *rest
 
@@ -240,7 +245,9 @@ def _own_layers(architecture: Architecture, piece: int | None) -> TransformerBlo
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RowNorm
     num_layers = get_num_layers_to_build(config, vp_stage=piece)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RowNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
+    )
 
 
 def _engine_layers(architecture: Architecture, piece: int | None) -> TransformerBlockSubmodules:
@@ -252,4 +259,6 @@ def _engine_layers(architecture: Architecture, piece: int | None) -> Transformer
     )
     cast(Any, spec.submodules).self_attention.submodules.core_attention = PackedCoreAttention
     num_layers = get_num_layers_to_build(config, vp_stage=piece)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RowNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
+    )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from engines.config.training import OptimizerConfig
@@ -76,6 +77,7 @@ class ShardedAdamW:
             part for part in self._made.chained_optimizers if not part.is_stub_optimizer
         ]
         for part in self._parts:
+            _detach_shards(part)
             part.optimizer = _torch_adamw(part.optimizer.param_groups, config)
         self._shards = dict(self._find_shards())
         self._num_steps = 0
@@ -121,8 +123,8 @@ class ShardedAdamW:
         grads = [g for part in self._parts for g in part.get_main_grads_for_grad_norm()]
         device = next(self._chunks[0].parameters()).device
         square = torch.zeros((), dtype=torch.float64, device=device)
-        for norm in torch._foreach_norm(grads) if grads else ():
-            square += norm.double() ** 2
+        if grads:
+            square += torch.stack([grad.norm() for grad in grads]).double().square().sum()
         dist.all_reduce(square)
         total = math.sqrt(float(square)) if float(square) >= 0 else math.nan
         scale = max_norm / (total + 1e-6)
@@ -148,27 +150,41 @@ class ShardedAdamW:
         self._made.zero_grad()
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
-        """Take the parameters' values as the main ones."""
-        for part in self._parts:
-            part._copy_model_params_to_main_params()
+    def to(self, device: torch.device) -> None:
+        """Move the state, and main weights that are not the parameters themselves."""
+        for parameter, shard in self._shards.items():
+            if parameter.dtype != torch.float32:
+                shard.main.data = shard.main.data.to(device)
+            for name, value in shard.state.items():
+                shard.state[name] = value.to(device)
+
+
+def _detach_shards(part: Any) -> None:
+    """Make leaves of the float32 shards, which are views of the parameters."""
+    leaves: dict[int, Tensor] = {}
+    for group in part.shard_fp32_groups:
+        for i, main in enumerate(group):
+            leaf = main.detach()
+            copy_tensor_model_parallel_attributes(leaf, main)
+            if hasattr(main, "shared"):
+                leaf.shared = main.shared
+            leaves[id(main)] = group[i] = leaf
+    for group in part.optimizer.param_groups:
+        group["params"] = [leaves.get(id(main), main) for main in group["params"]]
 
 
 def _torch_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
     """The same groups under torch's AdamW, with its state there."""
     optimizer = torch.optim.AdamW(
-        [torch.zeros(1)], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        [
+            {"params": g["params"], "weight_decay": config.weight_decay * g["wd_mult"]}
+            for g in groups
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
     )
-    # Put there afterwards: float32 shards are views of the parameters, which torch would refuse.
-    settings = optimizer.param_groups[0]
-    optimizer.param_groups = [
-        {
-            **settings,
-            "params": group["params"],
-            "weight_decay": config.weight_decay * group["wd_mult"],
-        }
-        for group in groups
-    ]
     for group in optimizer.param_groups:
         for main in group["params"]:
             optimizer.state[main] = {

@@ -6,7 +6,7 @@ into Megatron-Core. The groups of a layout are made once per default process gro
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,6 +23,11 @@ def _globals() -> _State:
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and name[1:2].isupper() and name.isupper()
     }
+
+
+def _set_globals(state: _State) -> None:
+    for name, value in state.items():
+        setattr(parallel_state, name, value)
 
 
 _PRISTINE = _globals()
@@ -67,9 +72,9 @@ def activate(layout: Layout, timeout_s: float) -> None:
     world = dist.group.WORLD
     made = _made.get(layout)
     if made is not None and made[0] is world:
-        vars(parallel_state).update(made[1])
+        _set_globals(made[1])
         return
-    vars(parallel_state).update(_PRISTINE)
+    _set_globals(_PRISTINE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -85,7 +90,7 @@ def activate(layout: Layout, timeout_s: float) -> None:
 
 def current_place() -> Place:
     """This rank's place in the active layout."""
-    ps = parallel_state
+    ps = cast(Any, parallel_state)
     return Place(
         tensor=ps.get_tensor_model_parallel_rank(),
         context=ps.get_context_parallel_rank(),

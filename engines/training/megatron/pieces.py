@@ -69,6 +69,7 @@ class Part:
         is_expert: it is replicated over other ranks than dense weights are.
         is_cut: the tensor-parallel ranks hold different parts of it.
         is_primary: this rank speaks for those tensor-parallel ranks and stages that hold the same.
+        is_first: this is the first of the tensor-parallel ranks.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Part:
     is_expert: bool
     is_cut: bool
     is_primary: bool
+    is_first: bool
 
 
 def parts_of(
@@ -124,6 +126,7 @@ class _Finder:
                 is_expert,
                 is_cut,
                 not is_copy and (is_cut or self._place.tensor == 0),
+                self._place.tensor == 0,
             )
 
     def _global_name(self, name: str, first_layer: int) -> str:
@@ -200,14 +203,12 @@ class _Finder:
 
     def _experts(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """An expert's projection as a part of the stack: gate above up, or down."""
-        found = _HUB_EXPERT.match(blocks[0].name)
-        assert found is not None
-        stem, expert, kind = found[1], int(found[2]), found[3]
+        stem, expert, kind = _HUB_EXPERT.findall(blocks[0].name)[0]
         name = f"{stem}.down_proj" if kind == "down" else f"{stem}.gate_up_proj"
         rows = sum(block.shape[0] for block in blocks)
         shape = (1, rows, blocks[0].shape[1])
         whole = (self._config.num_moe_experts or 0, *shape[1:])
-        return (Block(name, whole, (expert, 0, 0), shape, lambda t: t),)
+        return (Block(name, whole, (int(expert), 0, 0), shape, lambda t: t),)
 
 
 def _whole(name: str, parameter: nn.Parameter) -> Block:

@@ -1,12 +1,10 @@
-"""This rank's part of a model in Megatron-Core: built, run through the pipeline, stepped.
+"""This rank's part of a model in Megatron-Core: built, frozen in parts, adapted, moved.
 
-Promises: gradients are plain sums over micro-batches and ranks. The loss is computed on the last
-stage, once per micro-batch, on outputs of whole rows.
 To be imported and used inside the platform's scope for Megatron-Core, with its layout active.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
@@ -16,25 +14,22 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from engines.training import collectives
-from engines.training.attention import Packing
+from engines.config.training import OptimizerConfig
 from engines.training.megatron.architecture import Architecture
 from engines.training.megatron.layout import Layout
-from engines.training.megatron.model import PackedModel, PackedRow
+from engines.training.megatron.lora import Adapter, add_adapters, start_adapters
+from engines.training.megatron.model import PackedModel
 from engines.training.megatron.optimizer import ShardedAdamW
 from engines.training.megatron.parallel import Place, current_place
 from engines.training.megatron.pieces import Part, parts_of
+from engines.training.megatron.pipeline import Pipeline
 from engines.training.megatron.upstream_fixes import define_missing_names
-from engines.training.micro_batches import filler
-from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.ulysses import SequenceSlice, slice_sequence
-from engines.types import ModelOutputs, TokenBatch
-
-Scope = Callable[[], AbstractContextManager[None]]
+from engines.training.spec import EngineSpec
+from engines.training.transformers.adapters import base_name
+from infra.errors import ConfigError
 
 
 class Replica:
@@ -59,12 +54,21 @@ class Replica:
         self.parts: list[Part] = parts_of(
             cast(list[nn.Module], self.chunks), self.architecture, layout, self.place
         )
+        self._adapters: dict[nn.Parameter, Adapter] = {}
         for part in self.parts:
             parameter = cast(Any, part.parameter)
             # Megatron-Core tells it only weights that it initializes; the gradient norm asks.
             parameter.tensor_model_parallel = part.is_cut
             # With tensor parallelism whole experts are on ranks that see different tokens.
             parameter.allreduce = not part.is_expert
+        if spec.optimizer is not None and spec.training.lora is not None:
+            self.parts, self._adapters = add_adapters(
+                cast(list[nn.Module], self.chunks),
+                self.parts,
+                spec.training.lora,
+                sequence_parallel=layout.sequence_parallel,
+            )
+            self.start_adapters()
         self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: ShardedAdamW | None = None
 
@@ -85,11 +89,57 @@ class Replica:
         )
         return chunk.to(self._spec.platform.device())
 
-    def prepare_training(self) -> None:
-        """Wrap the pieces for gradient reduction and make the optimizer, once weights are there."""
+    def start_adapters(self) -> None:
+        """Give the adapters, if there are any, their first values."""
+        start_adapters(self.parts, self._spec.seed)
+
+    def set_adapter(self, enabled: bool) -> None:
+        """Whether forward passes go through the adapters."""
+        for adapter in self._adapters.values():
+            adapter.enabled = enabled
+
+    @torch.no_grad()
+    def merged(self, part: Part) -> Tensor:
+        """A parameter with its adapter merged in, in the parameters' dtype."""
+        adapter = self._adapters.get(part.parameter)
+        if adapter is None:
+            return part.parameter.detach()
+        whole = part.parameter.detach().float().clone()
+        adapter.merge_into(whole)
+        return whole.to(self.dtype)
+
+    def freeze(self, patterns: Sequence[str], names: Sequence[str]) -> None:
+        """Exclude what fits one of the patterns from training.
+
+        Args:
+            patterns: as in a shell, of names in the transformers module.
+            names: of all ranks.
+
+        Raises:
+            ConfigError: a pattern fits nothing, or a part of a fused matrix.
+        """
+        for pattern in patterns:
+            if not any(fnmatch(base_name(name), pattern) for name in names):
+                raise ConfigError("training.frozen_parameters", f"{pattern!r} fits no parameter")
+            for part in self.parts:
+                fitting = [fnmatch(base_name(block.name), pattern) for block in part.stored]
+                if any(fitting) and not all(fitting):
+                    raise ConfigError(
+                        "training.frozen_parameters",
+                        f"{pattern!r} fits some of {', '.join(b.name for b in part.stored)}, "
+                        "which are one matrix in Megatron-Core; name all of them",
+                    )
+                if any(fitting):
+                    part.parameter.requires_grad_(False)
+
+    def prepare_training(self, optimizer: OptimizerConfig) -> None:
+        """Wrap the pieces for gradient reduction and make the optimizer, once weights are there.
+
+        Args:
+            optimizer: of the engine.
+        """
         config = self.architecture.config
         cast(Any, config).finalize_model_grads_func = _finalize
-        assert self._spec.optimizer is not None
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
@@ -97,149 +147,41 @@ class Replica:
             DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = ShardedAdamW(self.wrapped, self._spec.optimizer, self.dtype)
+        self.optimizer = ShardedAdamW(self.wrapped, optimizer, self.dtype)
 
+    @torch.no_grad()
     def to(
         self, device: torch.device, *, model: bool, optimizer: bool, grad: bool
     ) -> None:  # fmt: skip
-        """Move weights, gradients and optimizer state."""
-        if self._spec.platform.device().type == "cpu":
-            return
-        if not model and not optimizer:
-            return
-        raise NotImplementedError
+        """Move weights, gradients and optimizer state; gradients that leave are lost."""
+        is_home = device == self._spec.platform.device()
+        for chunk in self.wrapped:
+            for buffer in _buffers(chunk):
+                move = buffer.reload_from_cpu if is_home else buffer.offload_to_cpu
+                move(move_params=model, move_grads=grad)
+        if model:
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    if not parameter.requires_grad:  # the others lie in the buffers
+                        parameter.data = parameter.data.to(device)
+        if optimizer and self.optimizer is not None:
+            self.optimizer.to(device)
 
     def set_training(self, training: bool) -> None:
         """Switch between training and evaluation behaviour."""
         for chunk in self.wrapped:
             chunk.train(training)
 
-    def forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
-        """One forward pass where there is one stage; the batch is on the device."""
-        row, predicted_N = self._row(batch, entropy)
-        return self._outputs(_call(self.wrapped[0], row), batch, predicted_N, entropy)
-
-    def train(
-        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, scope: Scope, *, entropy: bool
-    ) -> None:
-        """Forward and backward passes of all micro-batches, gradients reduced.
-
-        Args:
-            batches: on the CPU.
-            scaled_loss: see `BaseEngine`.
-            scope: of a forward pass.
-            entropy: outputs need entropies.
-        """
-
-        def loss(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-            return scaled_loss(outputs, batch)
-
-        self._run(batches, loss, scope, entropy=entropy, forward_only=False)
-
-    def infer(
-        self, batches: Sequence[TokenBatch], scope: Scope, *, entropy: bool
-    ) -> list[ModelOutputs]:
-        """Outputs of each micro-batch on the last stage; nothing on the others.
-
-        Args:
-            batches: on the CPU.
-            scope: of a forward pass.
-            entropy: also yield entropies.
-
-        Returns:
-            In order.
-        """
-        found: list[ModelOutputs] = []
-
-        def keep(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-            found.append(outputs)
-            return outputs.logprobs_T.new_zeros(())
-
-        num_fillers = self._run(batches, keep, scope, entropy=entropy, forward_only=True)
-        return found[num_fillers:]
-
-    def _run(
-        self,
-        batches: Sequence[TokenBatch],
-        on_outputs: ScaledLoss,
-        scope: Scope,
-        *,
-        entropy: bool,
-        forward_only: bool,
-    ) -> int:
-        """Run the schedule; returns how many fillers came first."""
-        # The interleaved schedule takes a multiple of the stages.
-        missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
-        batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
-        device = self._spec.platform.device()
-
-        def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
-            batch = next(iterator).to(device)
-            row, predicted_N = self._row(batch, entropy)
-            with scope():
-                out = _call(chunk, row)
-
-            def loss(output: Tensor) -> Any:
-                outputs = self._outputs(output, batch, predicted_N, entropy)
-                return (
-                    on_outputs(outputs, batch),
-                    torch.zeros((), dtype=torch.int, device=device),
-                    {},
-                )
-
-            return out, loss
-
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(batches) for _ in self.wrapped],
-            model=self.wrapped,
-            num_microbatches=len(batches),
-            seq_length=1,  # shapes are communicated: every micro-batch has its own
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        return missing
-
-    def _row(self, batch: TokenBatch, entropy: bool) -> tuple[PackedRow, Tensor]:
-        """This context rank's slice, and the positions in the batch that it predicts."""
-        size = self._layout.context
-        part = slice_sequence(
-            batch, self.place.context, size, multiple=self._layout.tokens_multiple
-        )
-        predicted_N = _predicted_positions(batch, part)
-        row = PackedRow(
-            part.input_ids_S,
-            part.position_ids_S,
-            Packing.from_cu_seqlens(
-                part.cu_seqlens, self.place.context_group if size > 1 else None
-            ),
-            predicted_N - 1 - part.start,
-            batch.input_ids_T[predicted_N],
-            self._spec.temperature,
-            entropy,
-        )
-        return row, predicted_N
-
-    def _outputs(
-        self, columns: Tensor, batch: TokenBatch, predicted_N: Tensor, entropy: bool
-    ) -> ModelOutputs:
-        """Columns of the slices to those of the whole row."""
-        whole = columns.new_zeros(columns.shape[0], batch.num_tokens)
-        whole = whole.index_copy(1, predicted_N, columns)
-        if self._layout.context > 1:
-            whole = cast(Tensor, collectives.SumOverRanks.apply(whole, self.place.context_group))
-        if self._spec.model_type == "value_model":
-            return ModelOutputs(torch.zeros_like(whole[0]), None, whole[0])
-        return ModelOutputs(whole[0], whole[1] if entropy else None)
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs the pieces."""
+        return Pipeline(self._spec, self._layout, self.place, self.wrapped)
 
 
-def _call(chunk: nn.Module, row: PackedRow) -> Tensor:
-    return chunk(
-        input_ids=row.input_ids_S.unsqueeze(0),
-        position_ids=row.position_ids_S.unsqueeze(0),
-        attention_mask=None,
-        packed_seq_params=row,
-    )
+def _buffers(chunk: Any) -> list[Any]:
+    return [*getattr(chunk, "buffers", []), *chunk.expert_parallel_buffers] if isinstance(
+        chunk, DistributedDataParallel
+    ) else []  # fmt: skip
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -253,18 +195,3 @@ def _seed_without_trace(spec: EngineSpec) -> None:
     before = spec.platform.rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(spec.seed, force_reset_rng=True)
     spec.platform.set_rng_state(before)
-
-
-def _predicted_positions(batch: TokenBatch, part: SequenceSlice) -> Tensor:
-    """(N,) int64 positions whose token is predicted from a hidden state of this slice.
-
-    Those in `loss_mask`; all but the first of each sequence when there is no such column.
-    """
-    wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
-    wanted_T[batch.cu_seqlens[:-1].to(torch.int64)] = False
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is not None:
-        wanted_T &= mask_T != 0
-    predicted_N = wanted_T.nonzero().squeeze(1)
-    end = part.start + part.input_ids_S.numel()
-    return predicted_N[(predicted_N > part.start) & (predicted_N <= end)]

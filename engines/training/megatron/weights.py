@@ -6,9 +6,10 @@ one whole tensor at a time, on every rank, whatever the layout.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class HubFiles:
             if shape != block.whole:
                 raise ConfigError(
                     "model.path",
-                    f"{self._hf_dir}: {block.name} has shape {shape}; its config says {block.whole}",
+                    f"{self._hf_dir}: {block.name} has shape {shape}; need {block.whole}",
                 )
             return stored[place]
 
@@ -80,6 +81,8 @@ def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
     """
     files = HubFiles(hf_dir)
     for part in parts:
+        if ".lora_" in part.name:
+            continue
         part.parameter.zero_()  # rows that pad the vocabulary, a new value head
         for block in part.hub:
             if block.name in files or not block.name.startswith(_VALUE_HEAD):
@@ -96,19 +99,26 @@ class _Share:
 
 
 class WeightStream:
-    """Streams the whole weights by their names on the hub. Collective.
+    """Streams whole weights. Collective.
 
     Args:
         parts: of this rank.
         device: where the weights are.
+        names: which blocks; those on the hub hold no adapter.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        names: Literal["hub", "stored"] = "hub",
+    ) -> None:
         self._device = device
         self._own: dict[tuple[str, tuple[int, ...]], tuple[Part, Block]] = {}
         mine: list[list[object]] = []
         for part in parts:
-            for block in part.hub if part.is_primary else ():
+            blocks = part.hub if names == "hub" else part.stored
+            for block in blocks if part.is_primary else ():
                 self._own[block.name, block.offsets] = part, block
                 mine.append([block.name, block.whole, block.offsets, block.shape])
         self._plan: dict[str, tuple[tuple[int, ...], list[_Share]]] = {}
@@ -136,32 +146,20 @@ class WeightStream:
         Yields:
             tuple[str, Tensor]: name on the hub, and tensor on the device.
         """
-        made: tuple[Part, Tensor] | None = None
-        rank = collectives.rank()
+        sender = _Sender(self._own, values)
         for name, (shape, shares) in self._plan.items():
-            whole: Tensor | None = None
+            if shares[0].shape == shape:
+                yield name, self._broadcast(sender.block(name, shares[0]), shares[0], dtype)
+                continue
+            whole = self._empty(shape, dtype)
             for share in shares:
-                values_here: Tensor | None = None
-                if share.rank == rank:
-                    part, block = self._own[name, share.offsets]
-                    # Neighbouring weights (q, k, v) come out of one parameter.
-                    made = made if made is not None and made[0] is part else (part, values(part))
-                    values_here = block.read(made[1])
-                sent = self._broadcast(values_here, share, dtype)
-                if share.shape == shape:
-                    whole = sent
-                    continue
-                whole = self._empty(shape, dtype) if whole is None else whole
+                sent = self._broadcast(sender.block(name, share), share, dtype)
                 ends = zip(share.offsets, share.shape, strict=True)
                 whole[tuple(slice(o, o + n) for o, n in ends)] = sent
-            assert whole is not None
             yield name, whole
 
     def _broadcast(self, values: Tensor | None, share: _Share, dtype: torch.dtype) -> Tensor:
-        if values is None:
-            sent = self._empty(share.shape, dtype)
-        else:
-            sent = values.detach().contiguous()
+        sent = self._empty(share.shape, dtype) if values is None else values
         if collectives.world_size() > 1:
             collectives.broadcast(sent, src=share.rank)
         return sent
@@ -170,12 +168,30 @@ class WeightStream:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def _from_every_rank(value: object, device: torch.device) -> list[list[list[object]]]:
+class _Sender:
+    """Blocks of this rank; a parameter's value is made once for neighbouring blocks (q, k, v)."""
+
+    def __init__(
+        self, own: Mapping[tuple[str, tuple[int, ...]], tuple[Part, Block]], values: Values
+    ) -> None:
+        self._own, self._values, self._rank = own, values, collectives.rank()
+        self._made: tuple[Part, Tensor] | None = None
+
+    def block(self, name: str, share: _Share) -> Tensor | None:
+        """The block to send; None when another rank sends it."""
+        if share.rank != self._rank:
+            return None
+        part, block = self._own[name, share.offsets]
+        if self._made is None or self._made[0] is not part:
+            self._made = part, self._values(part)
+        return block.read(self._made[1]).contiguous()
+
+
+def _from_every_rank(value: object, device: torch.device) -> list[Any]:
     """What each rank holds, in rank order, on every rank."""
-    if not dist.is_initialized():
-        return [json.loads(json.dumps(value))]
     world = dist.group.WORLD
-    assert world is not None
+    if world is None:
+        return [json.loads(json.dumps(value))]
     return [
         collectives.broadcast_json(value, rank, world, device)
         for rank in range(collectives.world_size())

@@ -7,7 +7,7 @@ reduces gradients.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from engines.checkpoint.engine_state import (
     EngineState,
     load_engine_state,
     save_engine_state,
+    stage_engine_state,
 )
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.errors import EngineError
@@ -221,6 +222,11 @@ class TransformersModelEngine(BaseEngine):
         """See `BaseEngine`."""
         state = self._state_of(self._named_state(), self._optimizer_states(), step)
         save_engine_state(path, state, self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        state = self._state_of(self._named_state(), self._optimizer_states(), step)
+        return stage_engine_state(path, state, self.spec.platform)
 
     @torch.no_grad()
     def save_adapter(self, path: Path) -> None:

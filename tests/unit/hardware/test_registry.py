@@ -154,7 +154,7 @@ def test_a_name_with_two_owners_is_refused_and_others_work(
     assert registry.detect("cpu")[0].device_name == "cpu"
     with pytest.raises(ConfigError, match="'chip' is registered by both wheel-a==1.0 and wheel-b"):
         registry.detect("chip")
-    with pytest.raises(ConfigError, match="'nvidia' is registered by both this project and whe"):
+    with pytest.raises(ConfigError, match="'nvidia' is registered by both this project and wheel"):
         registry.detect("nvidia")
     # Whoever is meant, another device is not.
     with pytest.raises(ConfigError, match="'chip' is registered by both"):

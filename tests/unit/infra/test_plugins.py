@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import check_plugin, register_plugin
+from engines.config.stages import PromoteConfig
+from engines.rollout.registry import RolloutRegistry
 from hardware.registry import built_in_registry, register_platform
 from infra.errors import ConfigError
 from infra.fingerprint import environment_digest, outside_code
@@ -18,6 +20,7 @@ from infra.plugins import (
     outside_plugins,
     register_outside,
 )
+from tasks.identity import StageRequest
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 
@@ -145,6 +148,9 @@ def test_a_plugin_that_does_not_load_names_its_distribution(tmp_path: Path) -> N
         "rl.reward.function: gone cannot be loaded from gone_module:f (ModuleNotFoundError: No "
         "module named 'gone_module'); repair or remove wheel_a==1.0"
     )
+    install(tmp_path, "wheel_b", rollout__gone="gone_module:f")
+    with pytest.raises(ConfigError, match="rollout.engine: gone cannot .* remove wheel_b==1.0"):
+        RolloutRegistry.load("gone")
     with pytest.raises(ConfigError, match="less cannot be loaded .*AttributeError.*wheel_a==1.0"):
         load_outside(less, "rl.reward.function")
 
@@ -191,6 +197,19 @@ def test_plugins_enter_the_environment_of_a_fingerprint(
     assert environment_digest(["numpy"], outside_code()) == digests[-1]
     (tmp_path / "part_of_nobody.py").write_text("z = 2\n")
     assert environment_digest(["numpy"], outside_code()) == digests[-1]
+
+
+def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        config = PromoteConfig(model_name="m", metric="accuracy", min_value=0.5)
+        return StageRequest("promote", "promote", "engines.jobs.promote", config, {}, 0).fingerprint
+
+    found = [fingerprint()]
+    for version in ("1.0", "1.1", "1.0"):
+        install(tmp_path, "wheel_a", version, backend__mine="json:loads")
+        found.append(fingerprint())
+    assert len(set(found)) == 3
+    assert found[1] == found[3]
 
 
 def test_listing_imports_no_plugin(tmp_path: Path) -> None:

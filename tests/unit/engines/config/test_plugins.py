@@ -62,7 +62,9 @@ def test_plugins_of_other_distributions(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_plugin_of_this_project_needs_no_extra() -> None:
     assert check_plugin("backend", "fsdp2", "training.backend") is BUILT_IN["backend"]["fsdp2"]
-    with pytest.raises(ConfigError, match="training.backend: no 'fsdp3'; known: fsdp2; did you"):
+    with pytest.raises(
+        ConfigError, match=r"training.backend: no 'fsdp3'; known: .*; did you mean fsdp\?"
+    ):
         check_plugin("backend", "fsdp3", "training.backend")
 
 
@@ -79,5 +81,5 @@ def test_an_extra_counts_only_when_its_library_is_here(monkeypatch: pytest.Monke
         "training.backend: absent needs the extra: pip install 'rlhf-pipeline[fast]' (no module "
         "named no_such_library)"
     )
-    with pytest.raises(ConfigError, match="known: absent, fsdp2, present; did you mean absent"):
+    with pytest.raises(ConfigError, match="known: absent, .*; did you mean absent"):
         check_plugin("backend", "absnt", "training.backend")

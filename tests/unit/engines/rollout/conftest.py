@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engines.checkpoint.hub_names import HubNames
 from engines.config.rollout import RolloutConfig
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
@@ -77,7 +78,8 @@ class Lab:
     @staticmethod
     def send(engine, model, version: int, dtype: str = "float32") -> SyncReport:
         sync = InProcessCheckpointEngine(engine, dtype)
-        return sync.send_weights(iter(model.named_parameters()), version)
+        # As a trainer sends them: by the names on disk.
+        return sync.send_weights(HubNames(model).stream(model.named_parameters()), version)
 
     def requests(
         self,

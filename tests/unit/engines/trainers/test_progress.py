@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engines.checkpoint.background import write_in_background
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
@@ -23,8 +24,13 @@ class FileWorkers:
         self.loaded = ""
 
     def run(self, method: Callable[..., Any], path: Path, *step: int) -> None:
-        if method.__name__ == "save_checkpoint":
+        def write() -> None:
             (path / "state.txt").write_text(f"after step {step[0]}", encoding="utf-8")
+
+        if method.__name__ == "save_checkpoint":
+            write()
+        elif method.__name__ == "begin_checkpoint":
+            write_in_background(write, path, 0)
         else:
             self.loaded = (path / "state.txt").read_text(encoding="utf-8")
 
@@ -32,7 +38,9 @@ class FileWorkers:
         pass
 
 
-def progress_in(work: Path, journal: Journal, num_steps: int = 5) -> StageProgress:
+def progress_in(
+    work: Path, journal: Journal, num_steps: int = 5, background_timeout_s: float | None = None
+) -> StageProgress:
     return StageProgress(
         journal,
         Heartbeat(work / "heartbeat.json", 60.0),
@@ -40,6 +48,7 @@ def progress_in(work: Path, journal: Journal, num_steps: int = 5) -> StageProgre
         2,
         num_steps,
         PhaseClock(),
+        background_timeout_s,
     )
 
 
@@ -47,15 +56,17 @@ def saved(work: Path) -> list[int]:
     return StepCheckpoints(work / "checkpoints", 10).steps()
 
 
-def test_every_second_step_and_the_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background_timeout_s", [None, 20.0], ids=["waiting", "background"])
+def test_every_second_step_and_the_last(tmp_path: Path, background_timeout_s: float | None) -> None:
     with closing(Journal(tmp_path / "journal.jsonl")) as journal:
-        progress = progress_in(tmp_path, journal)
+        progress = progress_in(tmp_path, journal, background_timeout_s=background_timeout_s)
         with pytest.raises(RuntimeError, match="without a checkpoint"):
             progress.last_checkpoint()
         for step in range(1, 6):
             progress.checkpoint_when_due(step, FileWorkers())
+        last = progress.last_checkpoint()
         assert saved(tmp_path) == [2, 4, 5]
-        text = (progress.last_checkpoint() / "state.txt").read_text(encoding="utf-8")
+        text = (last / "state.txt").read_text(encoding="utf-8")
         assert text == "after step 5"
 
 

@@ -1,0 +1,135 @@
+"""Step checkpoints that are written while training goes on.
+
+Each rank copies its state and writes it in a thread of its own, then leaves a marker file; a
+thread of the process that publishes waits for all markers. Nothing but files passes between
+them, so training calls are never in their way.
+Promises: a checkpoint appears only when every rank has written its part; what failed in the
+background is raised by the next call. One checkpoint is in flight at a time.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
+from engines.errors import CheckpointError
+from infra.errors import DeadlineError
+from infra.waiting import wait_for
+
+_WRITTEN, _FAILED = ".written-", ".failed-"
+_POLL_S = 0.05
+
+
+def write_in_background(write: Callable[[], None], path: Path, rank: int) -> threading.Thread:
+    """Write a rank's staged files; leaves `.written-<rank>` or `.failed-<rank>` in `path`.
+
+    Args:
+        write: of `begin_checkpoint`.
+        path: directory of the files.
+        rank: of this process.
+
+    Returns:
+        The running thread.
+    """
+
+    def run() -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001  thread boundary: told through the marker
+            (path / f"{_FAILED}{rank}").write_text(f"{type(error).__name__}: {error}")
+        else:
+            (path / f"{_WRITTEN}{rank}").touch()
+
+    thread = threading.Thread(target=run, name=f"checkpoint-rank-{rank}", daemon=True)
+    thread.start()
+    return thread
+
+
+class BackgroundSave:
+    """One checkpoint on its way to disk.
+
+    Args:
+        checkpoints: where it is published.
+        step: its number.
+        state: of the trainer after that step.
+        world_size: ranks that write.
+        timeout_s: deadline of the ranks' writing.
+    """
+
+    def __init__(
+        self,
+        checkpoints: StepCheckpoints,
+        step: int,
+        state: TrainerState,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        self._checkpoints, self._step, self._state = checkpoints, step, state
+        self._world_size, self._timeout_s = world_size, timeout_s
+        self._staged: Future[None] = Future()
+        self._directory: Future[Path] = Future()
+        self._result: Future[StepCheckpoint] = Future()
+        threading.Thread(target=self._run, name=f"publish-step-{step}", daemon=True).start()
+
+    def stage(self, stage: Callable[[Path], None]) -> None:
+        """Let the ranks copy their state; they write from then on.
+
+        Args:
+            stage: given the directory to write into; returns when everything is copied.
+        """
+        try:
+            stage(self._directory.result(timeout=self._timeout_s))
+        except BaseException as error:
+            self._staged.set_exception(error)
+            raise
+        self._staged.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        """Whether it was published, or failed."""
+        return self._result.done()
+
+    def result(self) -> StepCheckpoint:
+        """Wait for it.
+
+        Returns:
+            The published checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not write.
+            DeadlineError: the ranks did not finish in time.
+            OSError: it could not be published.
+        """
+        try:
+            return self._result.result(timeout=2 * self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"step {self._step} to be published", 2 * self._timeout_s) from None
+
+    def _run(self) -> None:
+        try:
+            saved = self._checkpoints.save(self._step, self._when_written, self._state)
+        except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
+            if not self._directory.done():
+                self._directory.set_exception(error)
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(saved)
+
+    def _when_written(self, path: Path) -> None:
+        self._directory.set_result(path)
+        self._staged.result(timeout=self._timeout_s)
+        ranks = range(self._world_size)
+
+        def finished() -> bool:
+            failed = sorted(path.glob(f"{_FAILED}*"))
+            if failed:
+                raise CheckpointError(
+                    f"step {self._step}: rank {failed[0].name.removeprefix(_FAILED)} could not "
+                    f"write: {failed[0].read_text()}"
+                )
+            return all((path / f"{_WRITTEN}{rank}").exists() for rank in ranks)
+
+        wait_for(finished, f"step {self._step} to be written", self._timeout_s, _POLL_S)
+        for rank in ranks:
+            (path / f"{_WRITTEN}{rank}").unlink()

@@ -1,0 +1,38 @@
+"""TorchTitan on the CPU: it takes its device from the torch build, and knows no CPU.
+
+Promises: nothing else of TorchTitan is replaced, and leaving the scope puts everything back.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_DEVICE_NAMES = ("device_type", "device_module")
+
+
+@contextmanager
+def torchtitan_on_cpu() -> Iterator[None]:
+    """Scope in which TorchTitan's device is the CPU.
+
+    Its modules copy the name of the device when they are imported; those that are there already
+    are changed too.
+    """
+    import torch
+
+    stand_ins: dict[str, Any] = {"device_type": "cpu", "device_module": torch.cpu}
+    importlib.import_module("torchtitan.tools.utils")
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    modules = [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]
+    for module in modules:
+        for name in _DEVICE_NAMES:
+            if name in vars(module):
+                replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, stand_ins[name])
+    try:
+        yield
+    finally:
+        for module, name, value in replaced:
+            setattr(module, name, value)

@@ -1,0 +1,284 @@
+"""One rank of the Megatron engine's own tests: what the backend contract does not ask.
+
+Run as a program; writes the results of every case as JSON. References are transformers and
+torch alone, or another backend of the project.
+"""
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlhf.testing.backend_cases import OPTIMIZER, train
+from rlhf.testing.plain_loop import LR, NUM_STEPS, WEIGHT_DECAY, language_loss, make_batch, rows_of
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engines.config.training import LoraConfig, TrainingConfig
+from engines.training import collectives
+from engines.training.base import BaseEngine
+from engines.training.linear_logprobs import linear_token_logprobs
+from engines.training.registry import create_engine
+from hardware.cpu import CPUPlatform
+from infra.errors import ConfigError
+
+TENSOR = {"tensor_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2}
+VIRTUAL = {**PIPELINE, "virtual_pipeline_parallel_size": 2}
+EXPERT = {"expert_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+LORA = LoraConfig(rank=4, alpha=8.0)
+Results = dict[str, Any]
+
+
+class Rank:
+    """Makes engines for the cases."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self.root, self.rank = root, rank
+
+    def engine(
+        self, model: str = "qwen3", *, backend: str = "megatron", load: bool = True,
+        frozen: bool = False, **training: Any,
+    ) -> BaseEngine:  # fmt: skip
+        config = TrainingConfig(
+            backend=backend, num_workers=2, collective_timeout_s=60.0, **training
+        )
+        engine = create_engine(
+            "language_model", self.root / model, config, None if frozen else OPTIMIZER, 100,
+            CPUPlatform(), seed=0,
+        )  # fmt: skip
+        engine.initialize(load_weights=load)
+        return engine
+
+    def fresh_dir(self, name: str) -> Path:
+        path = self.root / name
+        if self.rank == 0:
+            path.mkdir()
+        dist.barrier()
+        return path
+
+
+def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+def case_architectures(rank: Rank) -> Results:
+    """Models that the contract does not have, each under a layout."""
+    return {
+        "qwen2": train(rank.engine("qwen2", **TENSOR)),
+        "llama3": train(rank.engine("llama3", **PIPELINE)),
+        "softmax_first": train(rank.engine("softmax_first", **TENSOR)),
+        "tied_virtual": train(rank.engine("qwen3", **VIRTUAL, max_tokens_per_micro_batch=24)),
+    }
+
+
+def case_vocabulary_over_ranks(rank: Rank) -> Results:
+    """Log-probabilities, entropies and gradients against whole logits, and an uneven cut."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(37, 8, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 37, (23,), generator=generator)
+    grads = torch.randn(2, 23, generator=generator, dtype=torch.float64)
+    first, last = (0, 19) if rank.rank == 0 else (19, 37)
+    own_hidden = hidden.clone().requires_grad_()
+    own_weight = weight[first:last].clone().requires_grad_()
+    out = linear_token_logprobs(
+        own_hidden, own_weight, tokens, temperature=0.7, entropy=True, chunk_elements=40,
+        group=dist.group.WORLD, first_token=first,
+    )  # fmt: skip
+    torch.autograd.backward(out, tuple(grads))
+    summed = own_hidden.grad.clone()
+    dist.all_reduce(summed)
+    whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    distribution = torch.distributions.Categorical(logits=whole_hidden @ whole_weight.T / 0.7)
+    expected = (distribution.log_prob(tokens), distribution.entropy())
+    torch.autograd.backward(expected, tuple(grads))
+    none = linear_token_logprobs(
+        own_hidden[:0], own_weight, tokens[:0], entropy=True, group=dist.group.WORLD
+    )
+    pairs = {
+        "logprobs": (out[0], expected[0]),
+        "entropy": (out[1], expected[1]),
+        "hidden": (summed, whole_hidden.grad),
+        "weight": (own_weight.grad, whole_weight.grad[first:last]),
+    }
+    errors = {name: float((ours - theirs).abs().max()) for name, (ours, theirs) in pairs.items()}
+    return errors | {"no_rows": none[0].numel()}
+
+
+def case_adapter_as_in_fsdp2(rank: Rank) -> Results:
+    """The same adapter, trained by both backends from the same first values."""
+    results: Results = {}
+    reference = rank.engine(backend="fsdp2", lora=LORA)
+    results["fsdp2"] = train(reference)
+    expected = weights(reference)
+    layouts = {
+        "tensor": TENSOR,
+        "whole": {**TENSOR, "sequence_parallel": False},
+        "pipeline": {**PIPELINE, "gradient_checkpointing": True},
+        "context": CONTEXT,
+    }
+    for name, layout in layouts.items():
+        engine = rank.engine(lora=LORA, **layout)
+        results[name] = train(engine)
+        found = weights(engine)
+        results[f"{name}_weights"] = max(
+            float((found[n] - expected[n]).abs().max()) for n in expected
+        )
+    some = LoraConfig(rank=2, alpha=2.0, target_modules=("v_proj", "down_proj"))
+    results["some_fsdp2"] = train(rank.engine(backend="fsdp2", lora=some))
+    results["some"] = train(rank.engine(lora=some, **TENSOR))
+    saved = rank.fresh_dir("adapter")
+    rank.engine(lora=LORA, **TENSOR).save_adapter(saved)
+    theirs = rank.fresh_dir("adapter-fsdp2")
+    rank.engine(backend="fsdp2", lora=LORA).save_adapter(theirs)
+    dist.barrier()
+    ours, same = (load_file(path / "adapter_model.safetensors") for path in (saved, theirs))
+    results["saved_alike"] = ours.keys() == same.keys() and all(
+        torch.equal(ours[name], same[name]) for name in ours
+    )
+    return results
+
+
+def case_checkpoints_between_backends(rank: Rank) -> Results:
+    """Save after two steps here, continue there: weights, moments and schedule."""
+    results: Results = {}
+    kinds = (("qwen3", TENSOR), ("qwen3", VIRTUAL), ("softmax_first", EXPERT))
+    for model, layout in kinds:
+        name = f"{model}-{'-'.join(layout)}"
+        path = rank.fresh_dir(f"between-{name}")
+        engine = rank.engine(model, **layout)
+        train(engine, range(2))
+        engine.save_checkpoint(path, step=2)
+        there = rank.engine(model, backend="fsdp2", load=False)
+        there.load_checkpoint(path)
+        back = rank.fresh_dir(f"back-{name}")
+        there.save_checkpoint(back, step=2)
+        again = rank.engine(model, load=False, **layout)
+        again.load_checkpoint(back)
+        results[name] = {
+            "here": train(engine, range(2, NUM_STEPS)),
+            "there": train(there, range(2, NUM_STEPS)),
+            "back": train(again, range(2, NUM_STEPS)),
+        }
+    return results
+
+
+def case_frozen(rank: Rank) -> Results:
+    """Parameters that are not trained, and patterns that cannot be served."""
+    patterns = ("model.embed_tokens.*", "*.mlp.*", "*.1.self_attn.?_proj.weight")
+    engine = rank.engine("llama", frozen_parameters=patterns, gradient_checkpointing=True, **TENSOR)
+    before = weights(engine)
+    steps = train(engine)
+    changed = [name for name, t in weights(engine).items() if not torch.equal(t, before[name])]
+    problems: dict[str, str] = {}
+    for pattern in ("*.q_proj.weight", "nothing"):
+        try:
+            rank.engine(frozen_parameters=(pattern,), **TENSOR)
+        except ConfigError as error:
+            problems[pattern] = str(error)
+    model = AutoModelForCausalLM.from_pretrained(rank.root / "llama", dtype=torch.float32)
+    for name in set(before) - set(changed):
+        model.get_parameter(name).requires_grad_(False)
+    return {
+        "steps": steps,
+        "expected": plain_steps(model),
+        "changed": changed,
+        "problems": problems,
+    }
+
+
+def plain_steps(model: nn.Module) -> list[tuple[float, float]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = language_loss(model, rows_of(make_batch(step)))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        steps.append((float(loss.detach()), float(norm)))
+    return steps
+
+
+def case_two_layouts(rank: Rank) -> Results:
+    """A policy and a reference under different layouts, taking turns."""
+    policy, reference = rank.engine(**TENSOR), rank.engine(frozen=True, **PIPELINE)
+    alone = train(rank.engine(**TENSOR))
+    before = reference.infer_batch(make_batch(0)).logprobs_T
+    steps = []
+    for step in range(NUM_STEPS):
+        steps += train(policy, range(step, step + 1))
+        unchanged = torch.equal(reference.infer_batch(make_batch(0)).logprobs_T, before)
+    return {"alone": alone, "in_turns": steps, "unchanged": unchanged}
+
+
+def case_no_trace(rank: Rank) -> Results:
+    """Making an engine that only infers leaves the random generator alone."""
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    rank.engine(frozen=True, **TENSOR).infer_batch(make_batch(0))
+    return {"generator": torch.equal(before, torch.get_rng_state())}
+
+
+def case_padding(rank: Rank) -> Results:
+    """One token per sequence and rows shorter than the ranks: padding changes nothing."""
+    batch = make_batch(0).select([1])
+    expected = rank.engine(frozen=True).infer_batch(batch).logprobs_T
+    results: Results = {}
+    for name, layout in {"tensor": TENSOR, "context": CONTEXT}.items():
+        found = rank.engine(frozen=True, **layout).infer_batch(batch).logprobs_T
+        results[name] = float((found - expected).abs().max())
+    return results
+
+
+CASES: tuple[Callable[[Rank], Results], ...] = (
+    case_architectures,
+    case_vocabulary_over_ranks,
+    case_adapter_as_in_fsdp2,
+    case_checkpoints_between_backends,
+    case_frozen,
+    case_two_layouts,
+    case_no_trace,
+    case_padding,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--root", "--rank", "--port"):
+        parser.add_argument(name, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = Rank(Path(args.root), int(args.rank))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=rank.rank, world_size=2,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    results: Results = {}
+    for case in CASES:
+        try:
+            results[case.__name__] = case(rank)
+        except Exception:  # noqa: BLE001 (the boundary of a test process)
+            results[case.__name__] = {"error": traceback.format_exc()}
+            break
+    (rank.root / f"results-{rank.rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    collectives.close_process_group()
+
+
+if __name__ == "__main__":
+    main()
