@@ -46,6 +46,19 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 	  $(MAKE) env-$$name; \
 	  .envs/$$name/bin/python -m pytest --pyargs rlhf.testing.test_backend --backend $$name $(ARGS); done
 
+# Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...
+env-%: .envs/%/.installed ;
+
+.envs/%/.installed: infra/locks/%.lock pyproject.toml
+	$(PYTHON) -m venv .envs/$*
+	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement infra/locks/$*.lock || \
+	  .envs/$*/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU_INDEX) \
+	    --requirement infra/locks/$*.lock
+	.envs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PRECIOUS: .envs/%/.installed
+
 lint: $(STAMP)  ## style, import contracts, docstrings, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ host's, and `torch.compile` leaves functions as they are. Outside of it nothing 
 other libraries of the process neither slow down nor see a device that is not there.
 Promises: results equal those of the same arithmetic written in plain torch. Threads share the
 `torch.cuda` replacements while any scope is open; the device rewriting is the opening thread's.
+Megatron-Core must be imported inside the scope first: it compiles functions as it defines them.
 Not covered: TransformerEngine, CUDA graphs, asynchronous activation offload.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_JIT = "megatron.core.jit"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _DISPATCHERS = (
     "megatron.core.transformer.moe.moe_utils",
@@ -54,12 +56,13 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(_replaced(torch.cuda, _cuda_replacements()))
     stack.enter_context(_replaced(torch.cuda.random, _GENERATOR))
     stack.enter_context(_replaced(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}))
-    # Its functions are compiled as they are defined, which is when it is first imported.
     stack.enter_context(_replaced(torch, {"compile": _uncompiled}))
     with warnings.catch_warnings():
         # It announces every optional CUDA library that is absent.
         warnings.simplefilter("ignore")
-        random, *dispatchers = (importlib.import_module(name) for name in (_RANDOM, *_DISPATCHERS))
+        names = (_JIT, _RANDOM, *_DISPATCHERS)
+        jit, random, *dispatchers = (importlib.import_module(name) for name in names)
+    stack.enter_context(_replaced(jit, {"jit_fuser": _uncompiled}))
     stack.enter_context(_replaced(random, _TRACKER))
     stack.enter_context(_silenced(logging.getLogger(_RANDOM)))
     for module in dispatchers:

@@ -20,6 +20,7 @@ from typing import Any
 
 from infra.canonical import sha256_file, sha256_json
 from infra.errors import ConfigError
+from infra.job_environments import installed_distributions
 from infra.plugins import external_module_names, outside_plugins
 from infra.stage_spec import Artifact
 
@@ -109,20 +110,26 @@ def sources_digest(modules: Sequence[str]) -> str:
 
 
 def environment_digest(
-    distributions: Sequence[str], outside: Mapping[str, Any] | None = None
+    distributions: Sequence[str],
+    outside: Mapping[str, Any] | None = None,
+    interpreter: Path | None = None,
 ) -> str:
     """sha256 of Python's minor version, the installed versions of distributions, and plugins.
 
     Args:
         distributions: by name; one that is not installed counts as absent.
         outside: of `outside_code`; None or empty where no plugin is installed.
+        interpreter: of the job environment that the job runs in: all that is installed there
+            counts instead. None: it runs in this one.
 
     Returns:
         64 hex digits.
     """
     environment: dict[str, Any] = {
         "python": ".".join(python_version_tuple()[:2]),
-        "distributions": {name: _installed_version(name) for name in distributions},
+        "distributions": {name: _installed_version(name) for name in distributions}
+        if interpreter is None
+        else installed_distributions(interpreter),
     }
     if outside:
         environment["outside"] = dict(outside)

@@ -42,6 +42,7 @@ class StageRequest:
         inputs: artifacts by the name the job knows them by.
         seed: the run's seed.
         plugins: modules of the plugins that the configuration names; their sources count too.
+        interpreter: Python of the job environment that the job needs; None: this one.
         force: any text; a new one makes a new fingerprint, and so a new run of the stage.
     """
 
@@ -52,6 +53,7 @@ class StageRequest:
     inputs: Mapping[str, Artifact]
     seed: int
     plugins: tuple[str, ...] = ()
+    interpreter: Path | None = None
     force: str = ""
 
     def forced(self, token: str) -> "StageRequest":
@@ -68,7 +70,9 @@ class StageRequest:
             inputs=self.inputs,
             seed=self.seed,
             sources_digest=sources_digest([self.job_module, *self.plugins]),
-            environment_digest=environment_digest(NUMERIC_DISTRIBUTIONS, outside_code()),
+            environment_digest=environment_digest(
+                NUMERIC_DISTRIBUTIONS, outside_code(), self.interpreter
+            ),
             force=self.force,
         )
 

@@ -4,6 +4,7 @@ Needs the `policy` of the stage before, the `dataset`, and, when a KL loss is co
 policy that RL started from as `reference`. Yields a `policy`.
 """
 
+from engines.config.backends import job_interpreter
 from engines.config.stages import RLRoundStageConfig
 from infra.stage_spec import Artifact
 from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
@@ -38,6 +39,7 @@ def rl_round(
             config=config,
             inputs=inputs,
             seed=seed,
+            interpreter=job_interpreter(config.training.backend, "training.backend"),
             plugins=plugin_modules(
                 training=config.training,
                 rollout=config.rollout,

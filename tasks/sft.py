@@ -4,6 +4,7 @@ Needs the `dataset` and the model. Yields a `policy`: sharded checkpoint with op
 Hugging Face configuration and tokenizer beside it.
 """
 
+from engines.config.backends import job_interpreter
 from engines.config.stages import SFTStageConfig
 from infra.stage_spec import Artifact
 from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
@@ -28,6 +29,7 @@ def sft(run: StageRunner, config: SFTStageConfig, seed: int, dataset: Artifact) 
                 **reward_input(config.reward),
             },
             seed=seed,
+            interpreter=job_interpreter(config.training.backend, "training.backend"),
             plugins=plugin_modules(
                 training=config.training, rollout=config.rollout, reward=config.reward
             ),

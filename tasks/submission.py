@@ -83,8 +83,9 @@ class Submission:
         path = self.attempt_dir(attempt) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, canonical_json(spec))
+        python = str(self._request.interpreter or sys.executable)
         return JobRequest(
-            argv=[sys.executable, "-m", self._request.job_module, str(path)],
+            argv=[python, "-m", self._request.job_module, str(path)],
             env=forwarded_environment(),
             metadata=self._metadata,
         )

@@ -6,12 +6,15 @@ reference page print it.
 Does not describe backends of other distributions: those are asked at run time.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
+from infra.job_environments import interpreter_of
 
 
 class Tested(Enum):
@@ -23,6 +26,8 @@ class Tested(Enum):
     """The same, inside the backend's own job environment (`make env-<backend>`)."""
     GPU = "gpu"
     """By a test under `tests/gpu/` that needs an accelerator."""
+    CPU_TWIN = "cpu twin"
+    """By the contract tests of the same code on CPU process groups; not on the device itself."""
     REGISTRY = "registry"
     """Only that it is found and says what it lacks: no machine with the device was at hand."""
 
@@ -53,6 +58,8 @@ class Backend:
         extra: name of that extra; None when the backend has an environment of its own.
         environment: name of the job environment (`make env-<name>`) it runs in, if not the
             project's own.
+        device_engines: device -> ``module:Class`` of an engine of its own there, for all model
+            types.
         limits: what it cannot do, in words for the matrix.
     """
 
@@ -64,6 +71,7 @@ class Backend:
     requires: str | None = None
     extra: str | None = None
     environment: str | None = None
+    device_engines: Mapping[str, str] = field(default_factory=dict)
     limits: str = ""
 
     @property
@@ -96,7 +104,8 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(
         language_model="engines.training.megatron.engine:MegatronEngine",
         value_model="engines.training.megatron.engine:MegatronEngine",
-        devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
+        devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
+        device_engines={"npu": "engines.training.mindspeed.engine:MindSpeedMegatronEngine"},
         parallelism={
             **_HF,
             "tensor": Tested.CONTRACT,
@@ -122,6 +131,7 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.ENVIRONMENT},
         requires="veomni",
         environment="veomni",
+        limits="causal text models of VeOmni whose weights need no conversion; no compile",
     ),
     "automodel": Backend(
         language_model="engines.training.automodel.engine:AutomodelEngine",
@@ -136,6 +146,8 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.ENVIRONMENT},
         requires="nemo_automodel",
         environment="automodel",
+        limits="with tensor parallelism: no adapter, value model, ulysses or chunked logprobs; "
+        "no compile",
     ),
     "torchtitan": Backend(
         language_model="engines.training.torchtitan.engine:TorchTitanEngine",
@@ -147,8 +159,34 @@ BACKENDS: Mapping[str, Backend] = {
         },
         requires="torchtitan",
         environment="torchtitan",
+        limits="dense qwen3 and llama; trains all weights; no compile",
     ),
 }
+
+
+def job_interpreter(backend: str, path: str) -> Path | None:
+    """The Python that jobs of a backend need, if its libraries clash with the project's own.
+
+    Args:
+        backend: its name; one of another distribution runs in the project's environment.
+        path: where the name stands in the configuration, for the error line.
+
+    Returns:
+        None where this Python serves: the backend has no environment of its own, or this is it.
+
+    Raises:
+        ConfigError: the job environment was not made.
+    """
+    entry = BACKENDS.get(backend)
+    if entry is None or entry.environment is None:
+        return None
+    if entry.requires and importlib.util.find_spec(entry.requires) is not None:
+        return None
+    interpreter = interpreter_of(entry.environment)
+    if interpreter is None:
+        name = entry.environment
+        raise ConfigError(path, f"{backend} needs the job environment {name}: make env-{name}")
+    return interpreter
 
 
 def check_layout(training: TrainingConfig) -> None:

@@ -22,7 +22,7 @@ class MatrixRow:
     Attributes:
         backend: setting `training.backend`.
         model_type: `language_model` or `value_model`.
-        device: torch device type.
+        device: torch device type, and whether a test runs on it.
         parallelism: dimensions, grouped by how they are tested.
         features: the same of features.
         needs: what has to be installed, if it is not, and what the backend cannot do.
@@ -56,7 +56,7 @@ def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
                 yield MatrixRow(
                     name,
                     model_type,
-                    device,
+                    device if tested is not Tested.GPU else f"{device} (one rank: {tested.value})",
                     _grouped(backend.parallelism, tested),
                     _grouped(backend.features, tested),
                     _needs(name, backend, installed=installed),
@@ -75,11 +75,15 @@ def _outside_rows() -> Iterator[MatrixRow]:
 
 
 def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
-    """`contract: data, tensor; gpu: context`: what the device itself is not tested for counts so."""
-    weaker = (Tested.GPU, Tested.REGISTRY)
+    """`contract: data, tensor; gpu: context`; what needs several devices has its CPU twin alone."""
     groups: dict[str, list[str]] = {}
     for claim, tested in claims.items():
-        how = on_device if on_device in weaker else tested
+        if on_device is Tested.REGISTRY:
+            how = on_device
+        elif on_device is Tested.GPU and tested is not Tested.GPU:
+            how = Tested.CPU_TWIN
+        else:
+            how = tested
         groups.setdefault(how.value, []).append(claim)
     return "; ".join(f"{how}: {', '.join(names)}" for how, names in groups.items())
 

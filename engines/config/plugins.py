@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from engines.config.backends import BACKENDS
+from engines.config.backends import BACKENDS, job_interpreter
 from infra.errors import ConfigError
 from infra.names import unknown_name
 from infra.plugins import ENTRY_POINT_GROUP, outside_plugins, register_outside
@@ -130,8 +130,8 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         The built-in plugin, or None when someone else brings it.
 
     Raises:
-        ConfigError: the name is unknown (with the nearest known one), its extra is missing, or
-            two claim it.
+        ConfigError: the name is unknown (with the nearest known one), its extra or its job
+            environment is missing, or two claim it.
     """
     plugin = BUILT_IN[kind].get(name)
     outside = outside_plugins(kind)
@@ -145,13 +145,14 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         if name in names:
             return None
         raise ConfigError(path, unknown_name(name, sorted({*BUILT_IN[kind], *names})))
+    if kind == "backend" and job_interpreter(name, path) is not None:
+        return plugin
     if plugin.requires and not _installed(plugin.requires):
-        remedy = (
-            f"the extra: pip install 'rlhf-pipeline[{plugin.extra}]'"
-            if plugin.extra
-            else f"a job environment of its own: make env-{name}"
+        raise ConfigError(
+            path,
+            f"{name} needs the extra: pip install 'rlhf-pipeline[{plugin.extra}]' "
+            f"(no module named {plugin.requires})",
         )
-        raise ConfigError(path, f"{name} needs {remedy} (no module named {plugin.requires})")
     return plugin
 
 

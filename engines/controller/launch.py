@@ -5,6 +5,7 @@ Ray is imported only when more than one rank is asked for.
 
 import functools
 import os
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,6 +16,7 @@ from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import WorkerGroup
 from hardware.registry import detect
 from infra.errors import DeadlineError
+from infra.job_environments import is_inside
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
@@ -83,7 +85,13 @@ def _connect(connection: "Future[object]") -> None:
 
     try:
         connection.set_result(
-            ray.init(address=RAY_ADDRESS, log_to_driver=False, configure_logging=False)
+            ray.init(
+                address=RAY_ADDRESS,
+                log_to_driver=False,
+                configure_logging=False,
+                # Ray starts actors with the Python of the cluster.
+                runtime_env={"py_executable": sys.executable} if is_inside() else None,
+            )
         )
     except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
         connection.set_exception(error)

@@ -13,7 +13,7 @@ permutes the splits for every backend and every loss.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -260,7 +260,7 @@ class BaseEngine(ABC):
         """Scope of a forward pass whose activations are kept as the configuration says."""
         if self.spec.training.activation_offload:
             return activations_on_host(self.spec.platform.device())
-        return ExitStack()
+        return nullcontext()
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.config.backends import BACKENDS
+from engines.config.backends import BACKENDS, job_interpreter
 from engines.config.plugins import BUILT_IN
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import UnknownPluginError
@@ -156,9 +156,13 @@ def built_in_registry() -> EngineRegistry:
     registry = EngineRegistry()
     for name, backend in BACKENDS.items():
         for model_type, target in backend.targets.items():
-            registry.register(
-                model_type=model_type, backend=name, target=target, device=list(backend.devices)
-            )
+            for device in backend.devices:
+                registry.register(
+                    model_type=model_type,
+                    backend=name,
+                    target=backend.device_engines.get(device, target),
+                    device=device,
+                )
     for plugin in outside_plugins("backend"):
         registry.register_plugin(plugin)
     return registry
@@ -199,6 +203,10 @@ def create_engine(
         device=env.RLHF_ENGINE_DEVICE.get() or platform.device_name,
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
     )
+    if job_interpreter(training.backend, _SETTING) is not None:
+        raise ConfigError(
+            _SETTING, f"{training.backend} runs in a job environment of its own, not in this one"
+        )
     check_options(engine_class, training)
     spec = EngineSpec(
         hf_dir, training, optimizer, total_steps, platform, seed, temperature, model_type

@@ -15,6 +15,7 @@ MEANINGS = {
     Tested.CONTRACT: "contract tests on CPU process groups, in continuous integration",
     Tested.ENVIRONMENT: "the same, inside the backend's own environment",
     Tested.GPU: "a test under tests/gpu that needs an accelerator",
+    Tested.CPU_TWIN: "the same code by the contract tests on CPU; not on the device itself",
     Tested.REGISTRY: "found, and says what it lacks; no such device was at hand",
 }
 

@@ -2,7 +2,7 @@
 
 Each benchmark is a program of its own and says at its top what it compares and how. Ours and the
 peer take turns inside one run, so that a busy machine slows both; the spread is printed beside
-each median. Names: sft, rollout, grpo_step, packing, logprobs, checkpoint, ranks. Without names, all of them.
+each median. Without names, all of them.
 """
 
 import argparse

@@ -61,7 +61,8 @@ OVERRIDES = [
     # Row 5: batch sizes that do not divide.
     (
         ["training.num_workers=3"],
-        "sft.batch_size_sequences: 128 is not a multiple of the 3 data-parallel ranks; use 126 or 129",
+        "sft.batch_size_sequences: 128 is not a multiple of the 3 data-parallel ranks; use 126 or "
+        "129",
     ),
     (
         ["rl.mini_batch_size_prompts=5"],
@@ -84,8 +85,15 @@ OVERRIDES = [
     ),
     # Row 8: unknown plugins.
     (
-        ["training.backend=fsdp"],
-        "training.backend: no 'fsdp'; known: fsdp2; did you mean fsdp2?",
+        ["training.backend=megatrn"],
+        "training.backend: no 'megatrn'; known: automodel, fsdp, fsdp2, megatron, torchtitan, "
+        "veomni; did you mean megatron?",
+    ),
+    # A layout that the backend does not have, and ranks that it does not divide.
+    (
+        ["training.tensor_parallel_size=2"],
+        "training.tensor_parallel_size: got 2; fsdp2 has no tensor parallelism; set it to 1, or "
+        "training.backend to megatron or automodel or torchtitan",
     ),
     (
         ["rollout.engine=transformer"],

@@ -99,7 +99,6 @@ class Architecture:
         layout: active.
         dtype: of the parameters.
         recompute: redo each layer's forward pass in the backward pass.
-        router_replay: routers can record and repeat their choices.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class Architecture:
         dtype: torch.dtype,
         *,
         recompute: bool = False,
-        router_replay: bool = False,
     ) -> None:
         self.hub = config
         self.is_mixture = bool(getattr(config, "num_experts", 0))
@@ -118,7 +116,6 @@ class Architecture:
             **_settings(config, layout),
             **({"recompute_granularity": "full", "recompute_method": "uniform",
                 "recompute_num_layers": 1} if recompute else {}),
-            moe_enable_routing_replay=router_replay and self.is_mixture,
         )  # fmt: skip
 
     @property

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
-from engines.checkpoint.sharded import Region, ShardedReader, save_regions
+from engines.checkpoint.regions import Region, save_regions
+from engines.checkpoint.sharded import ShardedReader
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.megatron.optimizer import MOMENTS, Shard

@@ -44,6 +44,8 @@ class MegatronOptions(StrictModel):
 
     transformer_engine: bool = False
     """Layers of TransformerEngine, which must be installed, instead of Megatron-Core's own."""
+    router_replay: bool = False
+    """Train a mixture on the experts that `infer_batch` chose for the same sequences."""
 
 
 class MegatronEngine(BaseEngine):

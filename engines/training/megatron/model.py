@@ -29,6 +29,7 @@ from engines.training.linear_logprobs import linear_token_logprobs
 from engines.training.megatron.architecture import Architecture, rotary_frequencies
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.parallel import Place
+from engines.training.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.spec import ModelType
 
 
@@ -44,6 +45,7 @@ class PackedRow:
         token_ids_N: (N,) int64, what they predict.
         temperature: of the distribution.
         entropy: also compute entropies.
+        routes: choices of experts to record or repeat; None leaves them to the routers.
         qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
         cp_group: the same for context parallelism.
     """
@@ -55,12 +57,16 @@ class PackedRow:
     token_ids_N: Tensor
     temperature: float
     entropy: bool
+    routes: RowRoutes | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
 
 
 class PackedCoreAttention(MegatronModule):
     """Softmax attention of a packed row, between the projections of a layer."""
+
+    routes: LayerRoutes | None = None
+    """Of the layer's experts, which are told the row they come after."""
 
     def __init__(
         self,
@@ -97,6 +103,8 @@ class PackedCoreAttention(MegatronModule):
         Returns:
             (S, 1, heads * head_dim).
         """
+        if self.routes is not None:
+            self.routes.row = packed_seq_params.routes
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out, _ = packed_attention(
             self, q, k, v, attention_mask, packing=packed_seq_params.packing, scaling=self._scaling

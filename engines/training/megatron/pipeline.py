@@ -7,6 +7,7 @@ it and has the gradient of its own tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from engines.training.attention import Packing
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.model import PackedRow
 from engines.training.megatron.parallel import Place
+from engines.training.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.micro_batches import filler
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.ulysses import SequenceSlice, slice_sequence
@@ -34,13 +36,20 @@ class Pipeline:
         layout: active.
         place: of this rank.
         chunks: the pieces, wrapped for gradient reduction if they are trained.
+        memory: of the experts that inference chose; None leaves them to the routers.
     """
 
     def __init__(
-        self, spec: EngineSpec, layout: Layout, place: Place, chunks: Sequence[nn.Module]
+        self,
+        spec: EngineSpec,
+        layout: Layout,
+        place: Place,
+        chunks: Sequence[nn.Module],
+        memory: RouteMemory | None = None,
     ) -> None:
         self._spec, self._layout, self._place = spec, layout, place
         self._chunks = list(chunks)
+        self._memory = memory
 
     def forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         """One forward pass where there is one stage; the batch is on the device."""
@@ -79,6 +88,8 @@ class Pipeline:
             found.append(outputs)
             return outputs.logprobs_T.new_zeros(())
 
+        if self._memory is not None:
+            self._memory.begin_inference()
         num_fillers = self._run(batches, keep, scope, entropy=entropy, forward_only=True)
         return found[num_fillers:]
 
@@ -100,8 +111,12 @@ class Pipeline:
         def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
             batch = next(iterator).to(device)
             row, predicted_N = self._row(batch, entropy)
+            piece = self._chunks.index(chunk)
+            row = self._with_routes(row, piece, batch, record=forward_only)
             with scope():
                 out = _call(chunk, row)
+            if self._memory is not None and row.routes is not None and forward_only:
+                self._memory.record(piece, batch, row.routes)
 
             def loss(output: Tensor) -> Any:
                 outputs = self._outputs(output, batch, predicted_N, entropy)
@@ -143,6 +158,15 @@ class Pipeline:
             entropy,
         )
         return row, predicted_N
+
+    def _with_routes(
+        self, row: PackedRow, piece: int, batch: TokenBatch, *, record: bool
+    ) -> PackedRow:
+        if self._memory is None:
+            return row
+        num_local = row.input_ids_S.numel()
+        routes = RowRoutes() if record else self._memory.repeated(piece, batch, num_local)
+        return replace(row, routes=routes)
 
     def _outputs(
         self, columns: Tensor, batch: TokenBatch, predicted_N: Tensor, entropy: bool

@@ -26,6 +26,7 @@ from engines.training.megatron.optimizer import ShardedAdamW
 from engines.training.megatron.parallel import Place, current_place
 from engines.training.megatron.pieces import Part, parts_of
 from engines.training.megatron.pipeline import Pipeline
+from engines.training.megatron.router_replay import RouteMemory
 from engines.training.megatron.upstream_fixes import define_missing_names
 from engines.training.spec import EngineSpec
 from engines.training.transformers.adapters import base_name
@@ -69,6 +70,10 @@ class Replica:
                 sequence_parallel=layout.sequence_parallel,
             )
             self.start_adapters()
+        self._is_adapted = True
+        self._memory: RouteMemory | None = None
+        if spec.training.options.get("router_replay") and spec.optimizer is not None:
+            self._memory = self._route_memory()
         self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: ShardedAdamW | None = None
 
@@ -95,6 +100,7 @@ class Replica:
 
     def set_adapter(self, enabled: bool) -> None:
         """Whether forward passes go through the adapters."""
+        self._is_adapted = enabled
         for adapter in self._adapters.values():
             adapter.enabled = enabled
 
@@ -175,7 +181,17 @@ class Replica:
     @property
     def pipeline(self) -> Pipeline:
         """What runs the pieces."""
-        return Pipeline(self._spec, self._layout, self.place, self.wrapped)
+        # The reference, which is the model without its adapter, leaves no routes behind.
+        memory = self._memory if self._is_adapted else None
+        return Pipeline(self._spec, self._layout, self.place, self.wrapped, memory)
+
+    def _route_memory(self) -> RouteMemory:
+        if not self.architecture.is_mixture:
+            raise ConfigError(
+                "training.options.router_replay",
+                f"got true; {self.architecture.hub.model_type} has no experts; set it to false",
+            )
+        return RouteMemory(cast(list[nn.Module], self.chunks), self._layout, self.place)
 
 
 def _buffers(chunk: Any) -> list[Any]:

@@ -4,7 +4,7 @@ Promises: TorchTitan's tensors are read and written by the names of the Hugging 
 its checkpoints hold what those of fsdp2 hold and each continues the other's; logits are never
 gathered over tensor-parallel ranks. Gradients are sums over data-parallel ranks.
 Not covered: pipeline, context and expert parallelism, value models and adapters.
-Needs the job environment torchtitan.
+Training needs the job environment torchtitan; reading a checkpoint's weights does not.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
 
 from engines.checkpoint.engine_state import (
     MODEL_PREFIX,
@@ -40,14 +35,12 @@ from engines.training.base import BaseEngine
 from engines.training.gradients import clip_across_meshes
 from engines.training.linear_logprobs import linear_token_logprobs
 from engines.training.spec import EngineSpec
-from engines.training.torchtitan.model import decoder_config
 from engines.training.transformers.adapters import whole_tensor
 from engines.training.transformers.folding import load_folded, stored_weights
 from engines.training.transformers.optimizer import make_adamw
 from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
 
-_SPMD_BACKEND = "partial_dtensor"
 _WHOLE_LOGITS = 1 << 62
 """Elements of a tile that holds all logits."""
 
@@ -89,8 +82,18 @@ class TorchTitanEngine(BaseEngine):
             (dist.get_world_size() // tensor, tensor),
             mesh_dim_names=("data", "tensor"),
         )
-        with platform.library_scope("torchtitan"):
-            self._model = self._sharded()
+        try:
+            with platform.library_scope("torchtitan"):
+                from engines.training.torchtitan.parallel import sharded_decoder
+
+                self._model, self._hub_names = sharded_decoder(
+                    self.spec, self._options.fsdp_reshard_after_forward
+                )
+        except ImportError as error:
+            raise ConfigError(
+                "training.backend", f"torchtitan cannot be imported ({error})"
+            ) from error
+        self._model.lm_head.forward = self._head_forward
         if load_weights:
             self._load_weights()
         if self.spec.optimizer is None:
@@ -99,46 +102,6 @@ class TorchTitanEngine(BaseEngine):
             named = self._named_parameters()
             decayed = {name for name, parameter in named.items() if parameter.dim() > 1}
             self._optimizer = make_adamw(named.items(), decayed, self.spec.optimizer)
-
-    def _sharded(self) -> nn.Module:
-        """The decoder on this rank, its weights undefined."""
-        training, device = self.spec.training, self.spec.platform.device()
-        parallelism = ParallelismConfig(
-            data_parallel_replicate_degree=training.replicate_size,
-            tensor_parallel_degree=training.tensor_parallel_size,
-            enable_sequence_parallel=training.sequence_parallel,
-            spmd_backend=_SPMD_BACKEND,
-            fsdp_reshard_after_forward=self._options.fsdp_reshard_after_forward,
-        )
-        config = decoder_config(self.spec.hf_dir, sequence_parallel=training.sequence_parallel)
-        set_spmd_backend(_SPMD_BACKEND)
-        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-        dims.build_mesh()
-        with torch.device("meta"):
-            model = config.build()
-        named = dict(model.named_parameters())
-        hub_names = {id(p): n for n, p in Qwen3StateDictAdapter(config, None).to_hf(named).items()}
-        self._hub_names = [hub_names[id(parameter)] for parameter in named.values()]
-        model = parallelize_qwen3(
-            model,
-            parallel_dims=dims,
-            training=TrainingConfig(
-                mixed_precision_param=training.dtype, mixed_precision_reduce="float32"
-            ),
-            parallelism=parallelism,
-            compile_config=CompileConfig(),
-            ac_config=FullAC.Config() if training.gradient_checkpointing else None,
-            dump_folder="",
-        )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # A plain sum; the scaled one that TorchTitan asks for is unknown to gloo.
-                module.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device=device)
-        with torch.no_grad():
-            model.init_states(buffer_device=device)
-        model.lm_head.forward = self._head_forward
-        return model
 
     @property
     def _options(self) -> TorchTitanOptions:

@@ -5,6 +5,7 @@ hand; it computes log-probabilities (and entropies) chunk by chunk and never hol
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +45,12 @@ class LogprobHead:
     def __init__(self, model: PreTrainedModel, *, chunked: bool) -> None:
         self._model = model
         self._targets: Targets | None = None
-        self._head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
         reworked = any(
             getattr(model.config, name, None) not in (None, 1) for name in _CHANGES_LOGITS
         )
-        self._chunked = chunked and type(self._head) is nn.Linear and not reworked
-        if self._chunked:
+        self._head = head if chunked and type(head) is nn.Linear and not reworked else None
+        if self._head is not None:
             self._head.forward = self._head_forward
 
     def __call__(
@@ -70,22 +71,22 @@ class LogprobHead:
             out = self._model(logits_to_keep=rows_N, **inputs).logits.squeeze(0)
         finally:
             self._targets = None
-        if not self._chunked:
+        if self._head is None:
             return token_logprobs(
                 out, targets.token_ids_N, temperature=targets.temperature, entropy=targets.entropy
             )
         return out[:, 0], out[:, 1] if targets.entropy else None
 
-    def _head_forward(self, hidden: Tensor) -> Tensor:
+    def _head_forward(self, input: Tensor) -> Tensor:
         """(1, N, D) hidden states to (1, N, 2): log-probability and entropy."""
-        weight, bias = self._head.weight, self._head.bias
+        head = cast(nn.Linear, self._head)
         if self._targets is None:
-            return linear(hidden, weight, bias)
+            return linear(input, head.weight, head.bias)
         logprobs_N, entropy_N = linear_token_logprobs(
-            hidden.squeeze(0),
-            weight,
+            input.squeeze(0),
+            head.weight,
             self._targets.token_ids_N,
-            bias_V=bias,
+            bias_V=head.bias,
             temperature=self._targets.temperature,
             entropy=self._targets.entropy,
         )

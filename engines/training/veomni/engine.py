@@ -91,9 +91,14 @@ class VeOmniEngine(FSDP2Engine):
 
 def _set_parallel_state(device_name: str, replicate_size: int) -> None:
     """Tell VeOmni, which keeps it in a global, how the ranks are laid out."""
-    from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
-
-    logging.getLogger("veomni").setLevel(logging.WARNING)
+    # It announces itself when it is imported, and then warns of what is done here anyway: other
+    # attention than its own, and buffers that are filled after it.
+    logging.disable(logging.WARNING)
+    try:
+        from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
+    finally:
+        logging.disable(logging.NOTSET)
+    logging.getLogger("veomni").setLevel(logging.ERROR)
     # A layout it remembers may belong to a process group that is closed by now.
     clear_parallel_state()
     size = dist.get_world_size()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rlhf.testing.backend_cases import OPTIMIZER, train
+from rlhf.testing.backend_cases import OPTIMIZER, loss_fn, train
 from rlhf.testing.plain_loop import LR, NUM_STEPS, WEIGHT_DECAY, language_loss, make_batch, rows_of
 from safetensors.torch import load_file
 from torch import nn
@@ -25,6 +25,7 @@ from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.linear_logprobs import linear_token_logprobs
 from engines.training.registry import create_engine
+from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
@@ -227,6 +228,74 @@ def case_two_layouts(rank: Rank) -> Results:
     return {"alone": alone, "in_turns": steps, "unchanged": unchanged}
 
 
+def case_router_replay(rank: Rank) -> Results:
+    """The same losses when nothing changed, however rows are packed; the same experts when
+    routers were turned upside down in between."""
+    layouts = {"data": {}, "tensor": TENSOR, "virtual": VIRTUAL, "context": CONTEXT,
+               "expert": EXPERT}  # fmt: skip
+    replayed: dict[str, Any] = {"options": {"router_replay": True}, "gradient_checkpointing": True}
+    results: Results = {}
+    for name, layout in layouts.items():
+        small = {**layout, "max_tokens_per_micro_batch": 24}
+        engine = rank.engine("softmax_first", **small, **replayed)
+        batch = make_batch(0)
+        batch = batch.select(
+            range(engine.data_parallel_rank, batch.num_sequences, engine.data_parallel_size)
+        )
+        everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+        backwards = list(reversed(range(batch.num_sequences)))
+        for some in (backwards[::2], backwards[1::2]):
+            engine.infer_batch(everything.select(some))
+        plain = rank.engine("softmax_first", **small)
+        losses = [e.train_batch(batch, loss_fn).loss for e in (engine, plain)]
+
+        engine = rank.engine("softmax_first", **layout, **replayed)
+        results[name] = {"losses": losses, **turned_around(engine, batch)}
+    return results
+
+
+def turned_around(engine: Any, batch: TokenBatch) -> Results:
+    """Experts in inference, then in training with routers of the opposite sign, then without
+    any memory."""
+    everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+    inferred = routed(engine, lambda: engine.infer_batch(everything))
+    with torch.no_grad():
+        for part in engine.replica.parts:
+            if part.name.endswith("router.weight"):
+                part.parameter.neg_()
+    trained = routed(engine, lambda: backward(engine, batch))
+    engine.replica._memory = None
+    for chunk in engine.replica.chunks:
+        for layer in chunk.decoder.layers:
+            layer.mlp.router.router_replay = None
+    free = routed(engine, lambda: backward(engine, batch))
+    return {"inferred": inferred, "trained": trained, "free": free}
+
+
+def backward(engine: Any, batch: TokenBatch) -> None:
+    engine.optimizer_zero_grad()
+    engine._set_training(True)
+    batches = [micro.batch for micro in engine._prepare(batch).micro_batches]
+    engine._forward_backward(batches, lambda outputs, _: outputs.logprobs_T.sum(), entropy=False)
+
+
+def routed(engine: Any, call: Callable[[], object]) -> list[list[list[int]]]:
+    """Experts of each token but the last, which may be padding, of each call of a router."""
+    maps: list[list[list[int]]] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda module, inputs, output: maps.append(output[1][:-1].int().tolist())
+        )
+        for chunk in engine.replica.chunks
+        for name, module in chunk.named_modules()
+        if name.endswith("mlp.router")
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return maps
+
+
 def case_no_trace(rank: Rank) -> Results:
     """Making an engine that only infers leaves the random generator alone."""
     torch.manual_seed(11)
@@ -253,6 +322,7 @@ CASES: tuple[Callable[[Rank], Results], ...] = (
     case_checkpoints_between_backends,
     case_frozen,
     case_two_layouts,
+    case_router_replay,
     case_no_trace,
     case_padding,
 )

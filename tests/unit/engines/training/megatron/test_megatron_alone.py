@@ -108,6 +108,9 @@ def test_loading_by_their_own_methods_shares_the_counter(qwen3_dir: Path) -> Non
     engine.train_batch(BATCH, loss_fn)
     with megatron_on_cpu():
         theirs = engine.replica.optimizer._parts[0]
+        for group in theirs.optimizer.param_groups:  # by which they tell groups apart
+            group |= {"lr_mult": 1.0, "wd_mult": float(group["weight_decay"] > 0)}
+            group |= {"is_expert_parallel": False, "is_decoupled_lr": False}
         theirs.load_state_dict(theirs.state_dict())
     states = list(theirs.optimizer.state.values())
     assert len(states) > 10

@@ -1,0 +1,113 @@
+"""Rectangular parts of tensors into the files of `sharded`, for tensors that are no DTensors.
+
+Promises: the directory reads like one that `save_sharded` wrote, whoever cut the tensors; no two
+files of a rank are needed in memory at once; a full disk on one rank is an error on all.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engines.checkpoint.sharded import SHARDING_INFO
+
+_MAX_FILE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangular part of a tensor, for backends whose tensors are no DTensors.
+
+    Attributes:
+        name: of the tensor.
+        offsets: of the part in the tensor.
+        values: of the part.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+def save_regions(path: Path, regions: Iterable[Region]) -> None:
+    """Write this rank's parts of the tensors as they come; every rank calls it.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        regions: no two ranks have the same; always walked to the end, for making them may be
+            collective. At most `_MAX_FILE_BYTES` of them are held at a time.
+
+    Raises:
+        OSError: on every rank, when the disk of any one is full or fails.
+    """
+    writer = _RegionWriter(path, dist.get_rank() if dist.is_initialized() else 0)
+    problem: OSError | None = None
+    for region in regions:
+        if problem is None:
+            try:
+                writer.add(region)
+            except OSError as error:
+                problem = error
+    if problem is None:
+        try:
+            writer.flush()
+        except OSError as error:
+            problem = error
+    _raise_together(problem, f"cannot save {path}")
+
+
+def _raise_together(problem: OSError | None, what: str) -> None:
+    if not dist.is_initialized():
+        if problem is not None:
+            raise problem
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if problem is None else str(problem))
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OSError(f"{what}: rank {rank}: {text}") from problem
+
+
+class _RegionWriter:
+    """Collects regions and writes them to files in which no name occurs twice."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._files: list[dict[str, Region]] = []
+        self._num_written = 0
+        self._size_bytes = 0
+
+    def add(self, region: Region) -> None:
+        """Take in one region; writes when enough are held."""
+        values = region.values.detach().to("cpu", copy=True).contiguous()
+        size = values.numel() * values.element_size()
+        if self._size_bytes and self._size_bytes + size > _MAX_FILE_BYTES:
+            self.flush()
+        free = next((file for file in self._files if region.name not in file), None)
+        if free is None:
+            free = {}
+            self._files.append(free)
+        free[region.name] = Region(region.name, region.offsets, values)
+        self._size_bytes += size
+
+    def flush(self) -> None:
+        """Write what is held."""
+        for file in self._files:
+            offsets = {name: {"saved_offsets": list(r.offsets)} for name, r in file.items()}
+            name = f"shard-{self._rank:05d}-{self._num_written:05d}.safetensors"
+            info = json.dumps(offsets, sort_keys=True)
+            try:
+                save_file(
+                    {name: file[name].values for name in sorted(file)},
+                    self._path / name,
+                    metadata={SHARDING_INFO: info},
+                )
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            self._num_written += 1
+        self._files, self._size_bytes = [], 0

@@ -1,0 +1,74 @@
+"""The table of training backends, the layouts it refuses, and the matrix that is printed from it."""
+
+import importlib
+import importlib.util
+
+import pytest
+
+from engines.config.backends import BACKENDS, check_layout
+from engines.config.engine_matrix import HEADINGS, engine_matrix
+from engines.config.training import TrainingConfig
+from infra.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_target_is_there(name: str) -> None:
+    backend = BACKENDS[name]
+    for target in backend.targets.values():
+        module, _, attribute = target.partition(":")
+        if backend.requires and importlib.util.find_spec(backend.requires) is None:
+            assert importlib.util.find_spec(module) is not None
+        else:
+            assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"pipeline_parallel_size": 2},
+            "training.pipeline_parallel_size: got 2; fsdp2 has no pipeline parallelism; set it to "
+            "1, or training.backend to megatron",
+        ),
+        (
+            {"backend": "torchtitan", "lora": {"rank": 4}},
+            "training.lora: torchtitan trains no adapter; remove it, or set training.backend to ",
+        ),
+        (
+            {"backend": "megatron", "ulysses_size": 2},
+            "training.ulysses_size: got 2; megatron has no ulysses parallelism; set it to 1, or ",
+        ),
+    ],
+)
+def test_what_a_backend_has_not_is_refused(settings: dict, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(TrainingConfig.model_validate(settings))
+    assert str(caught.value).startswith(line)
+
+
+def test_a_backend_of_another_distribution_is_not_judged() -> None:
+    check_layout(TrainingConfig(backend="mine", tensor_parallel_size=2))
+
+
+def test_ranks_are_as_many_as_the_layout_needs() -> None:
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    assert TrainingConfig.model_validate(layout).num_workers == 6
+    config = TrainingConfig.model_validate({**layout, "num_workers": 12})
+    assert config.data_parallel_size == 2
+    with pytest.raises(ValueError, match=r"got 8; need a multiple of 6 .*; use 6"):
+        TrainingConfig.model_validate({**layout, "num_workers": 8})
+
+
+def test_the_matrix_has_a_row_per_engine_and_device() -> None:
+    rows = list(engine_matrix(installed=False))
+    expected = {
+        (name, model_type, device)
+        for name, backend in BACKENDS.items()
+        for model_type in backend.targets
+        for device in backend.devices
+    }
+    assert {(r.backend, r.model_type, r.device.partition(" ")[0]) for r in rows} == expected
+    assert all(len(row.cells()) == len(HEADINGS) for row in rows)
+    on_gpu = next(r for r in rows if r.backend == "fsdp2" and r.device.startswith("cuda"))
+    assert on_gpu.device == "cuda (one rank: gpu)"
+    assert on_gpu.parallelism.startswith("cpu twin: data")

@@ -1,0 +1,61 @@
+"""Rectangular parts of tensors into sharded files and out again, by any other cut."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.checkpoint.regions import Region, save_regions
+from engines.checkpoint.sharded import ShardedReader, load_sharded
+from engines.errors import CheckpointError
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 7), cuts=st.lists(st.integers(0, 9), max_size=4),
+    data=st.data(),
+)  # fmt: skip
+def test_any_part_reads_back(rows: int, columns: int, cuts: list[int], data: st.DataObject) -> None:
+    whole = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    bounds = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
+    top, bottom = sorted(data.draw(st.tuples(st.integers(0, rows - 1), st.integers(1, rows))))
+    left, right = sorted(data.draw(st.tuples(st.integers(0, columns - 1), st.integers(1, columns))))
+    bottom, right = max(bottom, top + 1), max(right, left + 1)
+    with tempfile.TemporaryDirectory() as path:
+        save_regions(
+            Path(path),
+            (Region("w", (a, 0), whole[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)),
+        )
+        reader = ShardedReader(Path(path))
+        part = reader.read_region("w", (top, left), (bottom - top, right - left))
+        assert torch.equal(part, whole[top:bottom, left:right])
+        assert torch.equal(reader.read("w"), whole)
+        filled = torch.zeros_like(whole)
+        load_sharded(Path(path), {"w": filled})
+        assert torch.equal(filled, whole)
+
+
+def test_a_hole_is_an_error(tmp_path: Path) -> None:
+    save_regions(
+        tmp_path, [Region("w", (0, 0), torch.ones(2, 3)), Region("w", (3, 0), torch.ones(1, 3))]
+    )
+    with pytest.raises(CheckpointError, match="pieces of w are missing"):
+        ShardedReader(tmp_path).read_region("w", (1, 0), (2, 3))
+
+
+def test_a_failing_disk_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    """What makes the regions is collective: it is walked to its end all the same."""
+    made: list[int] = []
+
+    def walk() -> Iterator[Region]:
+        for i in range(3):
+            made.append(i)
+            yield Region(f"w{i}", (0,), torch.ones(1))
+
+    with pytest.raises(OSError, match="No such file"):
+        save_regions(tmp_path / "absent", walk())
+    assert made == [0, 1, 2]
