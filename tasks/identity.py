@@ -26,7 +26,10 @@ from infra.fingerprint import (
 from infra.stage_spec import Artifact
 
 STAGE_SCHEMA_VERSION = 1
-NUMERIC_DISTRIBUTIONS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+NUMERIC_DISTRIBUTIONS = (
+    "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
+    "megatron-core", "mbridge",
+)  # fmt: skip
 """Libraries whose version can change what a job computes."""
 
 

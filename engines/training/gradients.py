@@ -33,5 +33,6 @@ def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
     # As torch does it, so that a norm just above the limit is scaled alike.
     scale = min(1.0, max_norm / (total + 1e-6))
     for grads in kinds.values():
-        torch._foreach_mul_(grads, scale)
+        for grad in grads:
+            grad.mul_(scale)
     return total

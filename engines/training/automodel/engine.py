@@ -8,7 +8,7 @@ adapters, value models or Ulysses together with tensor parallelism.
 Needs the job environment automodel.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class AutomodelEngine(FSDP2Engine):
         )
         if self._is_tensor_parallel:
             # Every rank goes on with all logits, and computes the same loss from them.
-            model.get_output_embeddings().register_forward_hook(_gathered)
+            cast(nn.Module, model.get_output_embeddings()).register_forward_hook(_gathered)
         return model
 
     def _check(self) -> None:

@@ -33,7 +33,7 @@ from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine
 from engines.training.gradients import clip_across_meshes
-from engines.training.linear_logprobs import linear_token_logprobs
+from engines.training.linear_logprobs import DEFAULT_CHUNK_ELEMENTS, linear_token_logprobs
 from engines.training.spec import EngineSpec
 from engines.training.transformers.adapters import whole_tensor
 from engines.training.transformers.folding import load_folded, stored_weights
@@ -170,16 +170,16 @@ class TorchTitanEngine(BaseEngine):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
-        tile = {} if self.spec.training.chunked_logprobs else {"chunk_elements": _WHOLE_LOGITS}
+        tile = DEFAULT_CHUNK_ELEMENTS if self.spec.training.chunked_logprobs else _WHOLE_LOGITS
         logprobs_N, entropy_N = linear_token_logprobs(
             hidden[0, rows_N],
             weight,
             targets_N,
             temperature=self.spec.temperature,
             entropy=entropy,
+            chunk_elements=tile,
             group=group,
             first_token=first_token,
-            **tile,
         )
         entropy_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
         # Not a view: FSDP hangs its hooks on what the model returns.

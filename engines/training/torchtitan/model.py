@@ -65,8 +65,8 @@ class PackedAttention(Module):
             (1, T, heads, head_dim).
         """
         del kwargs
-        heads_first = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out, _ = packed_attention(self, *heads_first, None, packing=attention_masks, scaling=scale)
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out, _ = packed_attention(self, q, k, v, None, packing=attention_masks, scaling=scale)
         return out
 
 

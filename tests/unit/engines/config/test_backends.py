@@ -1,4 +1,4 @@
-"""The table of training backends, the layouts it refuses, and the matrix that is printed from it."""
+"""The table of training backends, the layouts it refuses, and the matrix printed from it."""
 
 import importlib
 import importlib.util
