@@ -9,6 +9,8 @@ ARGS   ?=
 # Training backends of the project's own environment, and those with one of their own.
 BACKENDS     ?= fsdp fsdp2 megatron
 ENVIRONMENTS ?= veomni automodel torchtitan
+# Two ranks; empty adds four.
+ENVIRONMENT_TIER ?= not slow
 
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -44,7 +46,8 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 	$(BIN)/python -m pytest --pyargs rlhf.testing --ignore tests/contracts/test_backend.py $(ARGS)
 	set -e; for name in $(ENVIRONMENTS); do \
 	  $(MAKE) env-$$name; \
-	  .envs/$$name/bin/python -m pytest --pyargs rlhf.testing.test_backend --backend $$name $(ARGS); done
+	  .envs/$$name/bin/python -m pytest --pyargs rlhf.testing.test_backend --backend $$name \
+	    -m "$(ENVIRONMENT_TIER)" $(ARGS); done
 
 # Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...
 env-%: .envs/%/.installed ;
