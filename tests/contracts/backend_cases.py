@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rlhf.testing.layouts import Layout
-from rlhf.testing.plain_loop import LR, NUM_STEPS, WEIGHT_DECAY, make_batch, value_targets
+from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch, value_targets
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from engines.training.registry import create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.registry import detect
 
-OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY)
+OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS)
 LORA = LoraConfig(rank=4, alpha=8.0)
 PRIMARY = ("alone", "data2")
 """Layouts under which every way of computing is tried; the others prove the layout."""

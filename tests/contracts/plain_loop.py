@@ -15,6 +15,8 @@ from engines.types import TokenBatch
 
 NUM_STEPS = 4
 LR, WEIGHT_DECAY = 1e-2, 0.1
+EPS = 1e-6
+"""Of Adam: with its usual 1e-8, rounding decides the sign of steps on the smallest gradients."""
 Row = tuple[Tensor, Tensor]
 
 
@@ -78,6 +80,7 @@ def trained(
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ],
         lr=LR,
+        eps=EPS,
     )
     results = []
     for step in range(NUM_STEPS):

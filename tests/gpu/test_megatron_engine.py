@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.testing.backend_cases import train
-from rlhf.testing.plain_loop import LR, WEIGHT_DECAY, train_plainly
+from rlhf.testing.plain_loop import EPS, LR, WEIGHT_DECAY, train_plainly
 from rlhf.testing.ranks import run_ranks
 from rlhf.testing.tiny_models import write_tiny_models
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mbridge") is None,
     reason="needs megatron-core and mbridge (extra megatron)",
 )
-OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY)
+OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS)
 
 
 @pytest.fixture(scope="module")

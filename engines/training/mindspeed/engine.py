@@ -35,11 +35,7 @@ class MindSpeedMegatronEngine(MegatronEngine):
     Options = MindSpeedOptions
 
     def initialize(self, *, load_weights: bool = True) -> None:
-        """Tell MindSpeed what to replace, then build this rank's part of the model.
-
-        Raises:
-            ConfigError: an option that MindSpeed cannot serve, or MindSpeed is missing.
-        """
+        """Tell MindSpeed what to replace, then build this rank's part of the model."""
         arguments = mindspeed_arguments(self.spec.training)
         with self.spec.platform.library_scope("megatron"):
             try:

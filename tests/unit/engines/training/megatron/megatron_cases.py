@@ -15,7 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rlhf.testing.backend_cases import OPTIMIZER, loss_fn, train
-from rlhf.testing.plain_loop import LR, NUM_STEPS, WEIGHT_DECAY, language_loss, make_batch, rows_of
+from rlhf.testing.plain_loop import (
+    EPS,
+    LR,
+    NUM_STEPS,
+    WEIGHT_DECAY,
+    language_loss,
+    make_batch,
+    rows_of,
+)
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -204,6 +212,7 @@ def plain_steps(model: nn.Module) -> list[tuple[float, float]]:
             {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
         ],
         lr=LR,
+        eps=EPS,
     )
     steps = []
     for step in range(NUM_STEPS):
