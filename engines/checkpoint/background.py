@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
+from infra.atomic import atomic_write_bytes
 from infra.errors import DeadlineError
 from infra.waiting import wait_for
 
@@ -37,7 +38,9 @@ def write_in_background(write: Callable[[], None], path: Path, rank: int) -> thr
         try:
             write()
         except Exception as error:  # noqa: BLE001  thread boundary: told through the marker
-            (path / f"{_FAILED}{rank}").write_text(f"{type(error).__name__}: {error}")
+            atomic_write_bytes(
+                path / f"{_FAILED}{rank}", f"{type(error).__name__}: {error}".encode()
+            )
         else:
             (path / f"{_WRITTEN}{rank}").touch()
 

@@ -69,7 +69,7 @@ class TrainingConfig(StrictModel):
     virtual_pipeline_parallel_size: int = Field(default=1, ge=1)
     """Pieces of each pipeline rank; above 1 interleaves them."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share the tokens of each sequence, with ring attention."""
+    """Ranks that share the tokens of each sequence, in Megatron-Core's way."""
     ulysses_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence, with all-to-all around attention."""
     expert_parallel_size: int = Field(default=1, ge=1)
