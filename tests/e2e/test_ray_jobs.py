@@ -251,13 +251,27 @@ def test_a_second_process_shares_the_head_and_its_release_leaves_it(
     assert done.stdout.split() == [cluster.jobs_url, "False", "False", "False"]
 
 
-def test_the_official_client_works_in_this_process(cluster: Cluster) -> None:
-    from ray.job_submission import JobSubmissionClient
-
-    client = JobSubmissionClient(cluster.jobs_url)
-    assert {job.submission_id for job in client.list_jobs() if job.submission_id} == {
-        job.submission_id for job in RayJobs(cluster).find({})
-    }
+def test_the_official_client_works_where_the_cluster_was_asked_for(
+    cluster: Cluster, home: Path
+) -> None:
+    # A process of its own: Ray reads once whether it has to authenticate, and keeps that.
+    code = f"""
+        from pathlib import Path
+        from infra.ray_cluster import ensure_cluster
+        cluster = ensure_cluster(Path({str(home)!r}))
+        from ray.job_submission import JobSubmissionClient
+        client = JobSubmissionClient(cluster.jobs_url)
+        print(*sorted(job.submission_id for job in client.list_jobs() if job.submission_id))
+        cluster.release()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert set(done.stdout.split()) == {job.submission_id for job in RayJobs(cluster).find({})}
 
 
 def test_zz_release_leaves_no_process_not_even_of_a_running_job(
