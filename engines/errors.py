@@ -7,6 +7,7 @@
     │   ├── NonFiniteError            NaN or inf before an optimizer step, on any rank
     │   ├── CheckpointError           a checkpoint is absent, incomplete or of another run
     │   ├── WeightSyncError           served weights are not the trained ones
+    │   ├── CollectiveError           ranks could not exchange something; names the group
     │   ├── WorkerError               a rank died or does not answer
     │   └── RolloutError              a rollout engine broke a promise of its interface
     └── RewardError                   a reward function itself is broken (not one sample)
@@ -35,6 +36,10 @@ class CheckpointError(EngineError):
 
 class WeightSyncError(EngineError):
     """The weights a rollout engine serves are not the weights that were trained."""
+
+
+class CollectiveError(EngineError):
+    """A collective failed, or not all ranks came in time; the text names the process group."""
 
 
 class WorkerError(EngineError):

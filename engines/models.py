@@ -162,6 +162,12 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
         )
 
 
+def vision_model_type(path: Path) -> str | None:
+    """Model type of a vision-language model's directory; None when the model sees no images."""
+    config = _read_json(path / "config.json")
+    return str(config.get("model_type")) if config.get("vision_config") else None
+
+
 def stored_tensor_names(path: Path) -> list[str]:
     """Names of the tensors in a model directory's safetensors files, sorted."""
     return sorted(name for file in _weight_files(path) for name in _header(file))

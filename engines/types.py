@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from engines.images import ImagePatches
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -24,11 +26,14 @@ class TokenBatch:
         columns: per-token columns by name, each (T,) float32 unless said otherwise. The names
             in use: `loss_mask` (1 where the token is trained on), `advantages`, `old_logprobs`
             (training engine, before the update), `rollout_logprobs`, `ref_logprobs`.
+        images: of the sequences, for a model that sees; None when there are none. Their
+            placeholder tokens are in `input_ids_T`.
     """
 
     input_ids_T: Tensor
     cu_seqlens: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    images: ImagePatches | None = None
 
     def __post_init__(self) -> None:
         if int(self.cu_seqlens[-1]) != self.input_ids_T.numel():
@@ -41,10 +46,18 @@ class TokenBatch:
                 raise ValueError(
                     f"column {name}: {tuple(column.shape)} != {tuple(self.input_ids_T.shape)}"
                 )
+        if self.images is not None and self.images.num_images_B.shape != (self.num_sequences,):
+            raise ValueError(
+                f"images are of {self.images.num_images_B.numel()} sequences, "
+                f"the batch has {self.num_sequences}"
+            )
 
     @staticmethod
     def from_sequences(
-        input_ids: Sequence[Sequence[int]], **columns: Sequence[Sequence[float]]
+        input_ids: Sequence[Sequence[int]],
+        *,
+        images: ImagePatches | None = None,
+        **columns: Sequence[Sequence[float]],
     ) -> "TokenBatch":
         """Lay sequences end to end; each column holds one list per sequence, of its length."""
         lengths = [len(ids) for ids in input_ids]
@@ -58,6 +71,7 @@ class TokenBatch:
                 name: torch.tensor([x for row in rows for x in row], dtype=torch.float32)
                 for name, rows in columns.items()
             },
+            images,
         )
 
     @property
@@ -99,6 +113,7 @@ class TokenBatch:
             self.input_ids_T[take],
             lengths.cumsum(0).to(torch.int32).to(self.cu_seqlens.device),
             {name: column[take] for name, column in self.columns.items()},
+            self.images.select(sequences) if self.images is not None else None,
         )
 
     def with_columns(self, **columns: Tensor) -> "TokenBatch":
@@ -111,6 +126,7 @@ class TokenBatch:
             self.input_ids_T.to(device),
             self.cu_seqlens.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
+            self.images.to(device) if self.images is not None else None,
         )
 
 

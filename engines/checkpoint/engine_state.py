@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
+from engines.training import collectives
 from hardware.base import PlatformBase
 
 ENGINE_FILE = "engine.json"
@@ -76,8 +76,7 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_sharded(path / TENSORS_DIR, state.tensors)
     _write_small_files(path, state, _rng_copy(platform))
-    if dist.is_initialized():
-        dist.barrier()
+    collectives.barrier()
 
 
 def stage_engine_state(
@@ -184,4 +183,4 @@ def read_scalars(path: Path) -> EngineScalars:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return collectives.rank(), collectives.world_size()

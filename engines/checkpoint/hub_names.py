@@ -40,6 +40,11 @@ class Slot:
     stride: tuple[int, ...]
     offset: int
 
+    def is_all_of(self, parameter: Tensor) -> bool:
+        """Whether the tensor on disk is the whole parameter, as it is."""
+        same = torch.empty(parameter.shape, device="meta")
+        return (self.size, self.stride) == (tuple(same.shape), same.stride())
+
     def view(self, parameter: Tensor) -> Tensor:
         """The part of the (contiguous) parameter, writable."""
         return parameter.detach().as_strided(self.size, self.stride, self.offset)

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from engines.checkpoint.sharded import SHARDING_INFO
+from engines.training import collectives
 
 _MAX_FILE_BYTES = 2 << 30
 
@@ -45,7 +45,7 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
     Raises:
         OSError: on every rank, when the disk of any one is full or fails.
     """
-    writer = _RegionWriter(path, dist.get_rank() if dist.is_initialized() else 0)
+    writer = _RegionWriter(path, collectives.rank())
     problem: OSError | None = None
     for region in regions:
         if problem is None:
@@ -62,13 +62,9 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
 
 
 def _raise_together(problem: OSError | None, what: str) -> None:
-    if not dist.is_initialized():
-        if problem is not None:
-            raise problem
-        return
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if problem is None else str(problem))
-    for rank, text in enumerate(texts):
+    if problem is not None and collectives.world_size() == 1:
+        raise problem
+    for rank, text in enumerate(collectives.gather_texts(problem and str(problem))):
         if text is not None:
             raise OSError(f"{what}: rank {rank}: {text}") from problem
 

@@ -7,7 +7,7 @@ Does not describe backends of other distributions: those are asked at run time.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,6 +22,8 @@ class Tested(Enum):
 
     CONTRACT = "contract"
     """By the contract tests, on CPU process groups, in continuous integration."""
+    RANKS = "ranks"
+    """By tests of its own on CPU process groups, in continuous integration."""
     ENVIRONMENT = "environment"
     """The same, inside the backend's own job environment (`make env-<backend>`)."""
     GPU = "gpu"
@@ -42,6 +44,8 @@ _LAYOUT_FIELDS = {
     "expert": "expert_parallel_size",
 }
 """Dimension of parallelism -> its setting under `training.`; `data` needs none."""
+_FEATURE_FIELDS = {"lora": "lora", "compile": "use_torch_compile", "liger": "use_liger"}
+"""Feature -> its setting under `training.`; the others depend on the model."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Backend:
             project's own.
         device_engines: device -> ``module:Class`` of an engine of its own there, for all model
             types.
+        not_together: pairs of dimensions or features that it has, but not at once.
         limits: what it cannot do, in words for the matrix.
     """
 
@@ -72,6 +77,7 @@ class Backend:
     extra: str | None = None
     environment: str | None = None
     device_engines: Mapping[str, str] = field(default_factory=dict)
+    not_together: tuple[tuple[str, str], ...] = ()
     limits: str = ""
 
     @property
@@ -84,6 +90,12 @@ class Backend:
 _HF = {
     "data": Tested.CONTRACT,
 }
+_HF_FEATURES = {
+    "lora": Tested.CONTRACT,
+    "moe": Tested.CONTRACT,
+    "compile": Tested.CONTRACT,
+    "liger": Tested.GPU,
+}
 
 BACKENDS: Mapping[str, Backend] = {
     "fsdp": Backend(
@@ -91,15 +103,18 @@ BACKENDS: Mapping[str, Backend] = {
         value_model="engines.training.fsdp.fsdp1:FSDPEngine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
-        features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
-        limits="builds the whole model on each rank before sharding",
+        features={**_HF_FEATURES, "vlm": Tested.RANKS},
+        not_together=(("ulysses", "vlm"),),
+        limits="builds the whole model on each rank before sharding; no value model of a vlm",
     ),
     "fsdp2": Backend(
         language_model="engines.training.fsdp.engine:FSDP2Engine",
         value_model="engines.training.fsdp.engine:FSDP2Engine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
-        features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
+        features={**_HF_FEATURES, "vlm": Tested.RANKS},
+        not_together=(("ulysses", "vlm"),),
+        limits="no value model of a vlm",
     ),
     "megatron": Backend(
         language_model="engines.training.megatron.engine:MegatronEngine",
@@ -131,7 +146,7 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.ENVIRONMENT},
         requires="veomni",
         environment="veomni",
-        limits="causal text models of VeOmni whose weights need no conversion; no compile",
+        limits="causal text models of VeOmni whose weights need no conversion",
     ),
     "automodel": Backend(
         language_model="engines.training.automodel.engine:AutomodelEngine",
@@ -146,8 +161,9 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.ENVIRONMENT},
         requires="nemo_automodel",
         environment="automodel",
-        limits="with tensor parallelism: no adapter, value model, ulysses or chunked logprobs; "
-        "no compile",
+        not_together=(("lora", "tensor"), ("ulysses", "tensor")),
+        limits="with tensor parallelism no adapter, no ulysses, and logits of all predicted "
+        "tokens at once",
     ),
     "torchtitan": Backend(
         language_model="engines.training.torchtitan.engine:TorchTitanEngine",
@@ -159,7 +175,7 @@ BACKENDS: Mapping[str, Backend] = {
         },
         requires="torchtitan",
         environment="torchtitan",
-        limits="dense qwen3 and llama; trains all weights; no compile",
+        limits="dense qwen3 and llama; trains all weights",
     ),
 }
 
@@ -210,10 +226,36 @@ def check_layout(training: TrainingConfig) -> None:
                 f"got {size}; {training.backend} has no {dimension} parallelism; set it to 1, or "
                 f"training.backend to {' or '.join(able) or 'a plugin that has it'}",
             )
-    if training.lora is not None and "lora" not in backend.features:
-        able = [name for name, other in BACKENDS.items() if "lora" in other.features]
+    features = {name for name, setting in _FEATURE_FIELDS.items() if getattr(training, setting)}
+    for feature in sorted(features - backend.features.keys()):
+        able = [name for name, other in BACKENDS.items() if feature in other.features]
         raise ConfigError(
-            "training.lora",
-            f"{training.backend} trains no adapter; remove it, or set training.backend to "
+            f"training.{_FEATURE_FIELDS[feature]}",
+            f"{training.backend} has no {feature}; remove it, or set training.backend to "
             f"{' or '.join(able)}",
         )
+    used = {name for name, setting in _LAYOUT_FIELDS.items() if getattr(training, setting) > 1}
+    used |= features
+    for first in sorted(used & excluded_by(training.backend, used)):
+        raise ConfigError(
+            f"training.{_LAYOUT_FIELDS.get(first, first)}",
+            f"{training.backend} has no {first} together with "
+            f"{' and '.join(sorted(used & excluded_by(training.backend, {first})))}; "
+            "leave one of them out, or choose another training.backend",
+        )
+
+
+def excluded_by(backend: str, used: Collection[str]) -> frozenset[str]:
+    """What a backend has, but not beside what is used.
+
+    Args:
+        backend: its name.
+        used: dimensions of parallelism and features.
+
+    Returns:
+        Dimensions and features.
+    """
+    entry = BACKENDS.get(backend)
+    pairs = entry.not_together if entry is not None else ()
+    both_ways = (*pairs, *((second, first) for first, second in pairs))
+    return frozenset(second for first, second in both_ways if first in used)

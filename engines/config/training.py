@@ -96,6 +96,10 @@ class TrainingConfig(StrictModel):
     """Train a low-rank adapter instead of the weights."""
     use_torch_compile: bool = False
     """Compile each decoder layer; the first steps are slow."""
+    torch_compile_backend: Literal["inductor", "aot_eager", "cudagraphs"] = "inductor"
+    """`aot_eager` makes the graphs and runs them as they are: to find out what compiles."""
+    use_liger: bool = False
+    """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of one rank; null divides the machine's cores by the ranks."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

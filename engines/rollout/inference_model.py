@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from engines.checkpoint.hub_names import hub_slots
 from engines.errors import RolloutError, WeightSyncError
+from engines.models import vision_model_type
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.weight_sync.checksum import combine, tensor_checksum
 from infra.errors import ConfigError
@@ -41,6 +42,13 @@ class InferenceModel:
     def __init__(self, hf_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         if not (hf_dir / "config.json").is_file():
             raise ConfigError("model.path", f"got {hf_dir}; need a directory with config.json")
+        sees = vision_model_type(hf_dir)
+        if sees is not None:
+            raise ConfigError(
+                "model.path",
+                f"{hf_dir} is a {sees}, which sees images; the rollout engine transformers "
+                "samples from text models; choose one",
+            )
         config = AutoConfig.from_pretrained(
             hf_dir, trust_remote_code=False, local_files_only=True
         ).get_text_config()

@@ -36,7 +36,7 @@ def wilson_interval(num_correct: int, num_problems: int, confidence: float) -> t
         confidence: coverage, e.g. 0.95.
 
     Returns:
-        Lower and upper bound.
+        Lower and upper bound; the share itself lies between them, also after rounding.
 
     Raises:
         ValueError: no trial, or more successes than trials.
@@ -48,4 +48,5 @@ def wilson_interval(num_correct: int, num_problems: int, confidence: float) -> t
     spread = z * sqrt(share * (1 - share) / num_problems + z * z / (4 * num_problems**2))
     scale = 1 + z * z / num_problems
     centre = share + z * z / (2 * num_problems)
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, min(share, low)), min(1.0, max(share, high))

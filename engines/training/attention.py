@@ -105,11 +105,13 @@ def packed_attention(
     if query.device.type != "cpu" and query.dtype != torch.float32:
         out_THD = _varlen(rows, packing, scaling, window)
     else:
-        out_THD = _batched_runs(rows, packing, scaling, window)
+        out_THD = _batched_runs(rows, packing, scaling, window)  # pyright: ignore[reportCallIssue]
     out = out_THD.unsqueeze(0)
     return out if group is None else tokens_for_heads(out, group), None
 
 
+# Every batch has other runs: traced into a compiled layer, they would compile it anew each time.
+@torch.compiler.disable
 def _batched_runs(
     rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:

@@ -26,12 +26,15 @@ from engines.errors import EngineError, NonFiniteError
 from engines.training import collectives
 from engines.training.activation_offload import activations_on_host
 from engines.training.flops import flops_of_directory
+from engines.training.image_layout import ImageLayout
 from engines.training.meter import StepMeter
 from engines.training.micro_batches import MicroBatch
 from engines.training.preparation import Preparation, prepare
 from engines.training.schedule import learning_rate
 from engines.training.spec import EngineSpec, LossFn, ScaledLoss
 from engines.training.totals import Totals
+from engines.training.vision_support import check_vision
+from engines.training.weight_shards import WeightShard, whole_place
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
 
 Mode = Literal["train", "eval"]
@@ -52,6 +55,7 @@ class BaseEngine(ABC):
     Options: type[StrictModel] = StrictModel
 
     def __init__(self, spec: EngineSpec) -> None:
+        check_vision(spec)
         self.spec = spec
         self.num_steps = 0
         self._schedule_step = 0
@@ -151,6 +155,15 @@ class BaseEngine(ABC):
         Collective: every rank walks the iterator to its end. Holds one whole tensor at a time;
         tied weights come once.
         """
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """Stream the parts of the weights that this rank holds, without gathering any weight.
+
+        Names, values and dtypes are those of `get_per_tensor_param`. Collective: every rank walks
+        its iterator to the end. A backend that cannot yields whole weights, owned by rank 0.
+        """
+        for name, tensor in self.get_per_tensor_param():
+            yield WeightShard(whole_place(name, tensor), tensor, self.rank == 0)
 
     @abstractmethod
     def to(
@@ -435,7 +448,13 @@ class BaseEngine(ABC):
             self.data_parallel_group,
             self._flops,
             recomputes_layers=self.spec.training.gradient_checkpointing,
+            image_layout=self._image_layout,
         )
+
+    @property
+    def _image_layout(self) -> ImageLayout | None:
+        """How the model wants images; None is a model that sees none."""
+        return None
 
     @property
     def max_tokens_per_micro_batch(self) -> int:

@@ -1,13 +1,17 @@
 """Process groups and the few collectives of the engines, guarded against gloo's traps.
 
 Promises: a tensor that is not contiguous is refused (gloo's all-reduce and broadcast silently
-corrupt it and its neighbours); sums of counts and metrics are taken in float64 and in rank
-order, so every rank gets the same bits. Every group has a timeout.
+corrupt it and its neighbours), and so is a dtype that not every backend carries; sums of counts
+and metrics are taken in float64 and in rank order, so every rank gets the same bits. Every group
+has a timeout, and an error says which group it was, which ranks are in it and what they did.
+Not covered: collectives inside of torch, Megatron-Core and the like; their groups have the same
+timeouts.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from engines.errors import CollectiveError
 from hardware.base import PlatformBase
+
+CARRIED_DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+"""Dtypes that gloo and NCCL both carry; anything else goes as a view of `torch.uint8`."""
 
 
 def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
@@ -46,33 +61,169 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def require_contiguous(tensor: Tensor) -> Tensor:
-    """Refuse what gloo would silently corrupt.
+def make_mesh(
+    device_name: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout_s: float
+) -> DeviceMesh:
+    """A mesh over all ranks whose groups are named and have a timeout.
 
     Args:
-        tensor: about to enter a collective.
+        device_name: torch device type.
+        sizes: ranks in each dimension.
+        names: of the dimensions; errors show them.
+        timeout_s: of each collective; torch's own default is half an hour.
 
     Returns:
-        The tensor itself.
+        The mesh.
+    """
+    mesh = init_device_mesh(device_name, sizes, mesh_dim_names=names)
+    limit_waits(timeout_s)
+    return mesh
+
+
+def limit_waits(timeout_s: float) -> None:
+    """Give every group of this process, whoever made it, a timeout for its next collectives."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def describe(group: dist.ProcessGroup | None) -> str:
+    """A group in words: its name, its ranks and which of them this process is."""
+    found = group if group is not None else dist.group.WORLD
+    if found is None:
+        return "no group"
+    ranks = dist.get_process_group_ranks(found)
+    name = f"group {found.group_desc}" if found.group_desc != "default_pg" else "the group of all"
+    own = f"; this is rank {dist.get_rank()}"
+    return f"{name} ({dist.get_backend(found)}, ranks {', '.join(map(str, ranks))}{own})"
+
+
+@contextmanager
+def naming(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Scope of a collective.
+
+    Args:
+        what: the collective, and what it carries.
+        group: None is the default group.
 
     Raises:
-        ValueError: it is not contiguous.
+        CollectiveError: torch says that it failed or that its deadline passed.
     """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CollectiveError(f"{what} failed in {describe(group)}: {reason}") from error
+
+
+def _sendable(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"a collective got a non-contiguous tensor of shape {tuple(tensor.shape)}")
+    if tensor.dtype not in CARRIED_DTYPES:
+        raise ValueError(f"a collective got {tensor.dtype}; send tensor.view(torch.uint8)")
     return tensor
 
 
-def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum a contiguous tensor over the group, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(require_contiguous(tensor), group=group)
+def _text(name: str, tensor: Tensor) -> str:
+    return f"{name} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduce a contiguous tensor over the group, in place; without any group nothing is done.
+
+    Args:
+        tensor: of equal shape and dtype on every rank.
+        group: None is the default group.
+        op: sum, or maximum.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
+        CollectiveError: the collective failed.
+    """
+    if group is not None or dist.is_initialized():
+        with naming(_text("all_reduce", tensor), group):
+            dist.all_reduce(_sendable(tensor), op, group=group)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copy a contiguous tensor from the global rank `src` to all, in place."""
+    """Copy a contiguous tensor from the global rank `src` to all, in place.
+
+    Args:
+        tensor: of equal shape and dtype on every rank.
+        src: global rank.
+        group: None is the default group.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
+        CollectiveError: the collective failed.
+    """
+    if group is not None or dist.is_initialized():
+        with naming(_text("broadcast", tensor), group):
+            dist.broadcast(_sendable(tensor), src=src, group=group)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Every rank's tensor, in rank order, on every rank.
+
+    Args:
+        tensor: contiguous, of equal shape and dtype on every rank.
+        group: None is the default group, which must exist.
+
+    Returns:
+        As many as the group has ranks.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
+        CollectiveError: the collective failed.
+    """
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    with naming(_text("all_gather", tensor), group):
+        dist.all_gather(parts, _sendable(tensor), group=group)
+    return parts
+
+
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send block i of the first dimension to rank i.
+
+    Args:
+        tensor: contiguous; its first dimension is divisible by the group's size.
+        group: all of it calls.
+
+    Returns:
+        The blocks that were received, in rank order, in the same shape.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
+        CollectiveError: the collective failed.
+    """
+    received = torch.empty_like(tensor)
+    with naming(_text("all_to_all", tensor), group):
+        dist.all_to_all_single(received, _sendable(tensor), group=group)
+    return received
+
+
+def gather_texts(text: str | None) -> list[str | None]:
+    """Every rank's text, in rank order, on every rank of the default group; alone, one's own."""
+    if not dist.is_initialized():
+        return [text]
+    texts: list[str | None] = [None] * dist.get_world_size()
+    with naming("gathering of texts", None):
+        dist.all_gather_object(texts, text)
+    return texts
+
+
+def barrier() -> None:
+    """Wait for all ranks of the default group, if there is one.
+
+    Raises:
+        CollectiveError: a rank did not come in time.
+    """
     if dist.is_initialized():
-        dist.broadcast(require_contiguous(tensor), src=src, group=group)
+        with naming("barrier", None):
+            dist.barrier()
 
 
 def broadcast_json(
@@ -111,7 +262,7 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """`x` summed over the group."""
         total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        all_reduce(total, group)
         return total
 
     @staticmethod
@@ -135,11 +286,7 @@ def gather_rows(
     """
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    if size == 1:
-        return [row.tolist()]
-    rows = torch.empty((size, row.numel()), dtype=torch.float64, device=device)
-    dist.all_gather(list(rows.unbind()), require_contiguous(row), group=group)
-    return rows.tolist()
+    return [row.tolist()] if size == 1 else torch.stack(all_gather(row, group)).tolist()
 
 
 def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -19,11 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engines.training import collectives
+
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
+_UNLIMITED = 1 << 62
 
 _MIN_ROWS = 512
 """A tile of fewer rows would read the weights faster than it computes; it takes fewer columns."""
+
+
+def tile_elements(*, chunked: bool) -> int:
+    """Elements of a tile under `training.chunked_logprobs`: without, one tile holds all logits."""
+    return DEFAULT_CHUNK_ELEMENTS if chunked else _UNLIMITED
 
 
 def linear_token_logprobs(
@@ -177,14 +185,14 @@ class _RowStatistics:
     def sum_over(self, group: dist.ProcessGroup) -> None:
         """Take in the statistics of the other ranks' columns; the same on every rank then."""
         largest_R = self._largest_R.clone()
-        dist.all_reduce(largest_R, dist.ReduceOp.MAX, group=group)
+        collectives.all_reduce(largest_R, group, dist.ReduceOp.MAX)
         fallen_R = self._largest_R - largest_R
         kept_R = fallen_R.exp()
         shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
         sums = torch.stack(
             [self._sum_R * kept_R, (self._weighted_R + shift_R) * kept_R, self._chosen_R]
         )
-        dist.all_reduce(sums, group=group)
+        collectives.all_reduce(sums, group)
         self._largest_R = largest_R
         self._sum_R, self._weighted_R, self._chosen_R = sums.unbind()
 

@@ -94,6 +94,7 @@ def _take(batch: TokenBatch, sequences: Sequence[int]) -> MicroBatch:
             batch.input_ids_T[index_T],
             cu_seqlens.to(torch.int32),
             {name: column[index_T] for name, column in batch.columns.items()},
+            batch.images.select(sequences) if batch.images is not None else None,
         ),
         index_T,
     )

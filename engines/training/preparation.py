@@ -12,6 +12,12 @@ import torch.distributed as dist
 from engines.errors import EngineError
 from engines.training import collectives
 from engines.training.flops import ModelFlops
+from engines.training.image_layout import (
+    NUM_FAULT_NUMBERS,
+    ImageLayout,
+    find_image_fault,
+    raise_image_fault,
+)
 from engines.training.meter import StepWork
 from engines.training.micro_batches import MicroBatch, cut, filler, plan_micro_batches
 from engines.training.totals import loss_counts
@@ -42,6 +48,7 @@ def prepare(
     flops: ModelFlops | None = None,
     *,
     recomputes_layers: bool = False,
+    image_layout: ImageLayout | None = None,
 ) -> Preparation:
     """Cut this rank's batch into as many micro-batches as every other rank's.
 
@@ -52,12 +59,13 @@ def prepare(
         group: data-parallel ranks.
         flops: of the model; balances micro-batches by operations instead of tokens.
         recomputes_layers: activations are not kept for the backward pass.
+        image_layout: how the model wants images; None is a model that sees none.
 
     Returns:
         The preparation.
 
     Raises:
-        EngineError: a rank has no sequence, or a sequence no token.
+        EngineError: a rank has no sequence, or a sequence no token or images that do not fit.
         ConfigError: a sequence exceeds the budget.
     """
     lengths = batch.lengths_B.tolist()
@@ -74,17 +82,19 @@ def prepare(
     )
     sums = [*counts, batch.num_tokens, *own_flops]
     maxima = [len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)]
-    rows = collectives.gather_rows([*sums, *maxima], device, group)
+    fault = find_image_fault(batch, image_layout).numbers()
+    rows = collectives.gather_rows([*sums, *maxima, *fault], device, group)
     num_trained, num_sequences, num_tokens, model_flops, hardware_flops = collectives.column_sums(
         [row[: len(sums)] for row in rows]
     )
     num_micro, longest, fewest, shortest = collectives.column_maxima(
-        [row[len(sums) :] for row in rows]
+        [row[len(sums) : -NUM_FAULT_NUMBERS] for row in rows]
     )
     if fewest == 0:
         raise EngineError(f"a rank has no sequence; give each of {len(rows)} ranks one or more")
     if shortest == 0:
         raise EngineError("a sequence has no token")
+    raise_image_fault([row[-NUM_FAULT_NUMBERS:] for row in rows])
     if longest > max_tokens:
         raise ConfigError(
             "training.max_tokens_per_micro_batch",

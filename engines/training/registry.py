@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engines.config.backends import BACKENDS, job_interpreter
+from engines.config.backends import BACKENDS, check_layout, job_interpreter
 from engines.config.plugins import BUILT_IN
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import UnknownPluginError
@@ -195,8 +195,9 @@ def create_engine(
         The engine of this rank.
 
     Raises:
-        ConfigError: no such backend on this platform, or an option it does not know.
+        ConfigError: no such backend on this platform, or an option, layout or feature it has not.
     """
+    check_layout(training)
     engine_class = built_in_registry().lookup(
         model_type=model_type,
         backend=training.backend,

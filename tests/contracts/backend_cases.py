@@ -144,6 +144,10 @@ def case_trains(context: Context) -> Results:
             "whole_logits": {"chunked_logprobs": False},
             "bfloat16": {"dtype": "bfloat16"},
         }
+        if "compile" in context.claims:
+            # Without a C++ compiler, and much sooner than inductor.
+            compiled = {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}
+            ways["compiled"] = compiled
     results = {name: train(context.engine(**options)) for name, options in ways.items()}
     others = ["llama"] if context.layout.model == "qwen3" else []
     if context.layout.name in PRIMARY and "moe" in context.claims:
@@ -332,6 +336,30 @@ def case_adapter(context: Context) -> Results:
     return results
 
 
+def case_shards(context: Context) -> Results:
+    """Parts of the weights with their places, against the whole weights."""
+    results: Results = {}
+    ways: dict[str, Results] = {"plain": {}}
+    if "lora" in context.claims:
+        ways["adapted"] = {"lora": LORA}
+    if context.layout.name == "data2" and "moe" in context.claims:
+        ways["mixture"] = {"model": "qwen3_moe"}
+    for way, settings in ways.items():
+        engine = context.engine(**settings)
+        train(engine, range(1))
+        whole = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+        owned = dict.fromkeys(whole, 0)
+        equal = True
+        for shard in engine.get_per_tensor_param_shard():
+            expected = whole[shard.place.name]
+            equal &= shard.place.whole == tuple(expected.shape)
+            equal &= torch.equal(shard.values, expected[shard.place.slices])
+            owned[shard.place.name] += shard.values.numel() * shard.is_owner
+        sizes = {name: tensor.numel() for name, tensor in whole.items()}
+        results[way] = {"equal": equal, "owned": owned, "sizes": sizes}
+    return results
+
+
 CASES = (
     case_trains,
     case_infers,
@@ -340,6 +368,7 @@ CASES = (
     case_guards,
     case_values,
     case_adapter,
+    case_shards,
 )
 
 

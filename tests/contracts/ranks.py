@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rlhf.testing.backend_cases import Context, run_cases
 from rlhf.testing.layouts import claimed_layouts
 
+from engines.config.backends import excluded_by
 from engines.external_modules import import_external_modules
 from engines.training import collectives
 from hardware.registry import detect
@@ -97,7 +98,13 @@ def main() -> None:
     claims = frozenset(args.claims.split(","))
     results = {
         layout.name: run_cases(
-            Context(args.backend, claims, layout, Path(args.root), args.platform)
+            Context(
+                args.backend,
+                claims - excluded_by(args.backend, layout.needs),
+                layout,
+                Path(args.root),
+                args.platform,
+            )
         )
         for layout in claimed_layouts(claims, world_size)
     }

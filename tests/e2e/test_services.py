@@ -148,7 +148,9 @@ def test_runs_files_and_models_go_through_the_mlflow_server(running: Path, tmp_p
 
 def test_a_service_that_died_is_started_again(running: Path) -> None:
     before = _records(running)
-    psutil.Process(before["mlflow"].pid).kill()
+    mlflow = psutil.Process(before["mlflow"].pid)
+    mlflow.kill()
+    mlflow.wait(timeout=20)
     assert {s.name: s.state for s in status(running)}["mlflow"] == "down"
     assert [service.state for service in up(running)] == ["up"] * 4
     after = _records(running)

@@ -57,7 +57,7 @@ def test_collective_backend(platform: PlatformBase) -> None:
 
     collectives.init_single_process_group(platform, timeout_s=60.0)
     value = torch.arange(4.0, device=platform.device())
-    collectives.all_reduce_sum(value)
+    collectives.all_reduce(value)
     assert value.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert collectives.gather_rows([1.0, 2.0], platform.device()) == [[1.0, 2.0]]
 

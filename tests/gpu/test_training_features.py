@@ -80,6 +80,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "cpu_offload": {"options": {"cpu_offload": True}},
     "prefetch": {"options": {"num_prefetched_layers": 2}},
     "fsdp": {"backend": "fsdp"},
+    "compiled": {"use_torch_compile": True},
+    "liger": {"use_liger": True},
 }
 
 
@@ -90,6 +92,12 @@ def test_a_way_of_saving_memory_moves_no_number(
 ) -> None:
     if way == "cpu_offload" and platform.device_name != "cpu" and dtype == "float32":
         pytest.skip("one process in float32 is not sharded, so there is no shard to offload")
+    if way == "liger":
+        pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install '.[liger]'")
+        if platform.device_name == "cpu":
+            pytest.skip("Liger's kernels need a GPU; its CPU twin is test_kernels.py")
+    if way == "compiled" and platform.device_name == "cpu":
+        pytest.skip("needs a C++ compiler; the CPU twin is the contract's case `compiled`")
     plain = curve(new_engine(model_dir, platform, dtype=dtype))
     assert_close(curve(new_engine(model_dir, platform, dtype=dtype, **WAYS[way])), plain, dtype)
 

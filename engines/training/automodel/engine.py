@@ -4,7 +4,7 @@ Promises: gradients that tensor-parallel ranks share are synchronized once befor
 are read slice by slice, and a missing one is an error. One process is sharded by torch alone,
 for Automodel leaves it whole and in float32.
 Not covered: Automodel's own model classes, its pipeline, context and expert parallelism, and
-adapters, value models or Ulysses together with tensor parallelism.
+adapters or Ulysses together with tensor parallelism.
 Needs the job environment automodel.
 """
 
@@ -26,6 +26,8 @@ from engines.training.spec import EngineSpec
 from engines.training.transformers.build import build_model, decoder_layers
 from infra.errors import ConfigError
 
+_CAUSAL, _VALUE_MODEL = "ForCausalLM", "ForTokenClassification"
+
 
 class AutomodelOptions(StrictModel):
     """`training.options` of the backend automodel, as Automodel's `FSDP2Config` names them."""
@@ -46,32 +48,13 @@ class AutomodelEngine(FSDP2Engine):
         self._setup: Any = None
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        self._check()
         model = build_model(
             self.spec, self._shard if self._is_sharded() else None, load_weights=load_weights
         )
-        if self._is_tensor_parallel:
+        if self._is_tensor_parallel and self.spec.model_type == "language_model":
             # Every rank goes on with all logits, and computes the same loss from them.
             cast(nn.Module, model.get_output_embeddings()).register_forward_hook(_gathered)
         return model
-
-    def _check(self) -> None:
-        training = self.spec.training
-        if training.use_torch_compile:
-            raise ConfigError("training.use_torch_compile", "got true; automodel needs false")
-        if not self._is_tensor_parallel:
-            return
-        refused = {
-            "training.lora": training.lora is not None,
-            "training.ulysses_size": training.ulysses_size > 1,
-            "training.tensor_parallel_size": self.spec.model_type == "value_model",
-        }
-        for setting in (name for name, is_set in refused.items() if is_set):
-            raise ConfigError(
-                setting,
-                "automodel has no such thing together with tensor_parallel_size > 1 "
-                f"(model type {self.spec.model_type}); use megatron, or tensor_parallel_size 1",
-            )
 
     @property
     def _is_tensor_parallel(self) -> bool:
@@ -91,8 +74,8 @@ class AutomodelEngine(FSDP2Engine):
         return DistributedSetup.build(
             strategy=FSDP2Config(
                 sequence_parallel=training.sequence_parallel,
-                tp_plan=_sequence_parallel_plan(model)
-                if self._is_tensor_parallel and training.sequence_parallel
+                tp_plan=_tensor_parallel_plan(model, training.sequence_parallel)
+                if self._is_tensor_parallel
                 else None,
                 mp_policy=self._precision,
                 reshard_after_forward=options.reshard_after_forward,
@@ -148,10 +131,11 @@ def _shard_alone(model: PreTrainedModel, precision: MixedPrecisionPolicy) -> Non
     fully_shard(model, mp_policy=precision, reshard_after_forward=False)
 
 
-def _sequence_parallel_plan(model: PreTrainedModel) -> dict[str, Any]:
+def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> dict[str, Any] | None:
     """Automodel's plan for the architecture, but that the head sees all tokens.
 
-    The positions that are predicted are chosen before the head, by their place in the batch.
+    The positions that are predicted are chosen before the head, by their place in the batch; the
+    head of a value model is whole on every rank. None leaves the plan to Automodel.
     """
     from nemo_automodel.components.distributed.optimized_tp_plans import (
         PARALLELIZE_FUNCTIONS,
@@ -159,16 +143,25 @@ def _sequence_parallel_plan(model: PreTrainedModel) -> dict[str, Any]:
     )
 
     kind = type(model)
-    make_plan = PARALLELIZE_FUNCTIONS.get(f"{kind.__module__}.{kind.__qualname__}")
+    is_value_model = kind.__qualname__.endswith(_VALUE_MODEL)
+    causal = kind.__qualname__.removesuffix(_VALUE_MODEL) + _CAUSAL if is_value_model else None
+    make_plan = PARALLELIZE_FUNCTIONS.get(f"{kind.__module__}.{causal or kind.__qualname__}")
     if make_plan is None:
+        if not sequence_parallel and not is_value_model:
+            return None
         raise ConfigError(
-            "training.sequence_parallel",
-            f"got true; automodel has no such plan for {kind.__name__}; set it to false",
+            "training.sequence_parallel" if sequence_parallel else "training.tensor_parallel_size",
+            f"automodel has no such plan for {kind.__name__}; choose another training.backend",
         )
-    return make_plan(model, True) | {
-        "model.norm": SequenceParallelAllGatherActivation(use_local_output=True),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
+    plan = dict(make_plan(model, sequence_parallel))
+    if sequence_parallel:
+        plan |= {
+            "model.norm": SequenceParallelAllGatherActivation(use_local_output=True),
+            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+    if is_value_model:
+        del plan["lm_head"]
+    return plan
 
 
 def _gathered(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -41,14 +41,8 @@ class FSDP2Engine(TransformersModelEngine):
     Options = FSDP2Options
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        training, is_sharded = self.spec.training, self._is_sharded()
-        model = build_model(
-            self.spec, self._shard if is_sharded else None, load_weights=load_weights
-        )
-        if training.use_torch_compile:
-            for layer in decoder_layers(model):
-                layer.compile()
-        return model
+        shard = self._shard if self._is_sharded() else None
+        return build_model(self.spec, shard, load_weights=load_weights)
 
     def _is_sharded(self) -> bool:
         return collectives.world_size() > 1 or self._compute_dtype != torch.float32
@@ -66,7 +60,9 @@ class FSDP2Engine(TransformersModelEngine):
         on_accelerator = self.spec.platform.device_name != "cpu"
         settings = {
             "mesh": sharding_mesh(
-                self.spec.platform.device_name, self.spec.training.replicate_size
+                self.spec.platform.device_name,
+                self.spec.training.replicate_size,
+                self.spec.training.collective_timeout_s,
             ),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self._compute_dtype, reduce_dtype=torch.float32

@@ -75,7 +75,9 @@ class FSDPEngine(TransformersModelEngine):
         training, platform = self.spec.training, self.spec.platform
         wrapped = FullyShardedDataParallel(
             model,
-            device_mesh=sharding_mesh(platform.device_name, training.replicate_size),
+            device_mesh=sharding_mesh(
+                platform.device_name, training.replicate_size, training.collective_timeout_s
+            ),
             sharding_strategy=_strategy(
                 options.reshard_after_forward, hybrid=training.replicate_size > 1
             ),

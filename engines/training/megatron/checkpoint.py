@@ -17,6 +17,7 @@ from engines.checkpoint.regions import Region, save_regions
 from engines.checkpoint.sharded import ShardedReader
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
+from engines.training import collectives
 from engines.training.megatron.optimizer import MOMENTS, Shard
 from engines.training.megatron.pieces import Block, Part
 from engines.training.megatron.replica import Replica
@@ -80,7 +81,7 @@ def _gathered(replica: Replica, part: Part, pick: Callable[[Shard], Tensor]) -> 
     if shard is not None:
         whole[shard.start : shard.start + shard.main.numel()] = pick(shard).view(-1)
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(whole, group=group)  # adds zeros: exact
+        collectives.all_reduce(whole, group)  # adds zeros: exact
     return whole.view(parameter.shape)
 
 

@@ -32,6 +32,7 @@ from engines.training.megatron.layout import Layout, check_layout
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.transformers.adapters import is_adapter_name, save_peft_adapter
 from engines.training.transformers.folding import stored_weights
+from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
 
@@ -185,6 +186,12 @@ class MegatronEngine(BaseEngine):
         """See `BaseEngine`; an adapter is merged in. Of `training.dtype`; not to be changed."""
         with self.eval_mode():
             yield from self._stream.walk(self.replica.merged, self.replica.dtype)
+
+    @torch.no_grad()
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`."""
+        with self.eval_mode():
+            yield from stream_parts(owned_parts(self._stream.held(self.replica.merged)))
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:

@@ -45,6 +45,7 @@ class PackedRow:
         token_ids_N: (N,) int64, what they predict.
         temperature: of the distribution.
         entropy: also compute entropies.
+        chunk_elements: logits held at a time.
         routes: choices of experts to record or repeat; None leaves them to the routers.
         qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
         cp_group: the same for context parallelism.
@@ -57,6 +58,7 @@ class PackedRow:
     token_ids_N: Tensor
     temperature: float
     entropy: bool
+    chunk_elements: int
     routes: RowRoutes | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
@@ -227,6 +229,7 @@ class PackedModel(GPTModel):
             entropy=row.entropy,
             group=self._place.tensor_group,
             first_token=first,
+            chunk_elements=row.chunk_elements,
         )
         return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
 

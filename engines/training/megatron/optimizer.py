@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -21,6 +20,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from engines.config.training import OptimizerConfig
+from engines.training import collectives
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -125,7 +125,7 @@ class ShardedAdamW:
         square = torch.zeros((), dtype=torch.float64, device=device)
         if grads:
             square += torch.stack([grad.norm() for grad in grads]).double().square().sum()
-        dist.all_reduce(square)
+        collectives.all_reduce(square)
         total = math.sqrt(float(square)) if float(square) >= 0 else math.nan
         scale = max_norm / (total + 1e-6)
         if scale < 1.0:

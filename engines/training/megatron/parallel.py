@@ -4,13 +4,13 @@ Promises: engines of several layouts live in one process; each activates its own
 into Megatron-Core. The groups of a layout are made once per default process group.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from engines.training import collectives
 from engines.training.megatron.layout import Layout
 
 _State = dict[str, Any]
@@ -82,9 +82,9 @@ def activate(layout: Layout, timeout_s: float) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
+    collectives.limit_waits(timeout_s)
     _made[layout] = (world, _globals())
 
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from engines.training import collectives
 from engines.training.attention import Packing
+from engines.training.linear_logprobs import tile_elements
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.model import PackedRow
 from engines.training.megatron.parallel import Place
 from engines.training.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.micro_batches import filler
 from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.ulysses import SequenceSlice, slice_sequence
+from engines.training.ulysses import predicted_positions, slice_sequence
 from engines.types import ModelOutputs, TokenBatch
 
 Scope = Callable[[], AbstractContextManager[None]]
@@ -145,7 +146,7 @@ class Pipeline:
         part = slice_sequence(
             batch, self._place.context, size, multiple=self._layout.tokens_multiple
         )
-        predicted_N = _predicted_positions(batch, part)
+        predicted_N = predicted_positions(batch, part)
         row = PackedRow(
             part.input_ids_S,
             part.position_ids_S,
@@ -156,6 +157,7 @@ class Pipeline:
             batch.input_ids_T[predicted_N],
             self._spec.temperature,
             entropy,
+            tile_elements(chunked=self._spec.training.chunked_logprobs),
         )
         return row, predicted_N
 
@@ -188,18 +190,3 @@ def _call(chunk: nn.Module, row: PackedRow) -> Tensor:
         attention_mask=None,
         packed_seq_params=row,
     )
-
-
-def _predicted_positions(batch: TokenBatch, part: SequenceSlice) -> Tensor:
-    """(N,) int64 positions whose token is predicted from a hidden state of this slice.
-
-    Those in `loss_mask`; all but the first of each sequence when there is no such column.
-    """
-    wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
-    wanted_T[batch.cu_seqlens[:-1].to(torch.int64)] = False
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is not None:
-        wanted_T &= mask_T != 0
-    predicted_N = wanted_T.nonzero().squeeze(1)
-    end = part.start + part.input_ids_S.numel()
-    return predicted_N[(predicted_N > part.start) & (predicted_N <= end)]

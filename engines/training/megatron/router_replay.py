@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.training.collectives import require_contiguous
+from engines.training import collectives
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.parallel import Place
 from engines.types import TokenBatch
@@ -168,6 +168,4 @@ def _keys(batch: TokenBatch) -> list[bytes]:
 
 
 def _concatenated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, require_contiguous(local), group=group)
-    return torch.cat(parts)
+    return torch.cat(collectives.all_gather(local, group))

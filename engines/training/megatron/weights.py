@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engines.training import collectives
 from engines.training.megatron.pieces import Block, Part
+from engines.training.weight_shards import HeldPart, WeightPlace
 from infra.errors import ConfigError
 
 _VALUE_HEAD = "score."
@@ -135,6 +136,24 @@ class WeightStream:
         """All names, in the order of the stream."""
         return list(self._plan)
 
+    def held(self, values: Values) -> list[HeldPart]:
+        """The blocks of this rank, without any exchange.
+
+        Args:
+            values: what each part stands for.
+
+        Returns:
+            In the order of the rank's parts.
+        """
+        sender = _Sender(self._own, values)
+        return [
+            HeldPart(
+                WeightPlace(block.name, block.whole, block.offsets, block.shape),
+                lambda key=key: sender.own_block(*key),
+            )
+            for key, (_, block) in self._own.items()
+        ]
+
     @torch.no_grad()
     def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole.
@@ -179,9 +198,11 @@ class _Sender:
 
     def block(self, name: str, share: _Share) -> Tensor | None:
         """The block to send; None when another rank sends it."""
-        if share.rank != self._rank:
-            return None
-        part, block = self._own[name, share.offsets]
+        return self.own_block(name, share.offsets) if share.rank == self._rank else None
+
+    def own_block(self, name: str, offsets: tuple[int, ...]) -> Tensor:
+        """A block of this rank."""
+        part, block = self._own[name, offsets]
         if self._made is None or self._made[0] is not part:
             self._made = part, self._values(part)
         return block.read(self._made[1]).contiguous()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,16 +33,22 @@ from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine
 from engines.training.gradients import clip_across_meshes
-from engines.training.linear_logprobs import DEFAULT_CHUNK_ELEMENTS, linear_token_logprobs
+from engines.training.linear_logprobs import linear_token_logprobs, tile_elements
 from engines.training.spec import EngineSpec
 from engines.training.transformers.adapters import whole_tensor
 from engines.training.transformers.folding import load_folded, stored_weights
 from engines.training.transformers.optimizer import make_adamw
+from engines.training.ulysses import predicted_positions
+from engines.training.weight_shards import (
+    HeldPart,
+    WeightShard,
+    local_place,
+    local_values,
+    owned_parts,
+    stream_parts,
+)
 from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
-
-_WHOLE_LOGITS = 1 << 62
-"""Elements of a tile that holds all logits."""
 
 
 class TorchTitanOptions(StrictModel):
@@ -68,8 +74,6 @@ class TorchTitanEngine(BaseEngine):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build and shard the decoder and, when it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
-        if training.use_torch_compile:
-            raise ConfigError("training.use_torch_compile", "got true; torchtitan needs false")
         if training.frozen_parameters:
             raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
         if self.spec.optimizer is not None:
@@ -77,10 +81,11 @@ class TorchTitanEngine(BaseEngine):
         if not dist.is_initialized():
             collectives.init_single_process_group(platform, training.collective_timeout_s)
         tensor = training.tensor_parallel_size
-        self._mesh = init_device_mesh(
+        self._mesh = collectives.make_mesh(
             platform.device_name,
             (dist.get_world_size() // tensor, tensor),
-            mesh_dim_names=("data", "tensor"),
+            ("data", "tensor"),
+            training.collective_timeout_s,
         )
         try:
             with platform.library_scope("torchtitan"):
@@ -93,6 +98,7 @@ class TorchTitanEngine(BaseEngine):
             raise ConfigError(
                 "training.backend", f"torchtitan cannot be imported ({error})"
             ) from error
+        collectives.limit_waits(training.collective_timeout_s)
         self._model.lm_head.forward = self._head_forward
         if load_weights:
             self._load_weights()
@@ -133,7 +139,7 @@ class TorchTitanEngine(BaseEngine):
         self._model.set_requires_gradient_sync(enabled)
 
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
-        predicted_N = _predicted_positions(batch)
+        predicted_N = predicted_positions(batch)
         idle = predicted_N.numel() == 0
         if idle:
             # Every weight must be touched all the same: the ranks run the same collectives.
@@ -170,14 +176,13 @@ class TorchTitanEngine(BaseEngine):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
-        tile = DEFAULT_CHUNK_ELEMENTS if self.spec.training.chunked_logprobs else _WHOLE_LOGITS
         logprobs_N, entropy_N = linear_token_logprobs(
             hidden[0, rows_N],
             weight,
             targets_N,
             temperature=self.spec.temperature,
             entropy=entropy,
-            chunk_elements=tile,
+            chunk_elements=tile_elements(chunked=self.spec.training.chunked_logprobs),
             group=group,
             first_token=first_token,
         )
@@ -214,6 +219,16 @@ class TorchTitanEngine(BaseEngine):
         with self.eval_mode():
             for name, tensor in self._named_state().items():
                 yield name, whole_tensor(tensor)
+
+    @torch.no_grad()
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`."""
+        with self.eval_mode():
+            parts = [
+                HeldPart(local_place(name, tensor), lambda tensor=tensor: local_values(tensor))
+                for name, tensor in self._named_state().items()
+            ]
+            yield from stream_parts(owned_parts(parts))
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -275,13 +290,3 @@ class TorchTitanEngine(BaseEngine):
             num_optimizer_steps=int(first["step"]) if first else 0,
             backend=self.spec.training.backend,
         )
-
-
-def _predicted_positions(batch: TokenBatch) -> Tensor:
-    """(N,) int64: those in `loss_mask`, or all but the first of each sequence without one."""
-    wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is not None:
-        wanted_T &= mask_T != 0
-    wanted_T[batch.cu_seqlens[:-1].to(torch.int64)] = False
-    return wanted_T.nonzero().squeeze(1)

@@ -9,6 +9,7 @@ Names: PEFT hides a wrapped weight under `base_layer`; `base_name` undoes that.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _BASE = ".base_layer."
 _A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
 _SETTING = "training.lora"
+_NESTED = ".language_model."
+"""In the names of a model that is more than a language model."""
 
 
 class TensorReader(Protocol):
@@ -41,12 +44,14 @@ class TensorReader(Protocol):
         ...
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
+def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -> None:
     """Wrap the target modules; only the adapter's parameters require gradients afterwards.
 
     Args:
         model: may be without memory.
         lora: shape of the adapter.
+        inside: only modules whose names begin with this: the language model of one that sees,
+            whose vision tower has modules of the same names, some of them convolutions.
 
     Raises:
         ConfigError: PEFT is not installed, or a target is in no layer.
@@ -60,7 +65,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast(Any, lora.alpha),
-        target_modules=_targets(model, lora),
+        target_modules=_pattern(inside, _targets(model, lora, inside)),
         use_dora=lora.use_dora,
         lora_dropout=0.0,
     )
@@ -74,12 +79,22 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig) -> None:
                 setattr(module, child, nn.Parameter(empty))
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+def _pattern(inside: str, modules: list[str]) -> list[str] | str:
+    """PEFT's form of the target modules: last parts of names, or one pattern of whole names."""
+    if not inside:
+        return modules
+    return rf"{re.escape(inside)}.*\.({'|'.join(re.escape(name) for name in modules)})"
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig, inside: str) -> list[str]:
     head = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and name != "score"
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and name != "score"
+        and name.startswith(inside)
     }
     if lora.target_modules == "all-linear":
         return sorted(linear)
@@ -220,21 +235,31 @@ def merged_state(
     Yields:
         tuple[str, Tensor]: name without the adapter, and whole tensor.
     """
-    for name, tensor in named.items():
+    for name in named:
         if is_adapter_name(name):
             continue
-        whole = whole_tensor(tensor)
-        stem, is_wrapped, suffix = name.rpartition(_BASE)
-        if is_wrapped and suffix == "weight":
-            magnitude = named.get(stem + _MAGNITUDE)
-            adapter = StoredAdapter(
-                whole_tensor(named[stem + _A]),
-                whole_tensor(named[stem + _B]),
-                scaling,
-                None if magnitude is None else whole_tensor(magnitude),
-            )
-            whole = adapter.merged_into(whole)
-        yield base_name(name), whole
+        yield base_name(name), merged_weight(name, named, scaling)
+
+
+def has_adapter(name: str) -> bool:
+    """Whether an adapter stands beside the parameter of that name in the model."""
+    return name.endswith(f"{_BASE}weight")
+
+
+def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """One whole tensor, with its adapter merged in if it has one; see `merged_state`."""
+    whole = whole_tensor(named[name])
+    if not has_adapter(name):
+        return whole
+    stem, _, _ = name.rpartition(_BASE)
+    magnitude = named.get(stem + _MAGNITUDE)
+    adapter = StoredAdapter(
+        whole_tensor(named[stem + _A]),
+        whole_tensor(named[stem + _B]),
+        scaling,
+        None if magnitude is None else whole_tensor(magnitude),
+    )
+    return adapter.merged_into(whole)
 
 
 def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:
@@ -262,7 +287,8 @@ def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig)
         for name, tensor in sorted(named.items())
     }  # fmt: skip
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in named}
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in named})
+    before, nested, _ = next(iter(named)).partition(_NESTED)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -270,7 +296,7 @@ def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig)
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_dora": lora.use_dora,
-        "target_modules": sorted(modules),
+        "target_modules": _pattern(before + nested, modules) if nested else modules,
         "bias": "none",
     }
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"

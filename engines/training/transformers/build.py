@@ -2,11 +2,11 @@
 
 Promises: float32 weights whatever the files hold; a missing or unexpected weight is an error,
 never a random value (the head of a value model may be absent: it starts at 0). Sharded, each
-rank reads only its slices from the safetensors files; an architecture whose names on disk
-differ from those in memory (transformers converts them) is loaded whole on each rank first.
+rank reads only its slices from the safetensors files; an architecture whose tensors on disk are
+not those in memory, names aside (transformers converts them), is loaded whole on each rank first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,26 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
-from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.sharded import load_sharded
 from engines.errors import CheckpointError
 from engines.models import stored_tensor_names, without_progress_bars
-from engines.training.attention import ATTENTION_NAME, register_packed_attention
+from engines.training.attention import register_packed_attention
 from engines.training.spec import EngineSpec, ModelType
 from engines.training.transformers.adapters import add_adapter, base_name, initialize_adapter
+from engines.training.transformers.kernels import compile_layers, liger_kernels, use_kernels
+from engines.training.transformers.vision import (
+    attention_names,
+    language_model_prefix,
+    sees_images,
+)
 from infra.errors import ConfigError
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -68,11 +76,12 @@ def build_model(
         model = _prepared(_from_pretrained(spec.hf_dir, spec.model_type), spec)
         return _with_adapter_values(_moved(model, device), spec)
     model = _on_meta(spec.hf_dir, spec.model_type, architecture)
-    direct = not load_weights or _loads_by_slices(model, spec.hf_dir)
+    disk_names = _disk_names(model, spec.hf_dir) if load_weights else None
+    direct = not load_weights or disk_names is not None
     if not direct and architecture is not None:
         raise ConfigError(
             "model.path",
-            f"{spec.hf_dir} is a {type(model).__name__}, whose weights have other names on disk "
+            f"{spec.hf_dir} is a {type(model).__name__}, whose weights have another form on disk "
             f"than in memory, which {spec.training.backend} cannot load; use fsdp2",
         )
     if not direct:
@@ -83,8 +92,8 @@ def build_model(
     if not direct:
         return _with_adapter_values(_moved(model, device), spec)
     _materialize(model, device)
-    if load_weights:
-        _load_slices(model, spec.hf_dir)
+    if disk_names is not None:
+        _load_slices(model, spec.hf_dir, disk_names)
     return _with_adapter_values(model, spec)
 
 
@@ -107,13 +116,17 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _prepared(model: PreTrainedModel, spec: EngineSpec) -> PreTrainedModel:
-    """Adapter added and gradients switched off where nothing is trained."""
+    """Faster kernels and adapter added, gradients switched off where nothing is trained."""
     training = spec.training
+    if training.use_liger:
+        use_kernels(model, liger_kernels(spec.platform.device()))
+    if training.use_torch_compile:
+        compile_layers(decoder_layers(model), training.torch_compile_backend)
     if spec.optimizer is None:
         # Without an optimizer an adapter could only be identity: checkpoints are folded.
         return model.requires_grad_(False)
     if training.lora is not None:
-        add_adapter(model, training.lora)
+        add_adapter(model, training.lora, inside=language_model_prefix(model))
     for pattern in training.frozen_parameters:
         frozen = [p for name, p in model.named_parameters() if fnmatch(base_name(name), pattern)]
         if not frozen:
@@ -131,9 +144,10 @@ def _with_adapter_values(model: PreTrainedModel, spec: EngineSpec) -> PreTrained
     return model
 
 
-def _auto_class(model_type: ModelType) -> Any:
-    value_model = model_type == "value_model"
-    return AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+def _auto_class(model_type: ModelType, config: PretrainedConfig) -> Any:
+    if model_type == "value_model":
+        return AutoModelForTokenClassification
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def _on_meta(
@@ -143,8 +157,8 @@ def _on_meta(
     with torch.device("meta"):
         if architecture is not None:
             return _checked(architecture(config), hf_dir)
-        model = _auto_class(model_type).from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+        model = _auto_class(model_type, config).from_config(
+            config, dtype=torch.float32, attn_implementation=attention_names(config)
         )
     return _checked(model, hf_dir)
 
@@ -155,12 +169,13 @@ def _moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
+    config = _config(hf_dir, model_type)
     with without_progress_bars():
-        loaded: Any = _auto_class(model_type).from_pretrained(
+        loaded: Any = _auto_class(model_type, config).from_pretrained(
             hf_dir,
-            config=_config(hf_dir, model_type),
+            config=config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention_names(config),
             trust_remote_code=False,
             output_loading_info=True,
         )
@@ -203,7 +218,7 @@ def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:
     config.use_cache = False
     if model_type == "value_model":
         config.num_labels = 1
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if kinds - _PACKABLE_LAYERS:
         raise ConfigError(
             "model.path",
@@ -226,17 +241,37 @@ def _materialize(model: PreTrainedModel, device: torch.device) -> None:
                 model._init_weights(module)
 
 
-def _loads_by_slices(model: PreTrainedModel, hf_dir: Path) -> bool:
-    names = {name for name, _ in named_state(model) if not name.startswith(_VALUE_HEAD)}
-    return HubNames(model).identical and names <= set(stored_tensor_names(hf_dir))
+def _disk_names(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None:
+    """Name in memory -> name on disk of each weight; None where files hold more than renamed ones.
 
-
-def _load_slices(model: PreTrainedModel, hf_dir: Path) -> None:
+    The head of a value model is among them only when it is on disk.
+    """
     stored = set(stored_tensor_names(hf_dir))
+    held = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in named_state(model)
+    }
+    names = {id(tensor): name for name, tensor in held.items()}
+    # A tensor that is only renamed comes back as the same object.
+    found = {
+        names.get(id(tensor)): on_disk
+        for on_disk, tensor in revert_weight_conversion(model, dict(held)).items()
+    }
+    if found.keys() != held.keys():
+        return None
+    renamed = {
+        name: on_disk
+        for name, on_disk in found.items()
+        if name is not None and (on_disk in stored or not name.startswith(_VALUE_HEAD))
+    }
+    return renamed if set(renamed.values()) <= stored else None
+
+
+def _load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, str]) -> None:
     wanted: dict[str, torch.Tensor] = {}
     for name, tensor in named_state(model):
-        if base_name(name) in stored:
-            wanted[base_name(name)] = tensor
+        if base_name(name) in disk_names:
+            wanted[disk_names[base_name(name)]] = tensor
         elif name.startswith(_VALUE_HEAD):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.detach().zero_()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ from engines.errors import EngineError
 from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine
+from engines.training.image_layout import ImageLayout
 from engines.training.spec import EngineSpec
 from engines.training.transformers.adapters import (
     is_adapter_name,
@@ -42,7 +43,14 @@ from engines.training.transformers.build import build_on_meta, enable_activation
 from engines.training.transformers.folding import load_folded, stored_weights
 from engines.training.transformers.head import LogprobHead, Targets
 from engines.training.transformers.optimizer import decayed_names, make_adamw, states_by_name
-from engines.training.ulysses import SequenceSlice, slice_sequence
+from engines.training.transformers.shards import (
+    SlotsByParameter,
+    held_parts,
+    slots_by_parameter,
+)
+from engines.training.transformers.vision import Vision, sees_images
+from engines.training.ulysses import SequenceSlice, predicted_positions, slice_sequence
+from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, TokenBatch
 
 _DATA, _ULYSSES = "data", "ulysses"
@@ -57,7 +65,9 @@ class TransformersModelEngine(BaseEngine):
         self._optimizer: torch.optim.AdamW | None = None
         self._mesh: DeviceMesh | None = None
         self._names: HubNames | None = None
+        self._slots: SlotsByParameter | None = None
         self._head: LogprobHead | None = None
+        self._vision: Vision | None = None
 
     @abstractmethod
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
@@ -83,14 +93,18 @@ class TransformersModelEngine(BaseEngine):
             collectives.init_single_process_group(platform, training.collective_timeout_s)
         if dist.is_initialized():
             ranks = collectives.world_size() // training.ulysses_size
-            self._mesh = init_device_mesh(
+            self._mesh = collectives.make_mesh(
                 platform.device_name,
                 (ranks, training.ulysses_size),
-                mesh_dim_names=(_DATA, _ULYSSES),
+                (_DATA, _ULYSSES),
+                training.collective_timeout_s,
             )
         self._model = self._build_model(load_weights=load_weights)
+        collectives.limit_waits(training.collective_timeout_s)
         if training.gradient_checkpointing:
             enable_activation_checkpointing(self._model)
+        if sees_images(self._model.config):
+            self._vision = Vision(self._model)
         if self.spec.model_type == "language_model":
             self._head = LogprobHead(self._model, chunked=self._chunked_logprobs)
         if self.spec.optimizer is not None:
@@ -103,6 +117,10 @@ class TransformersModelEngine(BaseEngine):
 
     def _decayed_names(self) -> set[str]:
         return decayed_names(self.model)
+
+    @property
+    def _image_layout(self) -> ImageLayout | None:
+        return self._vision.layout if self._vision is not None else None
 
     def _needs_process_group(self) -> bool:
         return False
@@ -126,7 +144,7 @@ class TransformersModelEngine(BaseEngine):
         group = self._ulysses_group
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         part = slice_sequence(batch, rank, size)
-        predicted_N = _predicted_positions(batch, part)
+        predicted_N = predicted_positions(batch, part)
         idle = predicted_N.numel() == 0
         if idle:
             # Every weight must be touched all the same: the ranks run the same collectives.
@@ -153,6 +171,8 @@ class TransformersModelEngine(BaseEngine):
             "use_cache": False,
             "packing": Packing.from_cu_seqlens(part.cu_seqlens, self._ulysses_group),
         }
+        if self._vision is not None:
+            inputs |= self._vision.inputs(batch)
         rows_N = predicted_N - 1 - part.start
         if self._head is None:
             return self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
@@ -193,6 +213,16 @@ class TransformersModelEngine(BaseEngine):
         with self.eval_mode():
             named = dict(self._named_state())
             yield from self._names.stream(merged_state(named, self._adapter_scaling))
+
+    @torch.no_grad()
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`; a weight with an adapter is gathered and merged for its part."""
+        if self._slots is None:
+            self._slots = slots_by_parameter(build_on_meta(self.spec.hf_dir, self.spec.model_type))
+        with self.eval_mode():
+            named = dict(self._named_state())
+            parts = held_parts(named, self._slots, self._adapter_scaling)
+            yield from stream_parts(owned_parts(parts))
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -293,18 +323,3 @@ class TransformersModelEngine(BaseEngine):
             backend=self.spec.training.backend,
             lora=self.spec.training.lora if self.spec.optimizer is not None else None,
         )
-
-
-def _predicted_positions(batch: TokenBatch, part: SequenceSlice) -> Tensor:
-    """(N,) int64 positions whose token is predicted from a hidden state of this slice.
-
-    Those in `loss_mask`; all but the first of each sequence when there is no such column.
-    """
-    wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
-    wanted_T[batch.cu_seqlens[:-1].to(torch.int64)] = False
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is not None:
-        wanted_T &= mask_T != 0
-    predicted_N = wanted_T.nonzero().squeeze(1)
-    end = part.start + part.input_ids_S.numel()
-    return predicted_N[(predicted_N > part.start) & (predicted_N <= end)]

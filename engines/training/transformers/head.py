@@ -47,7 +47,8 @@ class LogprobHead:
         self._targets: Targets | None = None
         head = model.get_output_embeddings()
         reworked = any(
-            getattr(model.config, name, None) not in (None, 1) for name in _CHANGES_LOGITS
+            getattr(model.config.get_text_config(), name, None) not in (None, 1)
+            for name in _CHANGES_LOGITS
         )
         self._head = head if chunked and type(head) is nn.Linear and not reworked else None
         if self._head is not None:

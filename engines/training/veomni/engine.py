@@ -40,8 +40,6 @@ class VeOmniEngine(FSDP2Engine):
         return True
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        if self.spec.training.use_torch_compile:
-            raise ConfigError("training.use_torch_compile", "got true; veomni needs false")
         _set_parallel_state(self.spec.platform.device_name, self.spec.training.replicate_size)
         return build_model(
             self.spec, self._shard, load_weights=load_weights, architecture=self._architecture

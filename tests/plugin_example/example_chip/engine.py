@@ -70,7 +70,7 @@ class ExampleEngine(TransformersModelEngine):
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    collectives.all_reduce_sum(flat)
+    collectives.all_reduce(flat)
     for gradient, summed in zip(
         gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
     ):

@@ -32,11 +32,20 @@ def test_every_target_is_there(name: str) -> None:
         ),
         (
             {"backend": "torchtitan", "lora": {"rank": 4}},
-            "training.lora: torchtitan trains no adapter; remove it, or set training.backend to ",
+            "training.lora: torchtitan has no lora; remove it, or set training.backend to fsdp or ",
+        ),
+        (
+            {"backend": "megatron", "use_torch_compile": True},
+            "training.use_torch_compile: megatron has no compile; remove it, or set "
+            "training.backend to fsdp or fsdp2",
         ),
         (
             {"backend": "megatron", "ulysses_size": 2},
             "training.ulysses_size: got 2; megatron has no ulysses parallelism; set it to 1, or ",
+        ),
+        (
+            {"backend": "automodel", "tensor_parallel_size": 2, "lora": {"rank": 4}},
+            "training.lora: automodel has no lora together with tensor; leave one of them out, ",
         ),
     ],
 )

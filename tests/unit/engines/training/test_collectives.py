@@ -1,15 +1,22 @@
 """Guards and reductions; the collectives themselves run in tests/contracts/test_backend.py."""
 
 import math
+import multiprocessing
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from engines.errors import CollectiveError
 from engines.training import collectives
 from hardware.cpu import CPUPlatform
 
 CPU = torch.device("cpu")
+TIMEOUT_S = 2.0
 
 
 @pytest.fixture
@@ -28,11 +35,13 @@ def test_without_a_group_there_is_one_rank() -> None:
 @pytest.mark.usefixtures("_group")
 def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
     strided = torch.arange(6.0).view(2, 3).t()
-    for collective in (collectives.all_reduce_sum, collectives.broadcast):
+    for collective in (collectives.all_reduce, collectives.broadcast):
         with pytest.raises(ValueError, match="non-contiguous"):
             collective(strided)
+    with pytest.raises(ValueError, match=r"got torch.int16; send tensor.view\(torch.uint8\)"):
+        collectives.all_gather(torch.zeros(2, dtype=torch.int16))
     whole = strided.contiguous()
-    collectives.all_reduce_sum(whole)
+    collectives.all_reduce(whole)
     collectives.broadcast(whole)
     assert torch.equal(whole, strided)
 
@@ -43,3 +52,40 @@ def test_columns() -> None:
     assert collectives.column_maxima(rows)[:2] == [4.0, 2.0]
     assert math.isnan(collectives.column_maxima(rows)[2])
     assert math.isnan(collectives.column_maxima(rows[::-1])[2])
+
+
+def _rank(rank: int, root: str, leaves: bool) -> None:
+    """One of two; the second does not come to the collective, or comes with another size."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/store", rank=rank, world_size=2,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    group = dist.new_group([0, 1], group_desc="tensor")
+    collectives.limit_waits(TIMEOUT_S)
+    begin = time.monotonic()
+    if rank == 0:
+        try:
+            collectives.all_reduce(torch.zeros(3), group)
+        except CollectiveError as error:
+            Path(root, "text").write_text(str(error))
+            Path(root, "seconds").write_text(str(time.monotonic() - begin))
+    elif not leaves:
+        time.sleep(3 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["silent", "gone"])
+def test_a_missing_rank_is_noticed_in_time_and_the_group_is_named(
+    leaves: bool, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), leaves)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    text = (tmp_path / "text").read_text()
+    assert text.startswith(
+        "all_reduce of (3,) float32 failed in group tensor (gloo, ranks 0, 1; this is rank 0): "
+    )
+    assert float((tmp_path / "seconds").read_text()) < 20 * TIMEOUT_S

@@ -13,7 +13,6 @@ import torch
 from engines.config.backends import BACKENDS, job_interpreter
 from engines.config.plugins import check_plugin
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.automodel.engine import AutomodelEngine
 from engines.training.gradients import clip_across_meshes
 from engines.training.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
 from engines.training.registry import built_in_registry, create_engine
@@ -75,29 +74,6 @@ def test_what_is_installed_in_an_environment(environments: Path) -> None:
     found = job_environments.installed_distributions(environments / "e" / "bin" / "python")
     assert found == {"torch": "2.13.0", "veomni": "0.1.12"}
     assert not job_environments.is_inside()
-
-
-@pytest.mark.parametrize(
-    ("training", "model_type", "setting"),
-    [
-        ({"use_torch_compile": True}, "language_model", "training.use_torch_compile"),
-        ({"tensor_parallel_size": 2, "lora": {}}, "language_model", "training.lora"),
-        (
-            {"tensor_parallel_size": 2, "ulysses_size": 2, "num_workers": 4},
-            "language_model",
-            "training.ulysses_size",
-        ),
-        ({"tensor_parallel_size": 2}, "value_model", "training.tensor_parallel_size"),
-    ],
-)
-def test_automodel_refuses(training: dict, model_type: str, setting: str) -> None:
-    config = TrainingConfig.model_validate({"backend": "automodel", "num_workers": 2, **training})
-    spec = EngineSpec(
-        Path("/x"), config, OptimizerConfig(), 1, CPUPlatform(), 0, model_type=model_type
-    )
-    with pytest.raises(ConfigError) as caught:
-        AutomodelEngine(spec)._build_model(load_weights=True)
-    assert str(caught.value).startswith(f"{setting}: ")
 
 
 def test_clipping_matches_torch() -> None:

@@ -1,0 +1,142 @@
+"""How a model wants images, and whether those of a batch fit.
+
+Promises: the check reads lengths and counts only, and its result is a few numbers that ranks can
+exchange: an image that does not fit is an error on every rank, before any of them enters the
+model and waits for the others in a collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.errors import EngineError
+from engines.types import TokenBatch
+
+_NOT_SEEN, _GRID, _WIDTH, _TOKENS = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """What a model makes of images.
+
+    Attributes:
+        token_id: of the placeholder that stands once for each image feature.
+        merge_size: so many patches, along height and along width, become one feature.
+        patch_width: values of one patch.
+    """
+
+    token_id: int
+    merge_size: int
+    patch_width: int
+
+    def num_features_I(self, grid_thw_I3: Tensor) -> Tensor:
+        """(I,) int64 features, and so placeholder tokens, of each image."""
+        return grid_thw_I3.prod(1) // self.merge_size**2
+
+
+@dataclass(frozen=True)
+class ImageFault:
+    """The first sequence of a rank whose images cannot be used.
+
+    Attributes:
+        sequence: its place in the rank's batch; -1 means that all fit.
+        kind: what is wrong with it.
+        found: what there is.
+        needed: what there should be.
+    """
+
+    sequence: int = -1
+    kind: int = 0
+    found: int = 0
+    needed: int = 0
+
+    def numbers(self) -> list[float]:
+        """For an exchange between ranks."""
+        return [float(self.sequence), float(self.kind), float(self.found), float(self.needed)]
+
+
+NUM_FAULT_NUMBERS = len(ImageFault().numbers())
+
+
+def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFault:
+    """Look for a sequence whose images do not fit.
+
+    Args:
+        batch: of this rank, on the CPU.
+        layout: of the model; None is a model that sees no images.
+
+    Returns:
+        The first fault.
+    """
+    images = batch.images
+    first = int(images.num_images_B.nonzero()[0]) if images is not None else -1
+    if layout is None:
+        return ImageFault(first, _NOT_SEEN) if images is not None else ImageFault()
+    num_sequences = batch.num_sequences
+    wanted: list[list[int]] = [[] for _ in range(num_sequences)]
+    if images is not None:
+        width = images.pixel_values_PD.shape[1]
+        if width != layout.patch_width:
+            return ImageFault(first, _WIDTH, width, layout.patch_width)
+        index_I = torch.arange(num_sequences).repeat_interleave(images.num_images_B)
+        odd_I = (images.grid_thw_I3[:, 1:] % layout.merge_size).any(1)
+        if odd_I.any():
+            return ImageFault(int(index_I[odd_I][0]), _GRID, 0, layout.merge_size)
+        num_features = layout.num_features_I(images.grid_thw_I3).tolist()
+        for sequence, needed in zip(index_I.tolist(), num_features, strict=True):
+            wanted[sequence].append(needed)
+    held = _placeholder_runs(batch, layout.token_id)
+    for i in range(num_sequences):
+        if held[i] != wanted[i]:
+            return ImageFault(i, _TOKENS, sum(held[i]), sum(wanted[i]))
+    return ImageFault()
+
+
+def raise_image_fault(rows: Sequence[Sequence[float]]) -> None:
+    """Raise the fault of the lowest rank that has one.
+
+    Args:
+        rows: for each data-parallel rank the numbers of its `ImageFault`.
+
+    Raises:
+        EngineError: there is one; names rank and sequence.
+    """
+    for rank, row in enumerate(rows):
+        fault = ImageFault(*(int(number) for number in row))
+        if fault.sequence >= 0:
+            where = f"sequence {fault.sequence} of data-parallel rank {rank}"
+            raise EngineError(f"{where} {_problem(fault)}")
+
+
+def _problem(fault: ImageFault) -> str:
+    if fault.kind == _NOT_SEEN:
+        return "has an image, but this engine's model sees none"
+    if fault.kind == _WIDTH:
+        return f"has image patches of {fault.found} values; the model needs {fault.needed}"
+    if fault.kind == _GRID:
+        return (
+            f"has an image whose grid does not divide by the model's merge size {fault.needed} "
+            "in height and width"
+        )
+    return (
+        f"has {fault.found} image placeholder tokens; its images need {fault.needed}, in one "
+        "unbroken run for each image"
+    )
+
+
+def _placeholder_runs(batch: TokenBatch, token_id: int) -> list[list[int]]:
+    """Of each sequence, the lengths of its runs of placeholder tokens, in order."""
+    is_image_T = batch.input_ids_T == token_id
+    runs: list[list[int]] = [[] for _ in range(batch.num_sequences)]
+    if not is_image_T.any():
+        return runs
+    goes_on_T = torch.zeros_like(is_image_T)
+    goes_on_T[1:] = is_image_T[:-1]
+    goes_on_T[batch.cu_seqlens[:-1].to(torch.int64)[batch.lengths_B > 0]] = False
+    starts_T = is_image_T & ~goes_on_T
+    lengths = torch.bincount(starts_T.cumsum(0)[is_image_T] - 1).tolist()
+    for sequence, length in zip(batch.sequence_index_T[starts_T].tolist(), lengths, strict=True):
+        runs[sequence].append(length)
+    return runs

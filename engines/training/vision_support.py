@@ -1,0 +1,36 @@
+"""Where a model that sees images can be trained; read from its `config.json` alone."""
+
+from engines.config.backends import BACKENDS
+from engines.models import vision_model_type
+from engines.training.spec import EngineSpec
+from infra.errors import ConfigError
+
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Architectures whose images are patches with a grid, and whose positions follow the grid."""
+
+
+def check_vision(spec: EngineSpec) -> None:
+    """Refuse a vision-language model where it cannot be trained.
+
+    Args:
+        spec: of the engine; a backend of other distributions judges for itself.
+
+    Raises:
+        ConfigError: architecture, backend, model type or layout cannot.
+    """
+    architecture, backend = vision_model_type(spec.hf_dir), spec.training.backend
+    if architecture is None or backend not in BACKENDS:
+        return
+    able = [name for name, other in BACKENDS.items() if "vlm" in other.features]
+    what = f"{spec.hf_dir} is a {architecture}, which sees images"
+    if backend not in able:
+        problem = f"{what}; {backend} trains text models; use {' or '.join(able)}"
+    elif architecture not in MODEL_TYPES:
+        problem = f"{what}; of those only {', '.join(MODEL_TYPES)} can be trained"
+    elif spec.model_type == "value_model":
+        problem = f"{what}; a value model cannot; choose a text model"
+    elif spec.training.ulysses_size > 1:
+        problem = f"{what}; Ulysses cannot cut them; set training.ulysses_size to 1"
+    else:
+        return
+    raise ConfigError("model.path", problem)

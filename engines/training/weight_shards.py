@@ -1,0 +1,155 @@
+"""The parts of a model's weights that a rank holds, and where they belong.
+
+For syncs that send only what changed: each rank compares and sends its own parts, and no whole
+weight is ever put together. Promises: the owned parts of all ranks cover every weight exactly
+once; a part is a rectangle of the weight of that name on the hub.
+Not promised: an equal number of bytes per rank.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from engines.checkpoint.hub_names import Slot
+from engines.errors import EngineError
+from engines.training import collectives
+
+
+@dataclass(frozen=True)
+class WeightPlace:
+    """A rectangle of a weight.
+
+    Attributes:
+        name: of the weight on the hub.
+        whole: shape of the weight.
+        offsets: of the rectangle in the weight.
+        shape: of the rectangle.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the whole weight."""
+        ends = zip(self.offsets, self.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in ends)
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """A rectangle of a weight and its values.
+
+    Attributes:
+        place: where it belongs.
+        values: of `place.shape`, on the device; valid until the next shard is asked for, and not
+            to be changed.
+        is_owner: this is the rank that speaks for the rectangle; others hold copies of it.
+    """
+
+    place: WeightPlace
+    values: Tensor
+    is_owner: bool
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A rectangle that this rank holds, and how to get at its values.
+
+    Attributes:
+        place: where it belongs.
+        read: makes the values; on a backend that must gather for it, collective.
+    """
+
+    place: WeightPlace
+    read: Callable[[], Tensor]
+
+
+def whole_place(name: str, tensor: Tensor) -> WeightPlace:
+    """The place of a tensor that is no part of anything."""
+    shape = tuple(tensor.shape)
+    return WeightPlace(name, shape, (0,) * len(shape), shape)
+
+
+def local_place(name: str, tensor: Tensor) -> WeightPlace:
+    """The place of this rank's part of a tensor that may be sharded; its shape may be empty."""
+    if not isinstance(tensor, DTensor):
+        return whole_place(name, tensor)
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return WeightPlace(name, tuple(tensor.shape), tuple(offsets), tuple(shape))
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def parts_in_slots(name: str, tensor: Tensor, slots: Iterable[tuple[str, Slot]]) -> list[HeldPart]:
+    """This rank's part of a fused parameter, as parts of the weights that lie in it.
+
+    Args:
+        name: of the parameter in memory.
+        tensor: the parameter, cut along its first dimension only.
+        slots: names on the hub, and where in the parameter each lies.
+
+    Returns:
+        Views.
+
+    Raises:
+        EngineError: a weight lies on both sides of a cut.
+    """
+    place, local = local_place(name, tensor), local_values(tensor)
+    row_size = local[0].numel() if local.shape[0] else 0
+    start = place.offsets[0] * row_size
+    end = start + local.numel()
+    parts: list[HeldPart] = []
+    for hub_name, slot in slots:
+        last = slot.offset + sum(
+            (size - 1) * step for size, step in zip(slot.size, slot.stride, strict=True)
+        )
+        if last < start or slot.offset >= end:
+            continue
+        if slot.offset < start or last >= end or place.shape[1:] != place.whole[1:]:
+            raise EngineError(f"{name} is cut through {hub_name}: its parts cannot be named")
+        zeros = (0,) * len(slot.size)
+        view = local.contiguous().as_strided(slot.size, slot.stride, slot.offset - start)
+        held = WeightPlace(hub_name, slot.size, zeros, slot.size)
+        parts.append(HeldPart(held, lambda view=view: view))
+    return parts
+
+
+def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
+    """Find out which rank speaks for each part: the first that holds it. Collective.
+
+    Args:
+        parts: of this rank; empty ones are owned by nobody.
+
+    Returns:
+        The parts, each with whether this rank owns it.
+    """
+    held = list(parts)
+    keys = [f"{part.place.name} {part.place.offsets}" for part in held]
+    real = [key for key, part in zip(keys, held, strict=True) if 0 not in part.place.shape]
+    lists = collectives.gather_texts(json.dumps(real))
+    earlier = {key for text in lists[: collectives.rank()] for key in json.loads(text or "[]")}
+    owned = set(real) - earlier
+    return [(part, key in owned) for key, part in zip(keys, held, strict=True)]
+
+
+def stream_parts(parts: Iterable[tuple[HeldPart, bool]]) -> Iterator[WeightShard]:
+    """Read parts one after the other; an empty one is left out.
+
+    It is read all the same: reading may be collective.
+    """
+    for part, is_owner in parts:
+        values = part.read()
+        if values.numel():
+            yield WeightShard(part.place, values, is_owner)
