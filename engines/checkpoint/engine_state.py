@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engines import collectives
 from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
+from engines.checkpoint.staging import StagingBuffers
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
-from engines.training import collectives
 from hardware.base import PlatformBase
 
 ENGINE_FILE = "engine.json"
@@ -80,7 +81,7 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
 
 
 def stage_engine_state(
-    path: Path, state: EngineState, platform: PlatformBase
+    path: Path, state: EngineState, platform: PlatformBase, buffers: StagingBuffers
 ) -> Callable[[], None]:
     """Copy this rank's part to the host; every rank calls it with the same path.
 
@@ -88,12 +89,13 @@ def stage_engine_state(
         path: an existing directory, shared by all ranks.
         state: what to write; its tensors may change as soon as this returns.
         platform: gives the state of this rank's random generators.
+        buffers: to copy into; given back once they are written.
 
     Returns:
         Writes the copies, for any thread: it uses no collective and raises `OSError`.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
-    write_tensors = stage_sharded(path / TENSORS_DIR, state.tensors)
+    write_tensors = stage_sharded(path / TENSORS_DIR, state.tensors, buffers)
     scalars, rng = replace(state, tensors={}), _rng_copy(platform)
 
     def write() -> None:

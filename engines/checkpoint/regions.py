@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines import collectives
 from engines.checkpoint.sharded import SHARDING_INFO
-from engines.training import collectives
 
 _MAX_FILE_BYTES = 2 << 30
 

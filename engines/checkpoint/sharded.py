@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from engines.checkpoint.staging import StagingBuffers
 from engines.errors import CheckpointError
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -53,17 +54,20 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def stage_sharded(path: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+def stage_sharded(
+    path: Path, tensors: Mapping[str, Tensor], buffers: StagingBuffers
+) -> Callable[[], None]:
     """Copy this rank's pieces to the host; every rank calls it.
 
     Args:
         path: an existing directory, shared by all ranks.
         tensors: by name; may change as soon as this returns.
+        buffers: to copy into; given back once they are written.
 
     Returns:
         Writes the copies, for any thread: it uses no collective and raises `OSError`.
     """
-    writer = _SafetensorsWriter(path, staged=True)
+    writer = _SafetensorsWriter(path, buffers)
     with _no_group_needed(), _own_errors(f"cannot save {path}"):
         state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=_alone())
     return writer.write_staged
@@ -122,20 +126,23 @@ class _SafetensorsWriter(StorageWriter):
 
     Args:
         path: of the files.
-        staged: keep copies instead, until `write_staged`.
+        buffers: copy into these instead, until `write_staged`.
     """
 
-    def __init__(self, path: Path, *, staged: bool = False) -> None:
+    def __init__(self, path: Path, buffers: StagingBuffers | None = None) -> None:
         super().__init__()
         self._path = path
-        self._is_staged = staged
+        self._buffers = buffers
         self._staged: list[tuple[dict[str, Tensor], dict[str, dict[str, list[int]]]]] = []
 
     def write_staged(self) -> None:
-        """Write the copies, and let them go."""
-        for part in range(len(self._staged)):
-            self._write(part, *self._staged[part])
-            self._staged[part] = ({}, {})
+        """Write the copies and give their memory back."""
+        for part, (tensors, offsets) in enumerate(self._staged):
+            self._write(part, tensors, offsets)
+            for name, tensor in tensors.items():
+                if self._buffers is not None:
+                    self._buffers.give_back((part, name), tensor)
+        self._staged = []
 
     def _write(
         self, part: int, tensors: dict[str, Tensor], offsets: dict[str, dict[str, list[int]]]
@@ -167,20 +174,25 @@ class _SafetensorsWriter(StorageWriter):
             offsets: dict[str, dict[str, list[int]]] = {}
             for item in items:
                 value = cast(Tensor, planner.resolve_data(item)).detach()
-                piece = value.cpu().contiguous()
-                # A view would drag its whole storage into the file.
-                shared = self._is_staged and piece.data_ptr() == value.data_ptr()
-                tensors[item.index.fqn] = piece.clone() if shared or _is_view(piece) else piece
-                offsets[item.index.fqn] = {"saved_offsets": list(_chunk(item).offsets)}
-                size = piece.numel() * piece.element_size()
+                name = item.index.fqn
+                tensors[name] = self._on_host((part, name), value)
+                offsets[name] = {"saved_offsets": list(_chunk(item).offsets)}
+                size = value.numel() * value.element_size()
                 results.append(WriteResult(item.index, size, None))
-            if self._is_staged:
+            if self._buffers is not None:
                 self._staged.append((tensors, offsets))
             else:
                 self._write(part, tensors, offsets)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _on_host(self, key: tuple[int, str], value: Tensor) -> Tensor:
+        if self._buffers is not None:
+            return self._buffers.copy(key, value)
+        piece = value.cpu().contiguous()
+        # A view would drag its whole storage into the file.
+        return piece.clone() if _is_view(piece) else piece
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """No index is written: the headers say everything."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from engines.checkpoint.background import write_in_background
+from engines.collectives import close_process_group, rank
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
@@ -21,7 +22,6 @@ from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.registry import create_rollout_engine
 from engines.training.base import BaseEngine
-from engines.training.collectives import close_process_group, rank
 from engines.training.registry import create_engine
 from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics

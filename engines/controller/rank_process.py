@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
 from engines.external_modules import import_external_modules
-from engines.training.collectives import close_process_group
 from infra.heartbeat import Heartbeat
 from infra.redact import RedactingFilter
 

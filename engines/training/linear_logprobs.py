@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engines.training import collectives
+from engines import collectives
 
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from engines import collectives
 from engines.errors import EngineError
-from engines.training import collectives
 from engines.training.flops import ModelFlops
 from engines.training.image_layout import (
     NUM_FAULT_NUMBERS,

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.training import collectives
+from engines import collectives
 from engines.types import LossOutput, TokenBatch
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.training.collectives import all_to_all
+from engines.collectives import all_to_all
 from engines.types import TokenBatch
 from infra.errors import ConfigError
 

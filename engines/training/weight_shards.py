@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from engines import collectives
 from engines.checkpoint.hub_names import Slot
 from engines.errors import EngineError
-from engines.training import collectives
 
 
 @dataclass(frozen=True)

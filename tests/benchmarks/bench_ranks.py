@@ -21,9 +21,9 @@ import torch.distributed as dist
 from measure import arguments, ratio_line, take_turns
 from tiny_model import write_model
 
+from engines import collectives
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
 from engines.types import TokenBatch

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rlhf.testing.backend_cases import Context, run_cases
 from rlhf.testing.layouts import claimed_layouts
 
+from engines import collectives
 from engines.config.backends import excluded_by
 from engines.external_modules import import_external_modules
-from engines.training import collectives
 from hardware.registry import detect
 
 DEADLINE_S = 900.0

@@ -21,9 +21,9 @@ from rlhf.testing.tiny_models import write_tiny_models
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from engines import collectives
 from engines.config.backends import BACKENDS
 from engines.models import stored_tensor_names
-from engines.training import collectives
 from engines.training.merging import merge_checkpoint
 from engines.types import TokenBatch
 

@@ -14,8 +14,8 @@ from rlhf.testing.backend_cases import loss_fn, share
 from rlhf.testing.plain_loop import make_batch
 from rlhf.testing.tiny_models import write_tiny_models
 
+from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.merging import merge_checkpoint
 from engines.training.registry import create_engine

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from rlhf.testing.backend_cases import share
 from rlhf.testing.tiny_models import write_tiny_models
 
+from engines import collectives
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
 from engines.types import TokenBatch

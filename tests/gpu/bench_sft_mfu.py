@@ -10,7 +10,7 @@ MFU = model FLOPs / time / peak: 6 per weight that multiplies and token (the tie
 counts once, as the output layer) plus 6 * tokens seen on average * heads * head_dim * 2 per layer
 and token for causal attention; recomputation is not counted.
 
-Run: python tests/gpu/bench_sft_mfu.py [--repeats N] [--peak-tflops 989]
+Run: python tests/gpu/bench_sft_mfu.py [--repeats N] [--peak-tflops 989] [--compile] [--liger]
 A trial without a GPU: add --device cpu --shape tiny --peak-tflops 0.1
 """
 
@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
 from engines.algorithms.supervised import sft_loss_fn
+from engines.collectives import close_process_group
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.collectives import close_process_group
 from engines.training.registry import create_engine
 from engines.training.transformers.build import enable_activation_checkpointing
 from engines.types import TokenBatch
@@ -96,12 +96,14 @@ class Ours:
     """The engine of the SFT stage, fed as its trainer feeds it."""
 
     def __init__(
-        self, hf_dir: Path, shape: Shape, platform: PlatformBase, *, checkpointing: bool
-    ) -> None:
+        self, hf_dir: Path, shape: Shape, platform: PlatformBase, faster: dict[str, bool],
+        *, checkpointing: bool,
+    ) -> None:  # fmt: skip
         training = TrainingConfig(
             dtype="bfloat16",
             max_tokens_per_micro_batch=shape.sequence_length * shape.num_sequences,
             gradient_checkpointing=checkpointing,
+            **faster,
         )
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
         self._engine = create_engine(
@@ -171,13 +173,13 @@ def turn(
 
 def compare(
     hf_dir: Path, shape: Shape, platform: PlatformBase, repeats: int, peak_flops: float,
-    *, checkpointing: bool,
+    faster: dict[str, bool], *, checkpointing: bool,
 ) -> float:  # fmt: skip
     """Measure both, print a line for each; returns ours over the plain loop."""
     steps = draw_steps(shape)
     num_tokens = STEPS_PER_TURN * shape.sequence_length * shape.num_sequences
     contenders = {
-        "ours": Ours(hf_dir, shape, platform, checkpointing=checkpointing),
+        "ours": Ours(hf_dir, shape, platform, faster, checkpointing=checkpointing),
         "plain loop": PlainLoop(hf_dir, shape, platform, checkpointing=checkpointing),
     }
     losses = {name: contender.step(steps[0]) for name, contender in contenders.items()}
@@ -215,7 +217,10 @@ def main() -> None:
     parser.add_argument(
         "--peak-tflops", type=float, default=989.0, help="dense bfloat16; 989 is an H100 or H200"
     )
+    parser.add_argument("--compile", action="store_true", help="ours with torch.compile")
+    parser.add_argument("--liger", action="store_true", help="ours with Liger's kernels")
     options = parser.parse_args()
+    faster = {"use_torch_compile": options.compile, "use_liger": options.liger}
     logging.disable_progress_bar()
     platform, reason = detect(options.device)
     shape = SHAPES[options.shape]
@@ -230,7 +235,7 @@ def main() -> None:
         for checkpointing in (False, True):
             compare(
                 hf_dir, shape, platform, options.repeats, options.peak_tflops * 1e12,
-                checkpointing=checkpointing,
+                faster, checkpointing=checkpointing,
             )  # fmt: skip
             platform.empty_cache()
     close_process_group()

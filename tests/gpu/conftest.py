@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from engines.training.collectives import close_process_group
+from engines.collectives import close_process_group
 from hardware.base import PlatformBase
 from hardware.cpu import CPUPlatform
 from hardware.nvidia import NvidiaPlatform

@@ -53,7 +53,7 @@ def test_random_state_round_trip(platform: PlatformBase) -> None:
 
 
 def test_collective_backend(platform: PlatformBase) -> None:
-    from engines.training import collectives
+    from engines import collectives
 
     collectives.init_single_process_group(platform, timeout_s=60.0)
     value = torch.arange(4.0, device=platform.device())

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import PreTrainedModel
 
+from engines import collectives
 from engines.config.base import StrictModel
-from engines.training import collectives
 from engines.training.fsdp.engine import FSDP2Engine
 from engines.training.gradients import clip_across_meshes
 from engines.training.spec import EngineSpec

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from engines import collectives
 from engines.config.base import StrictModel
-from engines.training import collectives
 from engines.training.fsdp.mesh import sharding_mesh
 from engines.training.transformers.build import build_model, decoder_layers
 from engines.training.transformers.engine import TransformersModelEngine

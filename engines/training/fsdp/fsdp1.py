@@ -24,9 +24,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
+from engines import collectives
 from engines.checkpoint.hub_names import named_state
 from engines.config.base import StrictModel
-from engines.training import collectives
 from engines.training.fsdp.mesh import sharding_mesh
 from engines.training.spec import EngineSpec
 from engines.training.transformers.build import build_model, decoder_layers

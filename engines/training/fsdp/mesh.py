@@ -2,7 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from engines.training import collectives
+from engines import collectives
 
 
 def sharding_mesh(device_name: str, replicate_size: int, timeout_s: float) -> DeviceMesh:

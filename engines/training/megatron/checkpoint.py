@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines import collectives
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
 from engines.checkpoint.regions import Region, save_regions
 from engines.checkpoint.sharded import ShardedReader
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
-from engines.training import collectives
 from engines.training.megatron.optimizer import MOMENTS, Shard
 from engines.training.megatron.pieces import Block, Part
 from engines.training.megatron.replica import Replica

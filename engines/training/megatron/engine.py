@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
+from engines import collectives
 from engines.checkpoint.engine_state import (
     EngineState,
     load_engine_state,
@@ -26,7 +27,6 @@ from engines.checkpoint.engine_state import (
 )
 from engines.config.base import StrictModel
 from engines.errors import EngineError
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.megatron.layout import Layout, check_layout
 from engines.training.spec import EngineSpec, ScaledLoss

@@ -19,8 +19,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from engines import collectives
 from engines.config.training import OptimizerConfig
-from engines.training import collectives
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

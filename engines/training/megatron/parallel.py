@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from engines.training import collectives
+from engines import collectives
 from engines.training.megatron.layout import Layout
 
 _State = dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from engines.training import collectives
+from engines import collectives
 from engines.training.attention import Packing
 from engines.training.linear_logprobs import tile_elements
 from engines.training.megatron.layout import Layout

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.training import collectives
+from engines import collectives
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.parallel import Place
 from engines.types import TokenBatch

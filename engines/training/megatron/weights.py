@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from engines.training import collectives
+from engines import collectives
 from engines.training.megatron.pieces import Block, Part
 from engines.training.weight_shards import HeldPart, WeightPlace
 from infra.errors import ConfigError

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from engines import collectives
 from engines.checkpoint.engine_state import (
     MODEL_PREFIX,
     EngineState,
@@ -27,9 +28,9 @@ from engines.checkpoint.engine_state import (
     stage_engine_state,
 )
 from engines.checkpoint.sharded import load_sharded
+from engines.checkpoint.staging import StagingBuffers
 from engines.config.base import StrictModel
 from engines.errors import CheckpointError, EngineError
-from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine
 from engines.training.gradients import clip_across_meshes
@@ -69,6 +70,7 @@ class TorchTitanEngine(BaseEngine):
         self._mesh: DeviceMesh | None = None
         self._hub_names: list[str] = []
         self._optimizer: torch.optim.AdamW | None = None
+        self._staging = StagingBuffers()
         self._wanted: tuple[Tensor, Tensor, bool] | None = None
 
     def initialize(self, *, load_weights: bool = True) -> None:
@@ -255,7 +257,7 @@ class TorchTitanEngine(BaseEngine):
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
-        return stage_engine_state(path, self._state(step), self.spec.platform)
+        return stage_engine_state(path, self._state(step), self.spec.platform, self._staging)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from engines import collectives
 from engines.checkpoint.engine_state import (
     MODEL_PREFIX,
     EngineState,
@@ -26,8 +27,8 @@ from engines.checkpoint.engine_state import (
     stage_engine_state,
 )
 from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
-from engines.training import collectives
 from engines.training.attention import Packing
 from engines.training.base import BaseEngine
 from engines.training.image_layout import ImageLayout
@@ -64,6 +65,7 @@ class TransformersModelEngine(BaseEngine):
         self._model: PreTrainedModel | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._mesh: DeviceMesh | None = None
+        self._staging = StagingBuffers()
         self._names: HubNames | None = None
         self._slots: SlotsByParameter | None = None
         self._head: LogprobHead | None = None
@@ -256,7 +258,7 @@ class TransformersModelEngine(BaseEngine):
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
         state = self._state_of(self._named_state(), self._optimizer_states(), step)
-        return stage_engine_state(path, state, self.spec.platform)
+        return stage_engine_state(path, state, self.spec.platform, self._staging)
 
     @torch.no_grad()
     def save_adapter(self, path: Path) -> None:

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engines import collectives
 from engines.config.base import StrictModel
-from engines.training import collectives
 from engines.training.transformers.build import build_model
 from engines.training.transformers.engine import TransformersModelEngine
 from engines.types import ModelOutputs, TokenBatch

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.linear_logprobs import linear_token_logprobs
 from engines.training.registry import create_engine

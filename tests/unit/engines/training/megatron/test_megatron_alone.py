@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
-from engines.training import collectives
 from engines.training.megatron.engine import MegatronEngine
 from engines.training.spec import EngineSpec
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch

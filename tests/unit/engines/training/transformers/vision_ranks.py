@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from vision_cases import EPS, IMAGE, LR, NUM_STEPS, WEIGHT_DECAY, Grid, make_batch, sft
 
+from engines import collectives
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.errors import EngineError
-from engines.training import collectives
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
 from engines.training.transformers.engine import TransformersModelEngine

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engines import collectives
 from engines.errors import CollectiveError
-from engines.training import collectives
 from hardware.cpu import CPUPlatform
 
 CPU = torch.device("cpu")

@@ -1,0 +1,217 @@
+"""What a training backend brings to an engine.
+
+That is: build and shard the model, one forward pass, clip and step, stream the weights, its state.
+Everything else of an engine is in `base`, once. Abstract members are what every backend needs;
+the others have a default that fits a backend without pipelines, adapters or its own formats.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines import collectives
+from engines.config.base import StrictModel
+from engines.errors import EngineError
+from engines.training.activation_offload import activations_on_host
+from engines.training.image_layout import ImageLayout
+from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.weight_shards import WeightShard, whole_place
+from engines.types import ModelOutputs, TokenBatch
+
+
+class EngineBackend(ABC):
+    """The part of an engine that differs from backend to backend.
+
+    Args:
+        spec: what to make it from.
+
+    Attributes:
+        Options: schema of `training.options` for this backend.
+        spec: what it was made from.
+    """
+
+    Options: type[StrictModel] = StrictModel
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def initialize(self, *, load_weights: bool = True) -> None:
+        """Build and shard the model and the optimizer.
+
+        Args:
+            load_weights: False leaves the weights undefined, for `load_checkpoint` to fill.
+        """
+
+    @property
+    @abstractmethod
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different data; None is the default group, or no group at all."""
+
+    @abstractmethod
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """What the loss is multiplied with so that the backend's gradients become a plain sum.
+
+        The sum is over data-parallel ranks and micro-batches; backends average some of it.
+        """
+
+    @abstractmethod
+    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+        """One forward pass of a micro-batch that lies on the device."""
+
+    @abstractmethod
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks."""
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the stages of one pipeline, in order; None when there is one stage.
+
+        Only the last stage sees outputs and losses; the base hands the results to the others.
+        """
+        return None
+
+    def _forward_backward(
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
+    ) -> None:
+        """Accumulate the gradients of all micro-batches; a pipeline brings its own schedule.
+
+        Args:
+            batches: micro-batches, on the CPU.
+            scaled_loss: to be called once on the outputs of each.
+            entropy: outputs need entropies.
+        """
+        device = self.spec.platform.device()
+        for i, batch in enumerate(batches):
+            self._set_gradient_sync(i == len(batches) - 1)
+            on_device = batch.to(device)
+            with self._activation_scope():
+                loss = scaled_loss(self._forward(on_device, entropy=entropy), on_device)
+            loss.backward()
+
+    def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
+        """Outputs of each micro-batch, without gradient; nothing on earlier pipeline stages."""
+        device = self.spec.platform.device()
+        for batch in batches:
+            yield self._forward(batch.to(device), entropy=entropy)
+
+    def _set_adapter(self, enabled: bool) -> None:
+        """Whether forward passes go through the adapter."""
+        raise EngineError(f"{self.spec.training.backend} has no adapter")
+
+    @abstractmethod
+    def _set_training(self, training: bool) -> None:
+        """Switch the model between training and evaluation behaviour."""
+
+    def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
+        """Give back what forward passes without a backward pass left behind."""
+
+    @abstractmethod
+    def _clip_gradients(self, max_norm: float) -> float:
+        """Scale gradients to a global norm of at most `max_norm`; returns the norm before."""
+
+    @abstractmethod
+    def _apply_optimizer(self, lr: float) -> None:
+        """One optimizer step at this learning rate."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights by the names that `save_pretrained` would write, each whole.
+
+        Collective: every rank walks the iterator to its end. Holds one whole tensor at a time;
+        tied weights come once.
+        """
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """Stream the parts of the weights that this rank holds, without gathering any weight.
+
+        Names, values and dtypes are those of `get_per_tensor_param`. Collective: every rank walks
+        its iterator to the end. A backend that cannot yields whole weights, owned by rank 0.
+        """
+        for name, tensor in self.get_per_tensor_param():
+            yield WeightShard(whole_place(name, tensor), tensor, collectives.rank() == 0)
+
+    @abstractmethod
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move parts of the engine's state to a device."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """Write this rank's shard into an existing directory, without any commit protocol.
+
+        Args:
+            path: shared by all ranks; empty.
+            step: recorded, and returned by `load_checkpoint`.
+        """
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """Copy to the host what `save_checkpoint` would write. Collective.
+
+        A backend that cannot saves at once.
+
+        Args:
+            path: shared by all ranks; empty.
+            step: recorded, and returned by `load_checkpoint`.
+
+        Returns:
+            Writes this rank's files from any thread, without a collective, while training goes on.
+        """
+        self.save_checkpoint(path, step)
+        return lambda: None
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
+        """Restore a checkpoint of any world size.
+
+        Args:
+            path: what `save_checkpoint` wrote.
+            optimizer: also restore the optimizer, the schedule and the random generators; without
+                it the engine starts anew from these weights.
+
+        Returns:
+            The step it was saved at.
+
+        Raises:
+            CheckpointError: a tensor is absent or has another shape.
+        """
+
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights of a checkpoint as `get_per_tensor_param` would, on the CPU.
+
+        Needs no process group and makes no engine.
+
+        Args:
+            checkpoint: what `save_checkpoint` wrote.
+            hf_dir: configuration of the model.
+
+        Returns:
+            Whole tensors by hub name, in the order of the architecture.
+
+        Raises:
+            EngineError: the backend cannot do that.
+        """
+        raise EngineError(f"{cls.__name__} cannot read its checkpoints without a process group")
+
+    @property
+    def _image_layout(self) -> ImageLayout | None:
+        """How the model wants images; None is a model that sees none."""
+        return None
+
+    def _activation_scope(self) -> AbstractContextManager[None]:
+        """Scope of a forward pass whose activations are kept as the configuration says."""
+        if self.spec.training.activation_offload:
+            return activations_on_host(self.spec.platform.device())
+        return nullcontext()
