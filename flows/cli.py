@@ -81,6 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
     merge.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    merge.add_argument(
+        "--adapter-only", action="store_true", help="the low-rank adapter alone, as PEFT loads it"
+    )
     return parser
 
 

@@ -22,10 +22,10 @@ class Tested(Enum):
 
     CONTRACT = "contract"
     """By the contract tests, on CPU process groups, in continuous integration."""
-    RANKS = "ranks"
-    """By tests of its own on CPU process groups, in continuous integration."""
     ENVIRONMENT = "environment"
     """The same, inside the backend's own job environment (`make env-<backend>`)."""
+    RANKS = "ranks"
+    """By tests of its own on CPU process groups, in continuous integration."""
     GPU = "gpu"
     """By a test under `tests/gpu/` that needs an accelerator."""
     CPU_TWIN = "cpu twin"
@@ -87,14 +87,17 @@ class Backend:
         return {kind: target for kind, target in found.items() if target is not None}
 
 
-_HF = {
+_HF_PARALLELISM = {
     "data": Tested.CONTRACT,
+    "hybrid": Tested.CONTRACT,
+    "ulysses": Tested.CONTRACT,
 }
 _HF_FEATURES = {
     "lora": Tested.CONTRACT,
     "moe": Tested.CONTRACT,
     "compile": Tested.CONTRACT,
     "liger": Tested.GPU,
+    "vlm": Tested.RANKS,
 }
 
 BACKENDS: Mapping[str, Backend] = {
@@ -102,19 +105,18 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.fsdp.fsdp1:FSDPEngine",
         value_model="engines.training.fsdp.fsdp1:FSDPEngine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
-        parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
-        features={**_HF_FEATURES, "vlm": Tested.RANKS},
+        parallelism=_HF_PARALLELISM,
+        features=_HF_FEATURES,
         not_together=(("ulysses", "vlm"),),
-        limits="builds the whole model on each rank before sharding; no value model of a vlm",
+        limits="builds the whole model on each rank before sharding",
     ),
     "fsdp2": Backend(
         language_model="engines.training.fsdp.engine:FSDP2Engine",
         value_model="engines.training.fsdp.engine:FSDP2Engine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
-        parallelism={**_HF, "hybrid": Tested.CONTRACT, "ulysses": Tested.CONTRACT},
-        features={**_HF_FEATURES, "vlm": Tested.RANKS},
+        parallelism=_HF_PARALLELISM,
+        features=_HF_FEATURES,
         not_together=(("ulysses", "vlm"),),
-        limits="no value model of a vlm",
     ),
     "megatron": Backend(
         language_model="engines.training.megatron.engine:MegatronEngine",
@@ -122,7 +124,7 @@ BACKENDS: Mapping[str, Backend] = {
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={"npu": "engines.training.mindspeed.engine:MindSpeedMegatronEngine"},
         parallelism={
-            **_HF,
+            "data": Tested.CONTRACT,
             "tensor": Tested.CONTRACT,
             "pipeline": Tested.CONTRACT,
             "virtual pipeline": Tested.CONTRACT,

@@ -13,6 +13,8 @@ from infra.plugins import outside_plugins
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
+_LANGUAGE_MODEL_ONLY = frozenset({"vlm"})
+"""Features that value models do not have."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
     """
     for name, backend in BACKENDS.items():
         for model_type in backend.targets:
+            without = _LANGUAGE_MODEL_ONLY if model_type == "value_model" else frozenset()
+            features = {k: how for k, how in backend.features.items() if k not in without}
             for device, tested in backend.devices.items():
                 yield MatrixRow(
                     name,
                     model_type,
                     device if tested is not Tested.GPU else f"{device} (one rank: {tested.value})",
                     _grouped(backend.parallelism, tested),
-                    _grouped(backend.features, tested),
+                    _grouped(features, tested),
                     _needs(name, backend, installed=installed),
                 )
     if installed:

@@ -167,6 +167,8 @@ class MergeStageConfig(StrictModel):
     model: ModelConfig
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
+    adapter_only: bool = False
+    """Write the low-rank adapter alone, as PEFT loads it, instead of whole weights."""
 
 
 class EvaluateStageConfig(StrictModel):

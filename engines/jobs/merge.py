@@ -3,16 +3,19 @@
 from engines.config.stages import MergeStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
-from engines.training.merging import merge_checkpoint
+from engines.training.merging import extract_adapter, merge_checkpoint
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
-    """Write the policy's weights as safetensors beside its configuration and tokenizer."""
+    """Write the policy's weights, or its adapter alone, as safetensors and configuration."""
     config = context.config
     prepare_torch(context.runtime)
     policy_dir = context.input("policy")
     with context.clock("save"):
-        merge_checkpoint(policy_dir, context.output_dir, config.dtype, config.max_shard_bytes)
+        if config.adapter_only:
+            extract_adapter(policy_dir, context.output_dir, config.dtype)
+        else:
+            merge_checkpoint(policy_dir, context.output_dir, config.dtype, config.max_shard_bytes)
     size_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*.safetensors"))
     context.journal.progress(1, 1, f"{size_bytes / 1e6:.1f} MB of {config.dtype} weights")
     return JobOutput("model", {"size_bytes": float(size_bytes)})

@@ -13,8 +13,8 @@ from engines.config.engine_matrix import HEADINGS, engine_matrix
 
 MEANINGS = {
     Tested.CONTRACT: "contract tests on CPU process groups, in continuous integration",
-    Tested.RANKS: "tests of its own on CPU process groups, in continuous integration",
     Tested.ENVIRONMENT: "the same, inside the backend's own environment",
+    Tested.RANKS: "tests of its own on CPU process groups, in continuous integration",
     Tested.GPU: "a test under tests/gpu that needs an accelerator",
     Tested.CPU_TWIN: "the same code by the contract tests on CPU; not on the device itself",
     Tested.REGISTRY: "found, and says what it lacks; no such device was at hand",

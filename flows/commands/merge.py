@@ -32,7 +32,9 @@ def main(arguments: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the result gets its name by a rename.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        merged = run_merge(checkpoint, Path(scratch), arguments.dtype)
+        merged = run_merge(
+            checkpoint, Path(scratch), arguments.dtype, adapter_only=arguments.adapter_only
+        )
         (merged / MANIFEST_NAME).unlink()
         publish_directory(merged, out)
     sys.stdout.write(f"{out}\n")
@@ -63,13 +65,14 @@ def check_paths(checkpoint: Path, out: Path) -> None:
         raise ConfigError("OUT", f"{out} exists; name a new directory")
 
 
-def run_merge(checkpoint: Path, scratch: Path, dtype: str) -> Path:
+def run_merge(checkpoint: Path, scratch: Path, dtype: str, *, adapter_only: bool) -> Path:
     """Run the job and return its output, still inside `scratch`.
 
     Args:
         checkpoint: to be merged.
         scratch: an empty directory.
         dtype: of the weights.
+        adapter_only: write the adapter alone.
 
     Returns:
         The published artifact.
@@ -77,12 +80,16 @@ def run_merge(checkpoint: Path, scratch: Path, dtype: str) -> Path:
     Raises:
         JobFailedError: the job failed; its own lines are on stderr already.
     """
-    config = MergeStageConfig.model_validate({"model": ModelConfig(init="random"), "dtype": dtype})
+    config = MergeStageConfig(
+        model=ModelConfig(init="random"), dtype=dtype, adapter_only=adapter_only
+    )
     policy = external_artifact(checkpoint)
     spec = StageSpec(
         stage="merge",
         job_module=JOB_MODULE,
-        fingerprint=sha256_json({"policy": policy.digest, "dtype": dtype}),
+        fingerprint=sha256_json(
+            {"policy": policy.digest, "dtype": dtype, "adapter_only": adapter_only}
+        ),
         attempt=0,
         config=config.model_dump(mode="json"),
         inputs={"policy": policy},

@@ -84,3 +84,18 @@ def test_a_run_under_another_layout_ends_well(tmp_path: Path, way: str) -> None:
     # Merged weights are those that were evaluated at the end of the last round.
     assert report["accuracy"]["final"] == report["accuracy"]["rl_round_2"]
     assert len([stage for stage in report["stages"] if not stage["reused"]]) == 7
+    if way.startswith("lora"):
+        check_adapter_export(tmp_path / "home", tmp_path / "adapter")
+
+
+def check_adapter_export(home: Path, out: Path) -> None:
+    """The adapter of any policy comes out alone; the directory holds what PEFT reads."""
+    policy = sorted((home / "store" / "artifacts" / "policy").iterdir())[0]
+    command = [sys.executable, "-m", "flows.cli", "merge", str(policy), str(out), "--adapter-only"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_DEADLINE_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(file.name for file in out.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.merging import extract_adapter
 from engines.training.spec import EngineSpec
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform
@@ -81,6 +83,29 @@ def test_it_trains_and_merges_as_peft_does(qwen3_dir: Path, tmp_path: Path, use_
     merged = theirs.merge_and_unload().state_dict()
     for name, tensor in engine.get_per_tensor_param():
         assert torch.allclose(tensor, merged[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_it_comes_out_of_a_checkpoint(qwen3_dir: Path, tmp_path: Path, use_dora: bool) -> None:
+    engine = make_engine(qwen3_dir, lora=LoraConfig(rank=4, alpha=8.0, use_dora=use_dora))
+    engine.train_batch(BATCH, sft)
+    for name in ("policy/checkpoint", "saved"):
+        (tmp_path / name).mkdir(parents=True)
+    engine.save_checkpoint(tmp_path / "policy" / "checkpoint", step=1)
+    engine.save_adapter(tmp_path / "saved")
+    extract_adapter(tmp_path / "policy", tmp_path / "taken", "float32")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "taken" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+    extract_adapter(tmp_path / "policy", tmp_path / "half", "bfloat16")
+    halves = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in halves.values()} == {torch.bfloat16}
+
+
+def test_none_comes_out_of_a_checkpoint_of_all_weights(qwen3_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    make_engine(qwen3_dir).save_checkpoint(tmp_path / "checkpoint", step=1)
+    with pytest.raises(CheckpointError, match="holds no adapter: all weights were trained"):
+        extract_adapter(tmp_path, tmp_path / "out", "float32")
 
 
 def test_only_the_named_modules_get_one(qwen3_dir: Path) -> None:
