@@ -5,8 +5,8 @@ files of a rank are needed in memory at once; a full disk on one rank is an erro
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.sharded import SHARDING_INFO
+from engines.checkpoint.staging import StagingBuffers
 
 _MAX_FILE_BYTES = 2 << 30
 
@@ -49,8 +50,9 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
     problem: OSError | None = None
     for region in regions:
         if problem is None:
+            values = region.values.detach().to("cpu", copy=True).contiguous()
             try:
-                writer.add(region)
+                writer.add(replace(region, values=values))
             except OSError as error:
                 problem = error
     if problem is None:
@@ -59,6 +61,37 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
         except OSError as error:
             problem = error
     _raise_together(problem, f"cannot save {path}")
+
+
+def stage_regions(
+    path: Path, regions: Iterable[Region], buffers: StagingBuffers
+) -> Callable[[], None]:
+    """Copy this rank's parts to the host; every rank calls it.
+
+    Args:
+        path: an existing directory, shared by all ranks.
+        regions: as for `save_regions`; their tensors may change as soon as this returns.
+        buffers: to copy into; given back once they are written.
+
+    Returns:
+        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    """
+    staged = [
+        replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
+        for region in regions
+    ]
+    rank = collectives.rank()
+
+    def write() -> None:
+        writer = _RegionWriter(path, rank)
+        for region in staged:
+            writer.add(region)
+        writer.flush()
+        for region in staged:
+            buffers.give_back((region.name, region.offsets), region.values)
+        staged.clear()
+
+    return write
 
 
 def _raise_together(problem: OSError | None, what: str) -> None:
@@ -79,16 +112,15 @@ class _RegionWriter:
         self._size_bytes = 0
 
     def add(self, region: Region) -> None:
-        """Take in one region; writes when enough are held."""
-        values = region.values.detach().to("cpu", copy=True).contiguous()
-        size = values.numel() * values.element_size()
+        """Take in one region, contiguous on the CPU; writes when enough are held."""
+        size = region.values.numel() * region.values.element_size()
         if self._size_bytes and self._size_bytes + size > _MAX_FILE_BYTES:
             self.flush()
         free = next((file for file in self._files if region.name not in file), None)
         if free is None:
             free = {}
             self._files.append(free)
-        free[region.name] = Region(region.name, region.offsets, values)
+        free[region.name] = region
         self._size_bytes += size
 
     def flush(self) -> None:

@@ -18,6 +18,7 @@ from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines import collectives
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training.base import BaseEngine
@@ -188,16 +189,30 @@ def case_infers(context: Context) -> Results:
     }
 
 
+def file_contents(directory: Path) -> dict[str, bytes]:
+    """By name, of all files."""
+    return {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
 def case_checkpoints(context: Context) -> Results:
     """Save after two steps, continue; resume here; resume what one rank saved."""
     root, results = context.root, {}
-    own = root / f"checkpoint-{context.layout.name}"
+    own, behind = (root / f"{name}-{context.layout.name}" for name in ("checkpoint", "behind"))
     if context.rank == 0:
         own.mkdir()
+        behind.mkdir()
     engine = context.engine()
     train(engine, range(2))
     engine.save_checkpoint(own, step=2)
+    write = engine.begin_checkpoint(behind, step=2)
     results["continued"] = train(engine, range(2, NUM_STEPS))
+    write()
+    collectives.barrier()
+    results["behind_is_equal"] = file_contents(behind) == file_contents(own)
     final = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if context.rank == 0:
         save_file(final, root / f"final-{context.layout.name}.safetensors")

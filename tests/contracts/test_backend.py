@@ -182,6 +182,12 @@ def test_resume_under_the_same_layout_is_bitwise(case: Case, layout: Layout) -> 
     assert saved[f"from-{layout.name}-bitwise"]
 
 
+def test_a_checkpoint_written_while_training_goes_on_is_the_same(
+    case: Case, layout: Layout
+) -> None:
+    assert case(layout, "case_checkpoints")["behind_is_equal"]
+
+
 def test_resume_from_one_rank(case: Case, layout: Layout) -> None:
     saved = case(layout, "case_checkpoints")
     if "from-alone" in saved:

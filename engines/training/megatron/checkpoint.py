@@ -14,8 +14,9 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
-from engines.checkpoint.regions import Region, save_regions
+from engines.checkpoint.regions import Region, save_regions, stage_regions
 from engines.checkpoint.sharded import ShardedReader
+from engines.checkpoint.staging import StagingBuffers
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.megatron.optimizer import MOMENTS, Shard
@@ -42,6 +43,22 @@ def save_state(path: Path, replica: Replica) -> None:
     tensors_dir = path / TENSORS_DIR
     tensors_dir.mkdir(exist_ok=True)
     save_regions(tensors_dir, _regions(replica))
+
+
+def stage_state(path: Path, replica: Replica, buffers: StagingBuffers) -> Callable[[], None]:
+    """Copy this rank's share to the host. Collective.
+
+    Args:
+        path: of the checkpoint; shared by all ranks.
+        replica: of this rank.
+        buffers: to copy into.
+
+    Returns:
+        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    """
+    tensors_dir = path / TENSORS_DIR
+    tensors_dir.mkdir(exist_ok=True)
+    return stage_regions(tensors_dir, _regions(replica), buffers)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ Megatron-Core is imported inside the platform's scope for it, never before.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ from engines.checkpoint.engine_state import (
     load_engine_state,
     read_scalars,
     save_engine_state,
+    stage_engine_state,
 )
+from engines.checkpoint.staging import StagingBuffers
 from engines.config.base import StrictModel
 from engines.errors import EngineError
 from engines.training.base import BaseEngine
@@ -59,6 +61,7 @@ class MegatronEngine(BaseEngine):
         self._layout = Layout.from_config(spec.training)
         self._replica: Replica | None = None
         self._stream: Any = None
+        self._staging = StagingBuffers()
 
     @contextmanager
     def _library(self) -> Iterator[None]:
@@ -213,6 +216,22 @@ class MegatronEngine(BaseEngine):
         with self._library():
             save_state(path, self.replica)
         save_engine_state(path, self._scalars(step), self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        from engines.training.megatron.checkpoint import stage_state
+
+        with self._library():
+            write_tensors = stage_state(path, self.replica, self._staging)
+        write_rest = stage_engine_state(
+            path, self._scalars(step), self.spec.platform, self._staging
+        )
+
+        def write() -> None:
+            write_tensors()
+            write_rest()
+
+        return write
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter alone, as PEFT loads it. Collective.
