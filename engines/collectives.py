@@ -10,6 +10,7 @@ timeouts.
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,9 +82,14 @@ def make_mesh(
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Give every group of this process, whoever made it, a timeout for its next collectives."""
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    """Give every group of this process, whoever made it, a timeout for its next collectives.
+
+    Of gloo and NCCL; other backends keep the timeouts that their groups were made with.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def describe(group: dist.ProcessGroup | None) -> str:
