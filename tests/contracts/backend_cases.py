@@ -189,6 +189,20 @@ def case_infers(context: Context) -> Results:
     }
 
 
+def shards_of(engine: BaseEngine) -> Results:
+    """This rank's parts of the weights with their places, against the whole weights."""
+    whole = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    owned = dict.fromkeys(whole, 0)
+    equal = True
+    for shard in engine.get_per_tensor_param_shard():
+        expected = whole[shard.place.name]
+        equal &= shard.place.whole == tuple(expected.shape)
+        equal &= torch.equal(shard.values, expected[shard.place.slices])
+        owned[shard.place.name] += shard.values.numel() * shard.is_owner
+    sizes = {name: tensor.numel() for name, tensor in whole.items()}
+    return {"equal": equal, "owned": owned, "sizes": sizes}
+
+
 def file_contents(directory: Path) -> dict[str, bytes]:
     """By name, of all files."""
     return {
@@ -216,6 +230,7 @@ def case_checkpoints(context: Context) -> Results:
     final = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if context.rank == 0:
         save_file(final, root / f"final-{context.layout.name}.safetensors")
+    results["shards"] = shards_of(engine)
     others = ["alone"] if context.layout.model == "qwen3" and context.layout.world_size > 1 else []
     for name in (context.layout.name, *others):
         resumed = context.engine(load=False)
@@ -336,6 +351,7 @@ def case_adapter(context: Context) -> Results:
     final = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if context.rank == 0:
         save_file(final, path / "final.safetensors")
+    results["shards"] = shards_of(engine)
     resumed = context.engine(lora=LORA, load=False)
     resumed.load_checkpoint(path)
     results["resumed"] = train(resumed, range(2, NUM_STEPS))
@@ -352,27 +368,10 @@ def case_adapter(context: Context) -> Results:
 
 
 def case_shards(context: Context) -> Results:
-    """Parts of the weights with their places, against the whole weights."""
-    results: Results = {}
-    ways: dict[str, Results] = {"plain": {}}
-    if "lora" in context.claims:
-        ways["adapted"] = {"lora": LORA}
-    if context.layout.name == "data2" and "moe" in context.claims:
-        ways["mixture"] = {"model": "qwen3_moe"}
-    for way, settings in ways.items():
-        engine = context.engine(**settings)
-        train(engine, range(1))
-        whole = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-        owned = dict.fromkeys(whole, 0)
-        equal = True
-        for shard in engine.get_per_tensor_param_shard():
-            expected = whole[shard.place.name]
-            equal &= shard.place.whole == tuple(expected.shape)
-            equal &= torch.equal(shard.values, expected[shard.place.slices])
-            owned[shard.place.name] += shard.values.numel() * shard.is_owner
-        sizes = {name: tensor.numel() for name, tensor in whole.items()}
-        results[way] = {"equal": equal, "owned": owned, "sizes": sizes}
-    return results
+    """Parts of weights that are fused in memory; the other cases look at the rest."""
+    if context.layout.name != "data2" or "moe" not in context.claims:
+        return {}
+    return shards_of(context.engine("qwen3_moe"))
 
 
 CASES = (
