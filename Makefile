@@ -38,7 +38,9 @@ test: $(STAMP)  ## everything but the tests marked slow
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
-	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/contracts $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
+	  -m "slow and not gpu and not exclusive" $(ARGS)
+	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive" $(ARGS)
 
 contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
 	set -e; for backend in $(BACKENDS); do \

@@ -374,6 +374,7 @@ def case_shards(context: Context) -> Results:
     return shards_of(context.engine("qwen3_moe"))
 
 
+BRIEF_CASES = (case_trains, case_infers, case_checkpoints)
 CASES = (
     case_trains,
     case_infers,
@@ -393,7 +394,7 @@ def run_cases(context: Context) -> Results:
     for one another.
     """
     results: Results = {}
-    for case in CASES:
+    for case in BRIEF_CASES if context.layout.is_brief else CASES:
         try:
             results[case.__name__] = case(context)
         except Exception:  # noqa: BLE001 (the boundary of a test process)

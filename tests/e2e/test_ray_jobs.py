@@ -302,6 +302,7 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
 
 
 @pytest.mark.slow
+@pytest.mark.exclusive
 def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path: Path) -> None:
     code = f"""
         import sys, time

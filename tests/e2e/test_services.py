@@ -32,7 +32,7 @@ from infra.services import (
 from infra.stage_spec import Artifact
 from infra.tracking import Tracker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
 NAMES = ("prefect", "worker", "mlflow", "ray")
 

@@ -28,7 +28,7 @@ from infra.errors import DeadlineError
 from infra.ray_cluster import ensure_cluster, stop_embedded
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
 GroupFactory = Callable[..., RayWorkerGroup]
 

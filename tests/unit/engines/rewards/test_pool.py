@@ -193,6 +193,7 @@ def test_a_dropped_pool_leaves_no_process(file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exclusive
 def test_no_process_outlives_a_killed_parent(file: Path) -> None:
     program = (
         "import sys\n"
