@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from engines.config.model import ModelConfig
 from engines.config.stages import MergeStageConfig
@@ -65,7 +66,9 @@ def check_paths(checkpoint: Path, out: Path) -> None:
         raise ConfigError("OUT", f"{out} exists; name a new directory")
 
 
-def run_merge(checkpoint: Path, scratch: Path, dtype: str, *, adapter_only: bool) -> Path:
+def run_merge(
+    checkpoint: Path, scratch: Path, dtype: Literal["float32", "bfloat16"], *, adapter_only: bool
+) -> Path:
     """Run the job and return its output, still inside `scratch`.
 
     Args:
