@@ -5,6 +5,7 @@ ranks raise together and none is left waiting in a collective.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,42 +72,72 @@ def prepare(
     lengths = batch.lengths_B.tolist()
     costs = flops.sequence_costs(lengths) if flops is not None else None
     plan = plan_micro_batches(lengths, max_tokens, costs=costs)
-    counts = loss_counts(batch)
-    own_flops = (
-        (
-            flops.train_flops(lengths, counts[0]),
-            flops.hardware_train_flops(lengths, counts[0], layers_recomputed=recomputes_layers),
-        )
-        if flops is not None
-        else (0.0, 0.0)
+    own_sums = _sums_of(batch, flops, recomputes_layers=recomputes_layers)
+    own_maxima = _Maxima(
+        len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)
     )
-    sums = [*counts, batch.num_tokens, *own_flops]
-    maxima = [len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)]
     fault = find_image_fault(batch, image_layout).numbers()
-    rows = collectives.gather_rows([*sums, *maxima, *fault], device, group)
-    num_trained, num_sequences, num_tokens, model_flops, hardware_flops = collectives.column_sums(
-        [row[: len(sums)] for row in rows]
+    rows = collectives.gather_rows([*own_sums, *own_maxima, *fault], device, group)
+    num_sums = len(own_sums)
+    sums = _Sums(*collectives.column_sums([row[:num_sums] for row in rows]))
+    maxima = _Maxima(*collectives.column_maxima([row[num_sums:-NUM_FAULT_NUMBERS] for row in rows]))
+    _check(maxima, [row[-NUM_FAULT_NUMBERS:] for row in rows], max_tokens)
+    num_micro = int(maxima.num_micro_batches)
+    if num_micro > len(plan):
+        plan = plan_micro_batches(lengths, max_tokens, min_num=num_micro, costs=costs)
+    # A filler runs first: the last micro-batch, which reduces gradients, is a real one.
+    fillers = [filler(batch) for _ in range(num_micro - len(plan))]
+    return Preparation(
+        GlobalCounts(int(sums.num_trained_tokens), int(sums.num_trained_sequences)),
+        StepWork(int(sums.num_tokens), sums.model_flops or None, sums.hardware_flops or None),
+        fillers + cut(batch, plan),
     )
-    num_micro, longest, fewest, shortest = collectives.column_maxima(
-        [row[len(sums) : -NUM_FAULT_NUMBERS] for row in rows]
+
+
+class _Sums(NamedTuple):
+    """What is added up over the ranks."""
+
+    num_trained_tokens: float
+    num_trained_sequences: float
+    num_tokens: float
+    model_flops: float
+    hardware_flops: float
+
+
+class _Maxima(NamedTuple):
+    """What the largest of is taken; the smallest of two numbers is found by their negatives."""
+
+    num_micro_batches: float
+    longest: float
+    minus_fewest_sequences: float
+    minus_shortest: float
+
+
+def _sums_of(batch: TokenBatch, flops: ModelFlops | None, *, recomputes_layers: bool) -> _Sums:
+    counts = loss_counts(batch)
+    if flops is None:
+        return _Sums(*counts, batch.num_tokens, 0.0, 0.0)
+    lengths = batch.lengths_B.tolist()
+    return _Sums(
+        *counts,
+        batch.num_tokens,
+        flops.train_flops(lengths, counts[0]),
+        flops.hardware_train_flops(lengths, counts[0], layers_recomputed=recomputes_layers),
     )
-    if fewest == 0:
-        raise EngineError(f"a rank has no sequence; give each of {len(rows)} ranks one or more")
-    if shortest == 0:
+
+
+def _check(maxima: _Maxima, image_faults: list[list[float]], max_tokens: int) -> None:
+    """Raise, on all ranks alike, what is wrong with the batch of any."""
+    if maxima.minus_fewest_sequences == 0:
+        raise EngineError(
+            f"a rank has no sequence; give each of {len(image_faults)} ranks one or more"
+        )
+    if maxima.minus_shortest == 0:
         raise EngineError("a sequence has no token")
-    raise_image_fault([row[-NUM_FAULT_NUMBERS:] for row in rows])
-    if longest > max_tokens:
+    raise_image_fault(image_faults)
+    if maxima.longest > max_tokens:
         raise ConfigError(
             "training.max_tokens_per_micro_batch",
-            f"got {max_tokens}; need at least {int(longest)}, the longest sequence; raise it",
+            f"got {max_tokens}; need at least {int(maxima.longest)}, the longest sequence; "
+            "raise it",
         )
-    if num_micro > len(plan):
-        plan = plan_micro_batches(lengths, max_tokens, min_num=int(num_micro), costs=costs)
-    micro_batches = cut(batch, plan)
-    # A filler runs first: the last micro-batch, which reduces gradients, is a real one.
-    missing = int(num_micro) - len(micro_batches)
-    return Preparation(
-        GlobalCounts(int(num_trained), int(num_sequences)),
-        StepWork(int(num_tokens), model_flops or None, hardware_flops or None),
-        [filler(batch) for _ in range(missing)] + micro_batches,
-    )

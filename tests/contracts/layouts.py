@@ -15,8 +15,6 @@ class Layout:
         needs: dimensions of parallelism that the backend must claim.
         training: settings of the layout.
         model: tiny model that it is tried on.
-        is_brief: smaller layouts have the same dimensions; training, inference and checkpoints
-            are looked at again, guards, value models and adapters are not.
     """
 
     name: str
@@ -24,7 +22,6 @@ class Layout:
     needs: tuple[str, ...] = ()
     training: dict[str, Any] = field(default_factory=dict)
     model: str = "qwen3"
-    is_brief: bool = False
 
 
 LAYOUTS = (
@@ -44,20 +41,22 @@ LAYOUTS = (
     Layout("ulysses2", 2, ("ulysses",), {"ulysses_size": 2}),
     Layout("expert2", 2, ("expert",), {"expert_parallel_size": 2}, "qwen3_moe"),
     Layout("data4", 4, ("data",)),
-    Layout("hybrid2x2", 4, ("hybrid",), {"replicate_size": 2}, is_brief=True),
-    Layout("data2-ulysses2", 4, ("ulysses",), {"ulysses_size": 2}, is_brief=True),
-    Layout("ulysses4", 4, ("ulysses",), {"ulysses_size": 4}, is_brief=True),
-    Layout("data2-tensor2", 4, ("tensor",), {"tensor_parallel_size": 2}, is_brief=True),
+    Layout("hybrid2x2", 4, ("hybrid",), {"replicate_size": 2}),
+    Layout("data2-ulysses2", 4, ("ulysses",), {"ulysses_size": 2}),
+    Layout("ulysses4", 4, ("ulysses",), {"ulysses_size": 4}),
+    Layout("data2-tensor2", 4, ("tensor",), {"tensor_parallel_size": 2}),
     Layout(
         "tensor2-pipeline2", 4, ("tensor", "pipeline"),
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ),
     Layout(
         "tensor2-expert2", 4, ("tensor", "expert"),
-        {"tensor_parallel_size": 2, "expert_parallel_size": 2}, "qwen3_moe", is_brief=True,
+        {"tensor_parallel_size": 2, "expert_parallel_size": 2}, "qwen3_moe",
     ),
 )  # fmt: skip
 """In this order: each sees the checkpoints of the world sizes before it."""
+PRIMARY = ("alone", "data2")
+"""Layouts under which every way of computing is tried; the others prove the layout."""
 
 
 def claimed_layouts(claims: Collection[str], world_size: int) -> list[Layout]:

@@ -52,8 +52,7 @@ def train_plainly(model_dir: Path, value_model: bool = False) -> list[tuple[floa
     Returns:
         One pair per step.
     """
-    torch_loss = value_loss if value_model else language_loss
-    return [pair for pair, _ in trained(load(model_dir, value_model), torch_loss)]
+    return plain_steps(load(model_dir, value_model), value_loss if value_model else language_loss)
 
 
 def load(model_dir: Path, value_model: bool = False) -> nn.Module:
@@ -69,28 +68,44 @@ def load(model_dir: Path, value_model: bool = False) -> nn.Module:
     return model.eval()
 
 
-def trained(
-    model: nn.Module, loss_of: Callable[[nn.Module, list[Row]], Tensor]
-) -> list[tuple[tuple[float, float], nn.Module]]:
-    """Run the steps; after each, its numbers and the model as it is then (the same object)."""
+def adamw(
+    model: nn.Module, lr: float = LR, eps: float = EPS, weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.AdamW:
+    """Of the parameters that are trained; only matrices decay.
+
+    Gradients start at 0: what a step never reaches still decays.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=LR,
-        eps=EPS,
+        lr=lr,
+        eps=eps,
     )
-    results = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, rows_of(make_batch(step)))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        results.append(((loss.item(), norm.item()), model))
-    return results
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> tuple[float, float]:
+    """One step of a loss that was just computed: it, and the gradient norm before clipping to 1."""
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    return loss.item(), norm.item()
+
+
+def plain_steps(
+    model: nn.Module, loss_of: Callable[[nn.Module, list[Row]], Tensor]
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of each step; the model is changed in place."""
+    optimizer = adamw(model)
+    return [
+        take_step(optimizer, loss_of(model, rows_of(make_batch(step)))) for step in range(NUM_STEPS)
+    ]
 
 
 def rows_of(batch: TokenBatch) -> list[Row]:

@@ -4,19 +4,14 @@ All layouts of one world size run in one set of processes: importing the librari
 than the cases do.
 """
 
-import argparse
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Collection
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from rlhf.testing.backend_cases import Context, run_cases
+from rlhf.testing.backend_cases import run_cases
+from rlhf.testing.context import Context
+from rlhf.testing.launch import join_group, launch, rank_arguments
 from rlhf.testing.layouts import claimed_layouts
 
 from engines import collectives
@@ -25,7 +20,6 @@ from engines.external_modules import import_external_modules
 from hardware.registry import detect
 
 DEADLINE_S = 900.0
-TIMEOUT_S = 60.0
 
 RankResults = list[dict[str, Any]]
 """For each rank: layout -> case -> results."""
@@ -49,52 +43,25 @@ def run_ranks(
     Raises:
         AssertionError: a process did not end well; the text holds what they printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [
-        sys.executable, "-m", "rlhf.testing.ranks", f"--backend={backend}",
-        f"--claims={','.join(sorted(claims))}", f"--root={root}", f"--world-size={world_size}",
-        f"--port={port}", f"--platform={platform}",
-    ]  # fmt: skip
-    logs = [root / f"log-{world_size}-{rank}.txt" for rank in range(world_size)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        [*argv, f"--rank={rank}"], stdout=file, stderr=subprocess.STDOUT
-                    )
-                )
-        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    text = "\n".join(f"rank {r}:\n{log.read_text()[-4000:]}" for r, log in enumerate(logs))
-    assert codes == [0] * world_size, text
+    launch(
+        [
+            "-m", "rlhf.testing.ranks", f"--backend={backend}", f"--root={root}",
+            f"--claims={','.join(sorted(claims))}", f"--platform={platform}",
+        ],
+        world_size, root, DEADLINE_S,
+    )  # fmt: skip
     files = [root / f"results-{world_size}-{rank}.json" for rank in range(world_size)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def main() -> None:
     """Be one rank."""
-    parser = argparse.ArgumentParser()
-    names = ("backend", "claims", "root", "rank", "world-size", "port", "platform")
-    for name in names:
+    parser = rank_arguments()
+    for name in ("backend", "claims", "root", "platform"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     import_external_modules()
-    rank, world_size = int(args.rank), int(args.world_size)
-    if world_size > 1:
-        dist.init_process_group(
-            detect(args.platform)[0].communication_backend,
-            init_method=f"tcp://127.0.0.1:{args.port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
+    join_group(args, detect(args.platform)[0].communication_backend)
     claims = frozenset(args.claims.split(","))
     results = {
         layout.name: run_cases(
@@ -106,9 +73,9 @@ def main() -> None:
                 args.platform,
             )
         )
-        for layout in claimed_layouts(claims, world_size)
+        for layout in claimed_layouts(claims, args.world_size)
     }
-    path = Path(args.root) / f"results-{world_size}-{rank}.json"
+    path = Path(args.root) / f"results-{args.world_size}-{args.rank}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     collectives.close_process_group()
 

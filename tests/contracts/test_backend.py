@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.testing.backend_cases import PRIMARY, Context, train
-from rlhf.testing.layouts import LAYOUTS, Layout, claimed_layouts
+from rlhf.testing.context import Context, train
+from rlhf.testing.layouts import LAYOUTS, PRIMARY, Layout, claimed_layouts
 from rlhf.testing.plain_loop import NUM_STEPS, load, logprobs_of, make_batch, train_plainly
 from rlhf.testing.ranks import RankResults, run_ranks
 from rlhf.testing.tiny_models import write_tiny_models
@@ -44,15 +44,12 @@ def claims_of(config: pytest.Config) -> frozenset[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    name = next((n for n in ("layout", "full_layout") if n in metafunc.fixturenames), None)
-    if name is None:
+    if "layout" not in metafunc.fixturenames:
         return
     claims = claims_of(metafunc.config)
     layouts = [layout for size in (1, 2, 4) for layout in claimed_layouts(claims, size)]
-    if name == "full_layout":
-        layouts = [layout for layout in layouts if not layout.is_brief]
     metafunc.parametrize(
-        name,
+        "layout",
         [
             pytest.param(layout, marks=[pytest.mark.slow] if layout.world_size > 2 else [])
             for layout in layouts
@@ -272,18 +269,14 @@ def test_streamed_and_merged_weights(
     collectives.close_process_group()
 
 
-def _of(results: dict[str, Any], layout: Layout, name: str) -> dict[str, Any]:
-    return {} if layout.is_brief else found_in(results, layout, name)
-
-
 def test_parts_of_the_weights_lie_where_they_say(
     ranks: Callable[[int], RankResults], layout: Layout
 ) -> None:
     results = ranks(layout.world_size)
     ways = {
         "weights": [found_in(found, layout, "case_checkpoints")["shards"] for found in results],
-        "adapted": [_of(found, layout, "case_adapter").get("shards") for found in results],
-        "fused": [_of(found, layout, "case_shards") for found in results],
+        "adapted": [found_in(found, layout, "case_adapter").get("shards") for found in results],
+        "fused": [found_in(found, layout, "case_shards") for found in results],
     }
     for way, shards in ways.items():
         if not shards[0]:
@@ -295,16 +288,16 @@ def test_parts_of_the_weights_lie_where_they_say(
 
 
 def test_a_number_that_is_not_finite_stops_every_rank(
-    ranks: Callable[[int], RankResults], full_layout: Layout
+    ranks: Callable[[int], RankResults], layout: Layout
 ) -> None:
-    for results in ranks(full_layout.world_size):
-        guards = found_in(results, full_layout, "case_guards")
+    for results in ranks(layout.world_size):
+        guards = found_in(results, layout, "case_guards")
         spoiled = {name: text for name, text in guards.items() if "=" in name}
         assert len(spoiled) == 6
         assert set(spoiled.values()) == {"NonFiniteError"}
         assert guards["unchanged"]
         assert "loss_mask is 0" in guards["empty_mask"]
-        assert guards["after"] == found_in(results, full_layout, "case_trains")["plain"]
+        assert guards["after"] == found_in(results, layout, "case_trains")["plain"]
 
 
 def written_model(source: Path, final: Path, target: Path) -> Path:
@@ -315,14 +308,14 @@ def written_model(source: Path, final: Path, target: Path) -> Path:
     return target
 
 
-def test_a_value_model_trains(case: Case, root: Path, full_layout: Layout, tmp_path: Path) -> None:
-    values = case(full_layout, "case_values")
+def test_a_value_model_trains(case: Case, root: Path, layout: Layout, tmp_path: Path) -> None:
+    values = case(layout, "case_values")
     if not values:
         pytest.skip("this backend claims no value model in this layout")
-    check_steps(values["steps"], train_plainly(root / full_layout.model, value_model=True))
+    check_steps(values["steps"], train_plainly(root / layout.model, value_model=True))
     assert set(values["before"]) == {0.0}
     assert values["resumed"] == pytest.approx(values["steps"][2], rel=1e-6)
-    written = written_model(root / full_layout.model, root / f"values-{full_layout.name}", tmp_path)
+    written = written_model(root / layout.model, root / f"values-{layout.name}", tmp_path)
     model = AutoModelForTokenClassification.from_pretrained(
         written, dtype=torch.float32, num_labels=1
     ).eval()
@@ -334,8 +327,8 @@ def test_a_value_model_trains(case: Case, root: Path, full_layout: Layout, tmp_p
     assert values["after"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_adapter_trains(case: Case, root: Path, full_layout: Layout, tmp_path: Path) -> None:
-    adapter = case(full_layout, "case_adapter")
+def test_an_adapter_trains(case: Case, root: Path, layout: Layout, tmp_path: Path) -> None:
+    adapter = case(layout, "case_adapter")
     if not adapter:
         pytest.skip("this backend claims no adapter in this layout")
     assert adapter["start_minus_plain"] == 0.0
@@ -344,10 +337,8 @@ def test_an_adapter_trains(case: Case, root: Path, full_layout: Layout, tmp_path
     assert adapter["continued"][-1][0] < adapter["steps"][0][0] - 0.01
     assert adapter["resumed"] == adapter["continued"]
     assert adapter["merged_minus_adapted"] < 1e-5
-    written = written_model(
-        root / full_layout.model, root / f"adapter-{full_layout.name}", tmp_path
-    )
-    assert stored_tensor_names(written) == stored_tensor_names(root / full_layout.model)
+    written = written_model(root / layout.model, root / f"adapter-{layout.name}", tmp_path)
+    assert stored_tensor_names(written) == stored_tensor_names(root / layout.model)
     model = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
     batch = make_batch(0)
     expected: list[float] = []

@@ -1,16 +1,11 @@
 """A Megatron-Core checkpoint of 2 x 2 ranks becomes a Hugging Face model that fsdp2 continues."""
 
 import json
-import socket
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from rlhf.testing.backend_cases import loss_fn, share
+from rlhf.testing.context import loss_fn, share
+from rlhf.testing.launch import join_group, launch, rank_arguments
 from rlhf.testing.plain_loop import make_batch
 from rlhf.testing.tiny_models import write_tiny_models
 
@@ -34,26 +29,23 @@ def engine_of(model: Path, backend: str, lr: float, **training: object) -> BaseE
     return engine
 
 
-def be_a_rank(model: Path, out: Path, rank: int, port: int) -> None:
-    """Train, save, and tell the loss of the next step."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=120),
-    )
-    engine = engine_of(model, "megatron", 1e-2, **TRAINING)
+def main() -> None:
+    """Be a rank: train, save, and tell the loss of the next step."""
+    parser = rank_arguments()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    join_group(args)
+    engine = engine_of(args.model, "megatron", 1e-2, **TRAINING)
     for step in range(NUM_STEPS):
         engine.train_batch(share(engine, make_batch(step)), loss_fn)
-    if rank == 0:
-        (out / "checkpoint").mkdir()
-    dist.barrier()
-    engine.save_checkpoint(out / "checkpoint", NUM_STEPS)
+    if args.rank == 0:
+        (args.out / "checkpoint").mkdir()
+    collectives.barrier()
+    engine.save_checkpoint(args.out / "checkpoint", NUM_STEPS)
     update = engine.train_batch(share(engine, make_batch(NUM_STEPS)), loss_fn)
-    if rank == 0:
-        (out / "next.json").write_text(json.dumps([update.loss, update.grad_norm]))
+    if args.rank == 0:
+        (args.out / "next.json").write_text(json.dumps([update.loss, update.grad_norm]))
     collectives.close_process_group()
 
 
@@ -65,23 +57,7 @@ def test_fsdp2_continues_what_megatron_began(tmp_path: Path) -> None:
     model = tmp_path / "qwen3"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (policy / "hf" / name).write_bytes((model / name).read_bytes())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(model), str(policy), str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        logs = [process.communicate(timeout=DEADLINE_S)[0].decode() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * WORLD_SIZE, "\n".join(logs)[-6000:]
+    launch([__file__, f"--model={model}", f"--out={policy}"], WORLD_SIZE, tmp_path, DEADLINE_S)
     merge_checkpoint(policy, tmp_path / "merged", "float32", 1 << 30)
     loss, norm = json.loads((policy / "next.json").read_text())
     update = engine_of(tmp_path / "merged", "fsdp2", 1e-2).train_batch(
@@ -92,4 +68,4 @@ def test_fsdp2_continues_what_megatron_began(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    be_a_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main()

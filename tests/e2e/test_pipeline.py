@@ -5,86 +5,19 @@ what it learns.
 """
 
 import json
-import os
-import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
 pytestmark = pytest.mark.slow
 
-RECIPE = """
-name: tiny
-model:
-  init: random
-  architecture: {hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16,
-                 intermediate_size: 64}
-  max_length: 64
-data:
-  arithmetic: {num_digits: 2, num_sft: 64, num_rl: 64, num_eval: 16}
-  max_prompt_length: 48
-sft: {num_steps: 4, batch_size_sequences: 8, optimizer: {lr: 1.0e-3}}
-rl:
-  num_rounds: 1
-  num_steps_per_round: 2
-  batch_size_prompts: 4
-  group_size: 4
-  sampling: {max_new_tokens: 6}
-  optimizer: {lr: 1.0e-3}
-checkpoint: {every_num_steps: 5}
-promote: {model_name: tiny, min_value: 0.0}
-"""
-LONG_SFT = ["--set", "sft.num_steps=150"]
-RUN_DEADLINE_S = 400.0
-
-
-class Home:
-    """A home directory, and `rlhf` in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.recipe = path / "tiny.yaml"
-        path.mkdir()
-        self.recipe.write_text(RECIPE)
-        self.environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PREFECT_", "MLFLOW_", "RAY_", "RLHF_"))
-        } | {"RLHF_HOME": str(path / "home"), "COLUMNS": "200"}
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "flows.cli", arguments[0], str(self.recipe), *arguments[1:]]
-
-    def rlhf(self, *arguments: str) -> str:
-        ended = subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            timeout=RUN_DEADLINE_S,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
-    def report(self, printed: str) -> dict:
-        path = re.search(r"^report +(\S+)$", printed, re.M)
-        assert path is not None, printed
-        return json.loads(Path(path[1]).with_name("report.json").read_text())
-
-    @property
-    def has_ray(self) -> bool:
-        return (self.path / "home" / "services" / "ray.json").exists()
-
-
-def ran(report: dict) -> list[str]:
-    return [stage["name"] for stage in report["stages"] if not stage["reused"]]
-
-
+LONG_SFT = settings("sft.num_steps=150")
+SPLITS = ("sft", "rl", "evaluation")
 ALL = ["preprocess", "sft", "rl_round_1", "merge", "evaluate", "promote"]
 
 
@@ -103,7 +36,7 @@ def test_the_first_run_runs_everything_and_reports(finished: tuple[Home, str]) -
     assert report["promoted"] is True
     assert "sft  step 4/4" in printed
     assert not home.has_ray, "the run ends the cluster that it started"
-    directory = home.path / "home" / "runs" / report["run"]
+    directory = home.path / "runs" / report["run"]
     assert {"accuracy.svg", "reward.png", "time.svg", "report.md"} <= {
         each.name for each in directory.iterdir()
     }
@@ -111,7 +44,7 @@ def test_the_first_run_runs_everything_and_reports(finished: tuple[Home, str]) -
 
 def test_prefect_shows_the_run_and_its_stages(finished: tuple[Home, str]) -> None:
     home, _ = finished
-    with sqlite3.connect(home.path / "home" / "prefect" / "prefect.db") as database:
+    with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
         first = database.execute("select id from flow_run order by created limit 1").fetchone()[0]
         tasks = database.execute(
             "select name, state_type from task_run where flow_run_id = ?", (first,)
@@ -125,7 +58,7 @@ def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) 
     from mlflow.tracking import MlflowClient
 
     home, printed = finished
-    client = MlflowClient(f"sqlite:///{home.path / 'home' / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{home.path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("rlhf")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
@@ -153,7 +86,7 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
     finished: tuple[Home, str],
 ) -> None:
     home, first = finished
-    log = home.path / "home" / "services" / "ray.log"
+    log = home.path / "services" / "ray.log"
     before = log.stat().st_mtime_ns
     printed = home.rlhf("run")
     report = home.report(printed)
@@ -166,10 +99,10 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
 
 def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str]) -> None:
     home, _ = finished
-    planned = json.loads(home.rlhf("plan", "--json", "--set", "rl.num_rounds=2"))
+    planned = json.loads(home.rlhf("plan", "--json", *settings("rl.num_rounds=2")))
     status = {stage["label"]: stage["status"] for stage in planned["stages"]}
     assert (status["rl_round_1"], status["rl_round_2"]) == ("hit", "miss")
-    report = home.report(home.rlhf("run", "--set", "rl.num_rounds=2"))
+    report = home.report(home.rlhf("run", *settings("rl.num_rounds=2")))
     assert ran(report) == ["rl_round_2", "merge", "evaluate", "promote"]
 
 
@@ -204,22 +137,8 @@ def test_a_refusal_of_a_job_is_one_line_and_exit_two(
     home, _ = finished
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": "a\n')
-    arguments = [
-        "--set",
-        "data.arithmetic=null",
-        *(
-            f
-            for split in ("sft", "rl", "evaluation")
-            for f in ("--set", f"data.{split}=[{{path: {data}, format: messages}}]")
-        ),
-    ]
-    ended = subprocess.run(
-        home.command("run", *arguments),
-        capture_output=True,
-        text=True,
-        env=home.environment,
-        timeout=RUN_DEADLINE_S,
-    )
+    splits = (f"data.{split}=[{{path: {data}, format: messages}}]" for split in SPLITS)
+    ended = home.start("run", *settings("data.arithmetic=null", *splits))
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert "train.jsonl:1: not JSON" in ended.stderr

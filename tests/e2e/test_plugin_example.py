@@ -26,7 +26,7 @@ TRAINING = """
 import json, sys
 from pathlib import Path
 import torch
-from rlhf.testing.backend_cases import OPTIMIZER, train
+from rlhf.testing.context import OPTIMIZER, train
 from engines.config.training import TrainingConfig
 from engines.training.registry import create_engine
 from hardware.registry import detect

@@ -6,15 +6,14 @@ As a program with --rank it is one rank of another backend or layout. Float32; t
 from a seed, the samples of GRPO are fixed token sequences with fixed advantages.
 """
 
-import argparse
 import json
+import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from rlhf.testing.backend_cases import share
+from rlhf.testing.context import share
+from rlhf.testing.launch import join_group, rank_arguments
 from rlhf.testing.tiny_models import write_tiny_models
 
 from engines import collectives
@@ -101,28 +100,18 @@ def write() -> None:
 
 def main() -> None:
     """Write the golden file, or be one rank."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--backend")
-    parser.add_argument("--training", type=json.loads, default={})
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.write:
+    if sys.argv[1:] == ["--write"]:
         write()
         return
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{args.port}",
-        rank=args.rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    parser = rank_arguments()
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--training", type=json.loads, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    join_group(args)
     found = curves(args.models, args.backend, num_workers=2, **args.training)
-    args.out.write_text(json.dumps(found), encoding="utf-8")
+    (args.out / f"{args.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     collectives.close_process_group()
 
 

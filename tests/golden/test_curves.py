@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf.testing.launch import launch
+from rlhf.testing.plain_loop import adamw, take_step
 from rlhf.testing.tiny_models import write_tiny_models
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -87,14 +86,7 @@ def plain_curve(
 ) -> list[tuple[float, float]]:
     """Steps of a plain loop, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=3e-3,
-    )
+    optimizer = adamw(model, lr=3e-3, eps=1e-8)
     batch = program.samples()
     lengths = batch.lengths_B.tolist()
     rows = list(
@@ -107,13 +99,8 @@ def plain_curve(
     )
     steps = []
     for _ in range(program.NUM_STEPS):
-        optimizer.zero_grad()
         logits = [model(input_ids=ids[None]).logits[0, :-1] for ids, _, _ in rows]
-        loss = loss_of(program, logits, rows)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
+        steps.append(take_step(optimizer, loss_of(program, logits, rows)))
     return steps
 
 
@@ -162,26 +149,12 @@ def test_every_backend_gives_the_golden_curves(
 ) -> None:
     if backend not in BACKENDS:
         pytest.fail(f"{backend} is not registered")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable, str(PROGRAM), f"--models={models}", f"--rank={rank}",
-                f"--port={port}", f"--backend={backend}", f"--training={json.dumps(training)}",
-                f"--out={tmp_path / f'{rank}.json'}",
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        logs = [process.communicate(timeout=DEADLINE_S)[0].decode() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(logs)[-6000:]
+    launch(
+        [
+            str(PROGRAM), f"--models={models}", f"--backend={backend}", f"--out={tmp_path}",
+            f"--training={json.dumps(training)}",
+        ],
+        2, tmp_path, DEADLINE_S,
+    )  # fmt: skip
     for rank in range(2):
         check(json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")), golden)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.testing.backend_cases import train
+from rlhf.testing.context import train
 from rlhf.testing.plain_loop import EPS, LR, WEIGHT_DECAY, train_plainly
 from rlhf.testing.ranks import run_ranks
 from rlhf.testing.tiny_models import write_tiny_models

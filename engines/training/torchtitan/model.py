@@ -85,16 +85,30 @@ def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Confi
     """
     config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False)
     _check(config, hf_dir)
-    dim, eps, vocabulary = config.hidden_size, config.rms_norm_eps, config.vocab_size
-    head_dim = getattr(config, "head_dim", None) or dim // config.num_attention_heads
-    rope = CosSinRoPE.Config(
-        dim=head_dim,
-        max_seq_len=config.max_position_embeddings,
-        theta=config.rope_parameters["rope_theta"],
+    dim, vocabulary = config.hidden_size, config.vocab_size
+    decoder = Qwen3Model.Config(
+        vocab_size=vocabulary,
+        dim=dim,
+        norm=_norm(dim, config.rms_norm_eps),
+        enable_weight_tying=config.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocabulary, embedding_dim=dim, param_init=_INIT
+        ),
+        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=_INIT),
+        # One object per layer: sharding fills each in.
+        layers=[_block(config) for _ in range(config.num_hidden_layers)],
     )
+    set_qwen3_sharding_config(decoder, enable_sp=sequence_parallel, enable_ep=False)
+    return decoder
 
-    def block() -> Qwen3TransformerBlock.Config:
-        attention = make_gqa_config(
+
+def _block(config: Any) -> Qwen3TransformerBlock.Config:
+    dim, eps = config.hidden_size, config.rms_norm_eps
+    head_dim = getattr(config, "head_dim", None) or dim // config.num_attention_heads
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(dim, eps),
+        ffn_norm=_norm(dim, eps),
+        attention=make_gqa_config(
             dim=dim,
             n_heads=config.num_attention_heads,
             n_kv_heads=config.num_key_value_heads,
@@ -102,35 +116,20 @@ def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Confi
             wqkv_param_init=_INIT,
             wo_param_init=_INIT,
             inner_attention=PackedAttention.Config(),
-            rope=rope,
+            rope=CosSinRoPE.Config(
+                dim=head_dim,
+                max_seq_len=config.max_position_embeddings,
+                theta=config.rope_parameters["rope_theta"],
+            ),
             qk_norm=_norm(head_dim, eps) if _HAS_HEAD_NORMS[config.model_type] else None,
-        )
-        feed_forward = make_ffn_config(
+        ),
+        feed_forward=make_ffn_config(
             dim=dim,
             hidden_dim=config.intermediate_size,
             w1_param_init=_INIT,
             w2w3_param_init=_INIT,
-        )
-        return Qwen3TransformerBlock.Config(
-            attention_norm=_norm(dim, eps),
-            ffn_norm=_norm(dim, eps),
-            attention=attention,
-            feed_forward=feed_forward,
-        )
-
-    decoder = Qwen3Model.Config(
-        vocab_size=vocabulary,
-        dim=dim,
-        norm=_norm(dim, eps),
-        enable_weight_tying=config.tie_word_embeddings,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=vocabulary, embedding_dim=dim, param_init=_INIT
         ),
-        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=_INIT),
-        layers=[block() for _ in range(config.num_hidden_layers)],
     )
-    set_qwen3_sharding_config(decoder, enable_sp=sequence_parallel, enable_ep=False)
-    return decoder
 
 
 def _norm(dim: int, eps: float) -> RMSNorm.Config:

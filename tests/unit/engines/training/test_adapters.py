@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rlhf.testing.plain_loop import adamw, take_step
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -43,18 +44,10 @@ def make_engine(path: Path, *, load: bool = True, frozen: bool = False,
 
 def peft_steps(model: nn.Module) -> list[tuple[float, float]]:
     """(loss, gradient norm) of the same steps on PEFT's own model."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-    )
+    optimizer = adamw(model, eps=1e-8)
     steps = []
     lengths = BATCH.lengths_B.tolist()
     for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
         loss = torch.zeros(())
         for ids, mask in zip(
             BATCH.input_ids_T.split(lengths),
@@ -63,10 +56,7 @@ def peft_steps(model: nn.Module) -> list[tuple[float, float]]:
         ):
             logits = model(input_ids=ids[None]).logits[0, :-1]
             loss = loss + (cross_entropy(logits, ids[1:], reduction="none") * mask[1:]).sum() / 7
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
+        steps.append(take_step(optimizer, loss))
     return steps
 
 

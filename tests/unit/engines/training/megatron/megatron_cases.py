@@ -4,28 +4,18 @@ Run as a program; writes the results of every case as JSON. References are trans
 torch alone, or another backend of the project.
 """
 
-import argparse
 import json
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rlhf.testing.backend_cases import OPTIMIZER, loss_fn, train
-from rlhf.testing.plain_loop import (
-    EPS,
-    LR,
-    NUM_STEPS,
-    WEIGHT_DECAY,
-    language_loss,
-    make_batch,
-    rows_of,
-)
+from rlhf.testing.context import OPTIMIZER, loss_fn, train
+from rlhf.testing.launch import join_group, rank_arguments
+from rlhf.testing.plain_loop import NUM_STEPS, language_loss, make_batch, plain_steps
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engines import collectives
@@ -198,31 +188,10 @@ def case_frozen(rank: Rank) -> Results:
         model.get_parameter(name).requires_grad_(False)
     return {
         "steps": steps,
-        "expected": plain_steps(model),
+        "expected": plain_steps(model, language_loss),
         "changed": changed,
         "problems": problems,
     }
-
-
-def plain_steps(model: nn.Module) -> list[tuple[float, float]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        eps=EPS,
-    )
-    steps = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = language_loss(model, rows_of(make_batch(step)))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        steps.append((float(loss.detach()), float(norm)))
-    return steps
 
 
 def case_two_layouts(rank: Rank) -> Results:
@@ -338,16 +307,11 @@ CASES: tuple[Callable[[Rank], Results], ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("--root", "--rank", "--port"):
-        parser.add_argument(name, required=True)
+    parser = rank_arguments()
+    parser.add_argument("--root", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rank = Rank(Path(args.root), int(args.rank))
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=rank.rank, world_size=2,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
+    join_group(args)
+    rank = Rank(args.root, args.rank)
     results: Results = {}
     for case in CASES:
         try:

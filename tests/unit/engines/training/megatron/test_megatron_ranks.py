@@ -1,14 +1,12 @@
 """The Megatron engine at world size 2: one launch of two processes for all cases."""
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf.testing.launch import launch
 from rlhf.testing.plain_loop import train_plainly
 from rlhf.testing.tiny_models import write_tiny_models
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,25 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [sys.executable, str(PROGRAM), f"--root={root}", f"--port={port}"]
-    logs = [root / f"log-{rank}.txt" for rank in range(2)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        [*argv, f"--rank={rank}"], stdout=file, stderr=subprocess.STDOUT
-                    )
-                )
-        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+    launch([str(PROGRAM), f"--root={root}"], 2, root, DEADLINE_S)
     files = [root / f"results-{rank}.json" for rank in range(2)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rlhf.testing.context import OPTIMIZER
 from safetensors.torch import save_file
 from vision_cases import (
-    EPS,
     IMAGE,
-    LR,
     NUM_STEPS,
     VISION_PARTS,
-    WEIGHT_DECAY,
     Grid,
     load,
     make_batch,
@@ -25,7 +23,7 @@ from vision_cases import (
     write_vision_model,
 )
 
-from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
+from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
 from engines.models import stored_tensor_names
 from engines.rollout.inference_model import InferenceModel
@@ -36,7 +34,6 @@ from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
-OPTIMIZER = OptimizerConfig(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=1.0)
 IMAGES: list[list[Grid]] = [[(1, 4, 4)], [(1, 2, 4)], [(1, 2, 4), (1, 6, 4)]]
 MIXED: list[list[Grid]] = [[(1, 4, 4)], [], [(1, 2, 4), (1, 6, 4)], [], [(1, 2, 2)]]
 TEXT: list[list[Grid]] = [[], [], []]

@@ -1,9 +1,6 @@
 """Vision-language models over two ranks, against transformers: a quick launch and a slow one."""
 
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rlhf.testing.launch import launch
 from safetensors.torch import load_file
 from vision_cases import (
     NUM_STEPS,
@@ -52,28 +50,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch(root: Path, tier: str) -> list[dict[str, Any]]:
+def results_of(root: Path, tier: str) -> list[dict[str, Any]]:
     """Results of each rank: backend -> case -> what it yields."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [sys.executable, str(PROGRAM), f"--root={root}", f"--port={port}", f"--tier={tier}"]
-    logs = [root / f"log-{tier}-{rank}.txt" for rank in range(2)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(
-                        [*argv, f"--rank={rank}"], stdout=file, stderr=subprocess.STDOUT
-                    )
-                )
-        # A rank that waits for a collective the other never enters ends up here.
-        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+    logs = root / tier
+    logs.mkdir()
+    launch([str(PROGRAM), f"--root={root}", f"--tier={tier}"], 2, logs, DEADLINE_S)
     files = [root / f"results-{tier}-{rank}.json" for rank in range(2)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
@@ -86,7 +67,7 @@ def case(root: Path) -> Case:
     def of(backend: str, name: str) -> list[Any]:
         tier = "quick" if name in QUICK[backend] else "slow"
         if tier not in launched:
-            launched[tier] = launch(root, tier)
+            launched[tier] = results_of(root, tier)
         return [results[backend][name] for results in launched[tier]]
 
     return of

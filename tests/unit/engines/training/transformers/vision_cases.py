@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.testing.plain_loop import adamw, take_step
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -17,9 +18,7 @@ from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 IMAGE, START, END = 30, 31, 32
 """Token ids: the placeholder of an image feature, and what stands around each image."""
-LR, WEIGHT_DECAY, NUM_STEPS = 1e-2, 0.1, 3
-EPS = 1e-6
-"""Of Adam: with its usual 1e-8, rounding decides the sign of steps on the smallest gradients."""
+NUM_STEPS = 3
 Grid = tuple[int, int, int]
 
 _TEXT = {
@@ -159,24 +158,10 @@ def plain_steps(
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained(name))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        eps=EPS,
-    )
+    optimizer = adamw(model)
     results = []
     for batch in batches:
-        # A step in which no image is seen still decays the weights of the tower.
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
         mask = batch.columns["loss_mask"]
         loss = -(torch.cat(plain_logprobs(model, batch)) * mask).sum() / mask.sum()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        results.append((loss.item(), norm.item()))
+        results.append(take_step(optimizer, loss))
     return results

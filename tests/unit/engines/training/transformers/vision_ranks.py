@@ -1,18 +1,16 @@
 """One rank of the vision-language cases; run as a program, writes its results as JSON."""
 
-import argparse
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
+from rlhf.testing.context import OPTIMIZER
+from rlhf.testing.launch import join_group, rank_arguments
 from safetensors.torch import save_file
-from vision_cases import EPS, IMAGE, LR, NUM_STEPS, WEIGHT_DECAY, Grid, make_batch, sft
+from vision_cases import IMAGE, NUM_STEPS, Grid, make_batch, sft
 
 from engines import collectives
-from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
+from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
@@ -71,9 +69,8 @@ class Rank:
         config = TrainingConfig(
             backend=self.backend, num_workers=2, collective_timeout_s=TIMEOUT_S, **settings
         )
-        optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=1.0)
         engine = create_engine(
-            "language_model", self.root / "model", config, optimizer, 10, CPUPlatform(), 0
+            "language_model", self.root / "model", config, OPTIMIZER, 10, CPUPlatform(), 0
         )
         engine.initialize(load_weights=load_weights)
         return engine
@@ -111,7 +108,7 @@ class Rank:
         engine = self.engine()
         engine.train_batch(own_share("one_rank_sees", 0, self.rank), sft)
         engine.save_checkpoint(path, step=1)
-        dist.barrier()
+        collectives.barrier()
         other = self.engine(load_weights=False)
         other.load_checkpoint(path)
         share = own_share("one_rank_sees", 1, self.rank)
@@ -133,25 +130,17 @@ class Rank:
 
 def main() -> None:
     """Be one rank."""
-    parser = argparse.ArgumentParser()
-    for name in ("root", "tier", "rank", "port"):
-        parser.add_argument(f"--{name}", required=True)
+    parser = rank_arguments()
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--tier", required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    root, number = Path(args.root), int(args.rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{args.port}",
-        rank=number,
-        world_size=2,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    join_group(args)
     plan = QUICK if args.tier == "quick" else SLOW
     results = {
-        backend: {name: Rank(root, number, backend).run(name) for name in names}
+        backend: {name: Rank(args.root, args.rank, backend).run(name) for name in names}
         for backend, names in plan.items()
     }
-    path = root / f"results-{args.tier}-{number}.json"
+    path = args.root / f"results-{args.tier}-{args.rank}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     collectives.close_process_group()
 
