@@ -22,7 +22,7 @@ from torch import Tensor
 from engines import collectives
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
-from engines.training.flops import flops_of_directory
+from engines.training.flops import flops_of
 from engines.training.meter import StepMeter
 from engines.training.micro_batches import MicroBatch
 from engines.training.preparation import Preparation, prepare
@@ -51,7 +51,7 @@ class BaseEngine(EngineBackend):
         self.num_steps = 0
         self._schedule_step = 0
         self._mode: Mode | None = None
-        self._flops = flops_of_directory(spec.hf_dir, spec.model_type)
+        self._flops = flops_of(spec)
         self._meter: StepMeter | None = None
 
     # The engine's place among its peers.
@@ -265,7 +265,6 @@ class BaseEngine(EngineBackend):
             self.spec.platform.device(),
             self.data_parallel_group,
             self._flops,
-            recomputes_layers=self.spec.training.gradient_checkpointing,
             image_layout=self._image_layout,
         )
 

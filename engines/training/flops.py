@@ -6,15 +6,16 @@ gated and plain feed-forward layers, routers, shared experts, and the output hea
 same whether its weights are tied to the embedding or not. One multiply-add is two operations.
 Not counted: norms, activations, rotary embeddings, softmax and other element-wise work, vision and
 audio towers (a model with a `text_config` is counted as that). Refused: layers without softmax
-attention. Training is counted as if every weight were trained.
+attention. Frozen weights are counted as trained unless an adapter is.
 """
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from engines.training.spec import EngineSpec
 
 _PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward layer has two matrices instead of three."""
@@ -86,48 +87,16 @@ class ModelFlops:
         Returns:
             Operations.
         """
-        return self._layers(lengths) + self._head(lengths, num_predicted)
+        head = self.head_flops(sum(lengths) if num_predicted is None else num_predicted)
+        return self.layer_flops(lengths) + head
 
-    def train_flops(self, lengths: Sequence[int], num_predicted: int | None = None) -> float:
-        """Forward and backward: three forward passes, the model FLOPs of MFU (arXiv:2204.02311).
-
-        Args:
-            lengths: tokens of each sequence.
-            num_predicted: tokens that the output head computes; None is all of them.
-
-        Returns:
-            Operations.
-        """
-        return 3.0 * self.forward_flops(lengths, num_predicted)
-
-    def hardware_train_flops(
-        self,
-        lengths: Sequence[int],
-        num_predicted: int | None = None,
-        *,
-        layers_recomputed: bool = False,
-        logits_recomputed: bool = False,
-    ) -> float:
-        """What the device really does: `train_flops` and the forward work done twice (HFU).
-
-        Args:
-            lengths: tokens of each sequence.
-            num_predicted: tokens that the output head computes; None is all of them.
-            layers_recomputed: with activation checkpointing of every layer.
-            logits_recomputed: with `linear_token_logprobs`.
-
-        Returns:
-            Operations.
-        """
-        again = self._layers(lengths) if layers_recomputed else 0.0
-        again += self._head(lengths, num_predicted) if logits_recomputed else 0.0
-        return self.train_flops(lengths, num_predicted) + again
-
-    def _layers(self, lengths: Sequence[int]) -> float:
+    def layer_flops(self, lengths: Sequence[int]) -> float:
+        """Forward operations of everything but the output head."""
         return sum(n * self.layers_per_token + self._attention(n) for n in lengths)
 
-    def _head(self, lengths: Sequence[int], num_predicted: int | None) -> float:
-        return self.head_per_token * (sum(lengths) if num_predicted is None else num_predicted)
+    def head_flops(self, num_predicted: int) -> float:
+        """Forward operations of the output head for some tokens."""
+        return self.head_per_token * num_predicted
 
     def _attention(self, length: int) -> float:
         """Scores of one sequence in all layers; a causal mask halves the square."""
@@ -138,22 +107,70 @@ class ModelFlops:
         return self.attention_per_pair * pairs
 
 
-def flops_of_directory(hf_dir: Path, model_type: str) -> ModelFlops | None:
-    """Operations of the model in a Hugging Face directory.
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Operations of forward and backward passes, as an engine runs them.
+
+    Attributes:
+        model: of the forward pass.
+        weights_frozen: an adapter is trained and no weight: backward passes have no gradients of
+            weights. The adapter's own products, a few percent at usual ranks, are not counted.
+        layers_recomputed: with activation checkpointing of every layer.
+        logits_recomputed: with `linear_token_logprobs`.
+    """
+
+    model: ModelFlops
+    weights_frozen: bool = False
+    layers_recomputed: bool = False
+    logits_recomputed: bool = False
+
+    def model_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
+        """What the step needs, the numerator of MFU (arXiv:2204.02311).
+
+        That is three forward passes; without gradients of weights, two and one of attention
+        scores, which are products of activations.
+
+        Args:
+            lengths: tokens of each sequence.
+            num_predicted: tokens that the output head computes.
+
+        Returns:
+            Operations.
+        """
+        whole = 3.0 * self.model.forward_flops(lengths, num_predicted)
+        if not self.weights_frozen:
+            return whole
+        gradients = self.model.layers_per_token * sum(lengths)
+        return whole - gradients - self.model.head_flops(num_predicted)
+
+    def hardware_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
+        """`model_flops` and the forward work that is done twice (HFU); arguments alike."""
+        again = self.model.layer_flops(lengths) if self.layers_recomputed else 0.0
+        again += self.model.head_flops(num_predicted) if self.logits_recomputed else 0.0
+        return self.model_flops(lengths, num_predicted) + again
+
+
+def flops_of(spec: EngineSpec) -> TrainingFlops | None:
+    """Operations of the training that an engine is made for.
 
     Args:
-        hf_dir: holds `config.json`.
-        model_type: `language_model` or `value_model`.
+        spec: of the engine; `config.json` of its model is read.
 
     Returns:
         None where the architecture cannot be counted.
     """
+    values = spec.model_type == "value_model"
     try:
-        config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-        num_outputs = 1 if model_type == "value_model" else None
-        return ModelFlops.from_config(config, num_outputs=num_outputs)
+        config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
+        model = ModelFlops.from_config(config, num_outputs=1 if values else None)
     except (FileNotFoundError, ValueError):
         return None
+    return TrainingFlops(
+        model,
+        weights_frozen=spec.training.lora is not None,
+        layers_recomputed=spec.training.gradient_checkpointing,
+        logits_recomputed=not values,
+    )
 
 
 def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ class StepWork:
 
     Attributes:
         num_tokens: tokens processed.
-        flops: model FLOPs (`ModelFlops.train_flops`); None where the model cannot be counted.
+        flops: model FLOPs (`TrainingFlops.model_flops`); None where the model cannot be counted.
         hardware_flops: with what was computed twice; None is the same as `flops`.
     """
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from engines import collectives
 from engines.errors import EngineError
-from engines.training.flops import ModelFlops
+from engines.training.flops import TrainingFlops
 from engines.training.image_layout import (
     NUM_FAULT_NUMBERS,
     ImageLayout,
@@ -46,9 +46,7 @@ def prepare(
     max_tokens: int,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    flops: ModelFlops | None = None,
-    *,
-    recomputes_layers: bool = False,
+    flops: TrainingFlops | None = None,
     image_layout: ImageLayout | None = None,
 ) -> Preparation:
     """Cut this rank's batch into as many micro-batches as every other rank's.
@@ -58,8 +56,7 @@ def prepare(
         max_tokens: budget of one micro-batch.
         device: where the exchange runs.
         group: data-parallel ranks.
-        flops: of the model; balances micro-batches by operations instead of tokens.
-        recomputes_layers: activations are not kept for the backward pass.
+        flops: of the training; balances micro-batches by operations instead of tokens.
         image_layout: how the model wants images; None is a model that sees none.
 
     Returns:
@@ -70,9 +67,9 @@ def prepare(
         ConfigError: a sequence exceeds the budget.
     """
     lengths = batch.lengths_B.tolist()
-    costs = flops.sequence_costs(lengths) if flops is not None else None
+    costs = flops.model.sequence_costs(lengths) if flops is not None else None
     plan = plan_micro_batches(lengths, max_tokens, costs=costs)
-    own_sums = _sums_of(batch, flops, recomputes_layers=recomputes_layers)
+    own_sums = _sums_of(batch, flops)
     own_maxima = _Maxima(
         len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)
     )
@@ -113,7 +110,7 @@ class _Maxima(NamedTuple):
     minus_shortest: float
 
 
-def _sums_of(batch: TokenBatch, flops: ModelFlops | None, *, recomputes_layers: bool) -> _Sums:
+def _sums_of(batch: TokenBatch, flops: TrainingFlops | None) -> _Sums:
     counts = loss_counts(batch)
     if flops is None:
         return _Sums(*counts, batch.num_tokens, 0.0, 0.0)
@@ -121,8 +118,8 @@ def _sums_of(batch: TokenBatch, flops: ModelFlops | None, *, recomputes_layers: 
     return _Sums(
         *counts,
         batch.num_tokens,
-        flops.train_flops(lengths, counts[0]),
-        flops.hardware_train_flops(lengths, counts[0], layers_recomputed=recomputes_layers),
+        flops.model_flops(lengths, counts[0]),
+        flops.hardware_flops(lengths, counts[0]),
     )
 
 

@@ -1,5 +1,7 @@
 """Counted operations against torch's own counter on real models, and by hand."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from engines.training.flops import ModelFlops
+from engines.config.training import LoraConfig, TrainingConfig
+from engines.training.flops import ModelFlops, TrainingFlops, flops_of
+from engines.training.spec import EngineSpec, ModelType
+from hardware.cpu import CPUPlatform
 
 BASE = {
     "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,7 +64,8 @@ def test_agrees_with_the_operations_torch_counts(name: str) -> None:
     ours = flops.forward_flops(lengths) + square
     assert ours == pytest.approx(forward.get_total_flops(), rel=0.02)
     total = forward.get_total_flops() + backward.get_total_flops()
-    assert flops.train_flops(lengths) + 3 * square == pytest.approx(total, rel=0.02)
+    train = TrainingFlops(flops).model_flops(lengths, sum(lengths))
+    assert train + 3 * square == pytest.approx(total, rel=0.02)
 
 
 def test_attention_is_the_quadratic_term() -> None:
@@ -98,7 +104,7 @@ def test_qwen3_0_6b_by_hand() -> None:
     assert weights == 440_401_920
     assert flops.layers_per_token == 2 * weights
     assert flops.head_per_token == 2 * 1024 * 151_936
-    per_token = flops.train_flops([16_384]) / 16_384
+    per_token = TrainingFlops(flops).model_flops([16_384], 16_384) / 16_384
     # 6 per weight, and 6 x length x layers x heads x head_dim with the causal half.
     assert per_token == 6 * (weights + 1024 * 151_936) + 6 * 16_384 * 28 * 2048
 
@@ -112,13 +118,55 @@ def test_predicted_tokens_value_heads_and_what_is_done_twice() -> None:
     assert flops.forward_flops(lengths, 10) == layers + 10 * 2 * 64 * 160
     assert value.forward_flops(lengths) == layers + 37 * 2 * 64
     assert sum(flops.sequence_costs(lengths)) == pytest.approx(flops.forward_flops(lengths))
-    train = flops.train_flops(lengths, 10)
-    assert flops.hardware_train_flops(lengths, 10) == train
-    everything = flops.hardware_train_flops(
-        lengths, 10, layers_recomputed=True, logits_recomputed=True
-    )
-    assert everything == pytest.approx(4 * flops.forward_flops(lengths, 10))
-    assert flops.hardware_train_flops(lengths, 10, layers_recomputed=True) == train + layers
+    train = TrainingFlops(flops)
+    assert train.model_flops(lengths, 10) == 3 * flops.forward_flops(lengths, 10)
+    assert train.hardware_flops(lengths, 10) == train.model_flops(lengths, 10)
+    again = TrainingFlops(flops, layers_recomputed=True, logits_recomputed=True)
+    assert again.model_flops(lengths, 10) == train.model_flops(lengths, 10)
+    assert again.hardware_flops(lengths, 10) == pytest.approx(4 * flops.forward_flops(lengths, 10))
+    layers_again = TrainingFlops(flops, layers_recomputed=True).hardware_flops(lengths, 10)
+    assert layers_again == train.model_flops(lengths, 10) + layers
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_moe"])
+def test_frozen_weights_have_no_gradients_to_compute(name: str) -> None:
+    config = model_config(name)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.requires_grad_(False)
+    ids = torch.randint(0, 160, (NUM_SEQUENCES, LENGTH))
+    # As an adapter of the first layer has it.
+    embeddings = model.get_input_embeddings()(ids).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embeddings, use_cache=False).logits.sum().backward()
+    flops = TrainingFlops(ModelFlops.from_config(config.to_dict()), weights_frozen=True)
+    lengths = [LENGTH] * NUM_SEQUENCES
+    windows = flops.model.windows
+    square = 3 * 48 * 48 * sum(n for _, n in windows) * flops.model.attention_per_pair / 2
+    ours = flops.model_flops(lengths, sum(lengths)) + 3 * square
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_what_an_engine_counts_follows_from_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **BASE}))
+
+    def counted(model_type: ModelType = "language_model", **training: Any) -> TrainingFlops:
+        config = TrainingConfig(**training)
+        spec = EngineSpec(tmp_path, config, None, 1, CPUPlatform(), 0, model_type=model_type)
+        flops = flops_of(spec)
+        assert flops is not None
+        return flops
+
+    plain = counted()
+    # The head's backward pass makes its logits anew, whatever the tile.
+    assert plain == TrainingFlops(plain.model, logits_recomputed=True)
+    assert counted(gradient_checkpointing=True).layers_recomputed
+    assert counted(lora=LoraConfig(rank=4)).weights_frozen
+    value = counted("value_model")
+    assert value.model.head_per_token == 2 * 64
+    assert not value.logits_recomputed
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    assert flops_of(EngineSpec(tmp_path, TrainingConfig(), None, 1, CPUPlatform(), 0)) is None
 
 
 def test_the_language_part_of_a_vision_model() -> None:
