@@ -45,6 +45,7 @@ def case_trains(context: Context) -> Results:
             # Without a C++ compiler, and much sooner than inductor.
             compiled = {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}
             ways["compiled"] = compiled
+            ways["compiled_and_recomputed"] = {**compiled, "gradient_checkpointing": True}
     results = {name: train(context.engine(**options)) for name, options in ways.items()}
     others = ["llama"] if context.layout.model == "qwen3" else []
     if context.layout.name in PRIMARY and "moe" in context.claims:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen": ("one_rank_sees", {"frozen_parameters": ("model.visual.*",)}),
     "recomputed": ("one_rank_sees", {"gradient_checkpointing": True}),
     "all_logits": ("mixed", {"chunked_logprobs": False}),
+    "compiled": ("mixed", {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "one_micro_batch": ("mixed", {"max_tokens_per_micro_batch": 200}),
     "offload": ("other_rank_sees", {"param_offload": True, "optimizer_offload": True}),
     "lora": ("one_rank_sees", {"lora": LoraConfig(rank=4, alpha=8.0)}),
