@@ -5,6 +5,7 @@ file holds the worker's log and, should the process crash, the Python stack of e
 """
 
 import faulthandler
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,9 @@ class RankProcess:
     def build(self, factory: Callable[[], Any]) -> int:
         """Make the worker and initialize it; returns its data-parallel place."""
         import_external_modules()
+        # As `engines.jobs.torch_setup` does: no collection looks through what was imported. On
+        # one rank it would make all the others wait.
+        gc.freeze()
         self._worker = factory()
         self._worker.initialize()
         return int(self._worker.data_parallel_rank)

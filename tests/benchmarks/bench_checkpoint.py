@@ -8,6 +8,7 @@ file it writes, each forced to disk.
 Run: python tests/benchmarks/bench_checkpoint.py [--repeats N] [--threads N]
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -60,6 +61,7 @@ def main() -> None:
     chosen = arguments(__doc__, peer=False)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
+        gc.freeze()  # as jobs do
         engine = make_engine(root / "model")
         scratch = root / "scratch"
 
