@@ -38,7 +38,7 @@ CARRIED_DTYPES = frozenset(
 def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
     """A default process group of one process, without any socket."""
     dist.init_process_group(
-        platform.communication_backend,
+        platform.process_group_backend,
         store=HashStore(),
         rank=0,
         world_size=1,
@@ -219,6 +219,23 @@ def gather_texts(text: str | None) -> list[str | None]:
     with naming("gathering of texts", None):
         dist.all_gather_object(texts, text)
     return texts
+
+
+def raise_together(problem: OSError | None, what: str) -> None:
+    """Let no rank go on, nor wait, where another could not write. Collective.
+
+    Args:
+        problem: of this rank, or None.
+        what: could not be done, in words.
+
+    Raises:
+        OSError: a rank has a problem; every rank says whose.
+    """
+    if problem is not None and world_size() == 1:
+        raise problem
+    for number, text in enumerate(gather_texts(problem and str(problem))):
+        if text is not None:
+            raise OSError(f"{what}: rank {number}: {text}") from problem
 
 
 def barrier() -> None:

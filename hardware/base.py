@@ -31,7 +31,7 @@ class PlatformBase(ABC):
     Attributes:
         device_name: torch's device type (`cpu`, `cuda`, `npu`, ...).
         vendor_name: who makes it; two vendors may share a device type.
-        communication_backend: torch.distributed backend of its collectives.
+        communication_backend: torch.distributed backend of its devices' collectives.
         visible_devices_env: environment variable that limits what a process sees; None has none.
         ray_resource: Ray's name of the resource.
         ray_noset_env: environment variable that, set to 1, keeps Ray from writing
@@ -47,6 +47,16 @@ class PlatformBase(ABC):
     ray_resource: str
     ray_noset_env: str | None
     supports_ipc: bool
+
+    @property
+    def process_group_backend(self) -> str:
+        """What `torch.distributed.init_process_group` is told.
+
+        Tensors on the host have collectives too: shards that were offloaded are gathered there.
+        """
+        if self.device_name == "cpu":
+            return self.communication_backend
+        return f"cpu:gloo,{self.device_name}:{self.communication_backend}"
 
     @abstractmethod
     def is_available(self) -> Availability:

@@ -73,11 +73,20 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         path: an existing directory, shared by all ranks.
         state: what to write.
         platform: gives the state of this rank's random generators.
+
+    Raises:
+        OSError: a rank could not write; the same on every rank.
+        CheckpointError: a rank could not write its tensors.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_sharded(path / TENSORS_DIR, state.tensors)
-    _write_small_files(path, state, _rng_copy(platform))
-    collectives.barrier()
+    problem: OSError | None = None
+    try:
+        _write_small_files(path, state, _rng_copy(platform), _rank_and_size())
+    except OSError as error:
+        problem = error
+    # Also the barrier: nobody goes on before all files are there.
+    collectives.raise_together(problem, f"cannot save {path}")
 
 
 def stage_engine_state(
@@ -97,10 +106,12 @@ def stage_engine_state(
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_tensors = stage_sharded(path / TENSORS_DIR, state.tensors, buffers)
     scalars, rng = replace(state, tensors={}), _rng_copy(platform)
+    # Now: when the files are written, the group may have been closed.
+    place = _rank_and_size()
 
     def write() -> None:
         write_tensors()
-        _write_small_files(path, scalars, rng)
+        _write_small_files(path, scalars, rng, place)
 
     return write
 
@@ -109,9 +120,11 @@ def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in platform.rng_state().items()}
 
 
-def _write_small_files(path: Path, state: EngineState, rng: dict[str, Tensor]) -> None:
+def _write_small_files(
+    path: Path, state: EngineState, rng: dict[str, Tensor], place: tuple[int, int]
+) -> None:
     """Random generators of this rank and, on rank 0, the scalars."""
-    rank, world_size = _rank_and_size()
+    rank, world_size = place
     (path / _RNG_DIR).mkdir(exist_ok=True)
     save_file(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:

@@ -60,7 +60,7 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
             writer.flush()
         except OSError as error:
             problem = error
-    _raise_together(problem, f"cannot save {path}")
+    collectives.raise_together(problem, f"cannot save {path}")
 
 
 def stage_regions(
@@ -92,14 +92,6 @@ def stage_regions(
         staged.clear()
 
     return write
-
-
-def _raise_together(problem: OSError | None, what: str) -> None:
-    if problem is not None and collectives.world_size() == 1:
-        raise problem
-    for rank, text in enumerate(collectives.gather_texts(problem and str(problem))):
-        if text is not None:
-            raise OSError(f"{what}: rank {rank}: {text}") from problem
 
 
 class _RegionWriter:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from engines import collectives
 from engines.checkpoint.staging import StagingBuffers
 from engines.errors import CheckpointError
 
@@ -132,6 +133,8 @@ class _SafetensorsWriter(StorageWriter):
     def __init__(self, path: Path, buffers: StagingBuffers | None = None) -> None:
         super().__init__()
         self._path = path
+        # Now: when staged copies are written, the group may have been closed.
+        self._rank = collectives.rank()
         self._buffers = buffers
         self._staged: list[tuple[dict[str, Tensor], dict[str, dict[str, list[int]]]]] = []
 
@@ -147,9 +150,8 @@ class _SafetensorsWriter(StorageWriter):
     def _write(
         self, part: int, tensors: dict[str, Tensor], offsets: dict[str, dict[str, list[int]]]
     ) -> None:
-        rank = 0 if _alone() else dist.get_rank()
         info = json.dumps(offsets, sort_keys=True)
-        name = f"shard-{rank:05d}-{part:05d}.safetensors"
+        name = f"shard-{self._rank:05d}-{part:05d}.safetensors"
         save_file(tensors, self._path / name, metadata={SHARDING_INFO: info})
 
     def reset(self, checkpoint_id: Any = None) -> None:

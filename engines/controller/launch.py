@@ -49,7 +49,7 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
     timeout_s = training.collective_timeout_s
     options = RayGroupOptions(
         world_size=training.num_workers,
-        backend=platform.communication_backend,
+        backend=platform.process_group_backend,
         num_threads=num_threads,
         log_dir=log_dir,
         resources=platform.ray_resource_options(1),

@@ -92,9 +92,11 @@ class PolicyWorker:
     def initialize(self) -> None:
         """Build the models and load their weights. Collective."""
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
+        self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
             self._reference = self._create_engine(self._spec.reference, None)
             _load(self._reference, self._spec.reference, optimizer=False)
+            self._reference.leave_device()
 
     @property
     def _adapter_off_is_reference(self) -> bool:
@@ -191,7 +193,9 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:
         """Continue from weights and optimizer in `path`; returns their step. Collective."""
-        return self._policy.load_checkpoint(path, optimizer=True)
+        step = self._policy.load_checkpoint(path, optimizer=True)
+        self._policy.leave_device()
+        return step
 
     def close(self) -> None:
         """Free the rollout engine and the event loop, and leave the process group; once is enough.

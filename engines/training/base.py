@@ -119,16 +119,31 @@ class BaseEngine(EngineBackend):
         self._mode = mode
         try:
             if training.param_offload:
-                self.to(device, optimizer=False)
+                self.to(device, optimizer=False, grad=mode == "train")
             if training.optimizer_offload and mode == "train":
                 self.to(device, model=False, grad=False)
             yield
         finally:
             self._mode = None
-            if training.param_offload:
-                self.to("cpu", optimizer=False)
-            if training.optimizer_offload and mode == "train":
-                self.to("cpu", model=False, grad=False)
+            self._leave_device(optimizer=mode == "train")
+
+    def leave_device(self) -> None:
+        """Send to the host what the settings keep there outside of the scopes.
+
+        Scopes end with it; it is for a state that was just built or loaded.
+
+        Raises:
+            EngineError: called inside a scope.
+        """
+        if self._mode is not None:
+            raise EngineError(f"leave_device inside {self._mode}_mode: leave it first")
+        self._leave_device(optimizer=True)
+
+    def _leave_device(self, *, optimizer: bool) -> None:
+        if self.spec.training.param_offload:
+            self.to("cpu", optimizer=False)
+        if self.spec.training.optimizer_offload and optimizer:
+            self.to("cpu", model=False, grad=False)
 
     # One step.
 
@@ -172,6 +187,7 @@ class BaseEngine(EngineBackend):
             grad_norm = self.optimizer_step()
             self.lr_scheduler_step()
             self.optimizer_zero_grad()
+            self.spec.platform.synchronize()  # the optimizer's work is part of the step's time
         return TrainMetrics(loss, grad_norm, lr, ready.work.num_tokens, metrics)
 
     def infer_batch(self, batch: TokenBatch, entropy: bool = False) -> ModelOutputs:

@@ -18,7 +18,7 @@ from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.errors import CheckpointError
 from engines.training.registry import built_in_registry
-from engines.training.transformers.adapters import is_adapter_name, save_peft_adapter
+from engines.training.transformers.adapters import is_trained_with_adapter, save_peft_adapter
 
 HF_DIR = "hf"
 
@@ -62,10 +62,13 @@ def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:
     if lora is None:
         raise CheckpointError(f"{checkpoint} holds no adapter: all weights were trained")
     reader = ShardedReader(checkpoint / TENSORS_DIR)
+    stored = [
+        name.removeprefix(MODEL_PREFIX) for name in reader.names() if name.startswith(MODEL_PREFIX)
+    ]
     named = {
-        name.removeprefix(MODEL_PREFIX): reader.read(name).to(getattr(torch, dtype))
-        for name in reader.names()
-        if name.startswith(MODEL_PREFIX) and is_adapter_name(name)
+        name: reader.read(MODEL_PREFIX + name).to(getattr(torch, dtype))
+        for name in stored
+        if is_trained_with_adapter(name)
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     save_peft_adapter(out_dir, named, lora)

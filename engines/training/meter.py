@@ -1,8 +1,7 @@
 """Speed of optimizer steps: tokens and operations per second, and the share of the peak.
 
 Promises: figures speak of the steps since they were last taken, weighted by their duration.
-Does not wait for a device: a step's end must be a point at which its work is done, as reading the
-gradient norm is.
+Does not wait for a device: a step's end must be a point at which its work is done.
 """
 
 import time

@@ -20,6 +20,10 @@ ScaledLoss = Callable[[ModelOutputs, TokenBatch], Tensor]
 """What a backend calls on the outputs of a micro-batch: the scalar to run backward from."""
 
 
+VALUE_HEAD = "score."
+"""First part of the names of a value model's head."""
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """What an engine is made from.

@@ -128,7 +128,11 @@ def case_checkpoints(context: Context) -> Results:
     if context.rank == 0:
         save_file(final, root / f"final-{context.layout.name}.safetensors")
     results["shards"] = shards_of(engine)
-    others = ["alone"] if context.layout.model == "qwen3" and context.layout.world_size > 1 else []
+    others = [
+        name
+        for name, world_size in (("alone", 1), ("data2", 2))
+        if context.layout.model == "qwen3" and context.layout.world_size > world_size
+    ]
     for name in (context.layout.name, *others):
         resumed = context.engine(load=False)
         assert resumed.load_checkpoint(root / f"checkpoint-{name}") == 2
@@ -196,31 +200,41 @@ def case_guards(context: Context) -> Results:
 
 
 def case_values(context: Context) -> Results:
-    """A value model: four steps, what it infers before and after, and a resume."""
+    """A value model, all of it trained and, where the backend has them, only an adapter."""
     if "value_model" not in context.claims:
         return {}
-    engine = context.engine(values=True)
+    results = values_trained(context, "values")
+    if "lora" in context.claims:
+        results["adapted"] = values_trained(context, "adapted-values", lora=LORA)
+    return results
+
+
+def values_trained(context: Context, name: str, **training: Any) -> Results:
+    """Four steps, what it infers before and after, and a resume; leaves the final weights."""
+    engine = context.engine(values=True, **training)
     results: Results = {"before": engine.infer_batch(make_batch(0)).values_T.tolist()}
-    path = context.root / f"values-{context.layout.name}"
+    path = context.root / f"{name}-{context.layout.name}"
     if context.rank == 0:
         path.mkdir()
-    results["steps"] = []
-    for step in range(NUM_STEPS):
-        if step == 2:
-            engine.save_checkpoint(path, step=2)
-        metrics = engine.train_batch(share(engine, make_batch(step)), value_loss_fn)
-        results["steps"].append([metrics.loss, metrics.grad_norm])
+    results["steps"] = train_values(engine, range(2))
+    engine.save_checkpoint(path, step=2)
+    results["continued"] = train_values(engine, range(2, NUM_STEPS))
     batch = make_batch(0)
     everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
     results["after"] = engine.infer_batch(everything).values_T.tolist()
-    resumed = context.engine(values=True, load=False)
+    resumed = context.engine(values=True, load=False, **training)
     resumed.load_checkpoint(path)
-    metrics = resumed.train_batch(share(resumed, make_batch(2)), value_loss_fn)
-    results["resumed"] = [metrics.loss, metrics.grad_norm]
+    results["resumed"] = train_values(resumed, range(2, NUM_STEPS))
     final = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if context.rank == 0:
         save_file(final, path / "final.safetensors")
     return results
+
+
+def train_values(engine: BaseEngine, steps: range) -> list[list[float]]:
+    """(loss, gradient norm) of each step."""
+    updates = [engine.train_batch(share(engine, make_batch(i)), value_loss_fn) for i in steps]
+    return [[update.loss, update.grad_norm] for update in updates]
 
 
 def case_adapter(context: Context) -> Results:

@@ -61,7 +61,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
     import_external_modules()
-    join_group(args, detect(args.platform)[0].communication_backend)
+    platform, _ = detect(args.platform)
+    if platform.device_count() > 1:
+        platform.set_device(args.rank % platform.device_count())
+    join_group(args, platform.process_group_backend)
     claims = frozenset(args.claims.split(","))
     results = {
         layout.name: run_cases(

@@ -41,8 +41,18 @@ class FSDP2Engine(TransformersModelEngine):
     Options = FSDP2Options
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        shard = self._shard if self._is_sharded() else None
-        return build_model(self.spec, shard, load_weights=load_weights)
+        if not self._is_sharded():
+            return build_model(self.spec, None, load_weights=load_weights)
+        return build_model(
+            self.spec,
+            self._shard,
+            load_weights=load_weights,
+            weights_on_host=self._own_options.cpu_offload,
+        )
+
+    @property
+    def _own_options(self) -> FSDP2Options:
+        return FSDP2Options.model_validate(self.spec.training.options)
 
     def _is_sharded(self) -> bool:
         return collectives.world_size() > 1 or self._compute_dtype != torch.float32
@@ -56,7 +66,7 @@ class FSDP2Engine(TransformersModelEngine):
 
     def _shard(self, model: PreTrainedModel) -> None:
         """One unit per decoder layer, one for the rest."""
-        options = FSDP2Options.model_validate(self.spec.training.options)
+        options = self._own_options
         on_accelerator = self.spec.platform.device_name != "cpu"
         settings = {
             "mesh": sharding_mesh(

@@ -7,13 +7,14 @@ One process in float32 runs the plain module.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardedOptimStateDictConfig,
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
@@ -43,6 +45,8 @@ class FSDPOptions(StrictModel):
     """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
     forward_prefetch: bool = False
     """Gather the next layer before this one has run."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
 
 
 class FSDPEngine(TransformersModelEngine):
@@ -85,6 +89,7 @@ class FSDPEngine(TransformersModelEngine):
             mixed_precision=MixedPrecision(
                 param_dtype=getattr(torch, training.dtype), reduce_dtype=torch.float32
             ),
+            cpu_offload=CPUOffload(offload_params=options.cpu_offload),
             device_id=platform.device(),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=options.forward_prefetch,
@@ -119,6 +124,18 @@ class FSDPEngine(TransformersModelEngine):
         if self._wrapped is None:
             return super()._clip_gradients(max_norm)
         return float(self._wrapped.clip_grad_norm_(max_norm))
+
+    def _end_inference(self) -> None:
+        # Gathered weights wait for a backward pass that does not come: those of the root, or of
+        # every layer without `reshard_after_forward`.
+        for module in _units(self._wrapped):
+            handle = cast(Any, module)._handle
+            if handle is not None and handle.uses_sharded_strategy:
+                _reshard(cast(Any, module), handle, free_unsharded_flat_param=True)
+
+    def _saving(self) -> AbstractContextManager[None]:
+        # The wrapper gathers weights and optimizer states on the device.
+        return self.train_mode() if self._wrapped is not None else super()._saving()
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
         if self._wrapped is None:
@@ -164,13 +181,17 @@ class FSDPEngine(TransformersModelEngine):
         if model and not grad:
             self.optimizer_zero_grad()
         if model:
-            for module in FullyShardedDataParallel.fsdp_modules(wrapped):
+            for module in _units(wrapped):
                 handle = cast(Any, module)._handle
                 if handle is not None:
                     handle.flat_param_to(torch.device(device), non_blocking=False)
                     handle.flat_param._local_shard = handle.flat_param.data
         if optimizer:
             super().to(device, model=False, optimizer=True, grad=False)
+
+
+def _units(wrapped: FullyShardedDataParallel | None) -> list[FullyShardedDataParallel]:
+    return FullyShardedDataParallel.fsdp_modules(wrapped) if wrapped is not None else []
 
 
 def _strategy(reshard_after_forward: bool, *, hybrid: bool) -> ShardingStrategy:

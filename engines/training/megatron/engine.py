@@ -32,7 +32,7 @@ from engines.errors import EngineError
 from engines.training.base import BaseEngine
 from engines.training.megatron.layout import Layout, check_layout
 from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.transformers.adapters import is_adapter_name, save_peft_adapter
+from engines.training.transformers.adapters import is_trained_with_adapter, save_peft_adapter
 from engines.training.transformers.folding import stored_weights
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, TokenBatch
@@ -213,7 +213,8 @@ class MegatronEngine(BaseEngine):
         """See `BaseEngine`."""
         from engines.training.megatron.checkpoint import save_state
 
-        with self._library():
+        # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
+        with self.eval_mode(), self._library():
             save_state(path, self.replica)
         save_engine_state(path, self._scalars(step), self.spec.platform)
 
@@ -221,7 +222,7 @@ class MegatronEngine(BaseEngine):
         """See `BaseEngine`."""
         from engines.training.megatron.checkpoint import stage_state
 
-        with self._library():
+        with self.eval_mode(), self._library():
             write_tensors = stage_state(path, self.replica, self._staging)
         write_rest = stage_engine_state(
             path, self._scalars(step), self.spec.platform, self._staging
@@ -234,7 +235,7 @@ class MegatronEngine(BaseEngine):
         return write
 
     def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, as PEFT loads it. Collective.
+        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
 
         Args:
             path: an existing directory.
@@ -248,7 +249,7 @@ class MegatronEngine(BaseEngine):
         if lora is None:
             raise EngineError("this engine trains all weights: there is no adapter to save")
         with self.eval_mode():
-            own = [part for part in self.replica.parts if is_adapter_name(part.name)]
+            own = [part for part in self.replica.parts if is_trained_with_adapter(part.name)]
             stream = WeightStream(own, self.spec.platform.device(), "stored")
             whole = dict(stream.walk(lambda part: part.parameter, self.replica.dtype))
         if self.rank == 0:

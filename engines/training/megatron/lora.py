@@ -2,7 +2,7 @@
 
 Promises: one pair A, B per weight of the transformers module (q, k, v, gate and up each have
 their own), with the same names, first values and results as PEFT's on that module; so adapters
-move between backends. Only A and B are trained.
+move between backends. Only A and B are trained, and the head of a value model.
 Not covered: DoRA, adapters of experts and routers (PEFT has none there either).
 """
 
@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from engines.config.training import LoraConfig
 from engines.training.megatron.pieces import Block, Part
+from engines.training.spec import VALUE_HEAD
 from engines.training.transformers.adapters import initialize_adapter, wrapped_name
 from infra.errors import ConfigError
 
@@ -145,7 +146,7 @@ def _part(
 def add_adapters(
     chunks: Sequence[nn.Module], parts: Sequence[Part], lora: LoraConfig, *, sequence_parallel: bool
 ) -> tuple[list[Part], dict[nn.Parameter, Adapter]]:
-    """Freeze the weights and put adapters beside the target matrices.
+    """Freeze the weights, but not a value head, and put adapters beside the target matrices.
 
     Args:
         chunks: the stage's pieces.
@@ -173,7 +174,8 @@ def add_adapters(
             f"got {', '.join(sorted(targets - known))}; need some of {', '.join(sorted(known))}",
         )
     for part in parts:
-        part.parameter.requires_grad_(False)
+        # A value head starts at 0: frozen, it would let no gradient through.
+        part.parameter.requires_grad_(part.name.startswith(VALUE_HEAD))
     adapters: dict[nn.Parameter, Adapter] = {}
     for module in [module for chunk in chunks for module in chunk.modules()]:
         matrix = matrices.get(cast(Any, getattr(module, "weight", None)))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from engines.training.megatron.architecture import Architecture, head_size
 from engines.training.megatron.layout import Layout
 from engines.training.megatron.parallel import Place
+from engines.training.spec import VALUE_HEAD
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)(\d+)(\.)")
 _HUB_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _WORD_WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight")
-_HEAD = "score."
 
 View = Callable[[Tensor], Tensor]
 
@@ -136,7 +136,7 @@ class _Finder:
         return _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first}{m[3]}", name)
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[Block]:
-        if name.startswith(_HEAD):
+        if name.startswith(VALUE_HEAD):
             yield _whole(name, parameter)
             return
         hub_names = self._architecture.hub_names(name)

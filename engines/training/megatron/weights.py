@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engines import collectives
 from engines.training.megatron.pieces import Block, Part
+from engines.training.spec import VALUE_HEAD
 from engines.training.weight_shards import HeldPart, WeightPlace
 from infra.errors import ConfigError
 
-_VALUE_HEAD = "score."
 Values = Callable[[Part], Tensor]
 """What a part stands for: its parameter, or that with an adapter merged in."""
 
@@ -86,7 +86,7 @@ def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
             continue
         part.parameter.zero_()  # rows that pad the vocabulary, a new value head
         for block in part.hub:
-            if block.name in files or not block.name.startswith(_VALUE_HEAD):
+            if block.name in files or not block.name.startswith(VALUE_HEAD):
                 block.write(part.parameter, files.read(block))
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from engines.checkpoint.engine_state import MODEL_PREFIX
 from engines.config.training import LoraConfig
+from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
 
 _ADAPTER = "default"
@@ -45,7 +46,9 @@ class TensorReader(Protocol):
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -> None:
-    """Wrap the target modules; only the adapter's parameters require gradients afterwards.
+    """Wrap the target modules; afterwards the adapter is trained, and a value head is.
+
+    That head starts at 0: frozen, it would let no gradient through.
 
     Args:
         model: may be without memory.
@@ -77,6 +80,9 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -
             if ".lora_" in f".{name}." and parameter.device != like.device:
                 empty = torch.empty_like(parameter, device=like.device)
                 setattr(module, child, nn.Parameter(empty))
+    for name, parameter in model.named_parameters():
+        if name.startswith(VALUE_HEAD):
+            parameter.requires_grad_(True)
 
 
 def _pattern(inside: str, modules: list[str]) -> list[str] | str:
@@ -93,7 +99,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, inside: str) -> list[str]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not head
-        and name != "score"
+        and not f"{name}.".startswith(VALUE_HEAD)
         and name.startswith(inside)
     }
     if lora.target_modules == "all-linear":
@@ -164,6 +170,11 @@ def wrapped_name(name: str) -> str:
 def is_adapter_name(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return name.endswith((_A, _B, _MAGNITUDE))
+
+
+def is_trained_with_adapter(name: str) -> bool:
+    """Whether a parameter is trained where an adapter is: the adapter's, and a value head's."""
+    return is_adapter_name(name) or name.startswith(VALUE_HEAD)
 
 
 @dataclass(frozen=True)
@@ -277,7 +288,7 @@ def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig)
 
     Args:
         path: an existing directory.
-        named: the adapter's whole tensors by name in the model.
+        named: the adapter's whole tensors by name in the model, and a value model's head.
         lora: its shape.
     """
     tensors = {
@@ -287,11 +298,14 @@ def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig)
         for name, tensor in sorted(named.items())
     }  # fmt: skip
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in named})
-    before, nested, _ = next(iter(named)).partition(_NESTED)
+    adapted = [name for name in named if is_adapter_name(name)]
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapted})
+    before, nested, _ = adapted[0].partition(_NESTED)
+    heads = sorted({name.partition(".")[0] for name in named if name.startswith(VALUE_HEAD)})
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",
+        "modules_to_save": heads or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

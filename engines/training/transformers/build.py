@@ -29,7 +29,7 @@ from engines.checkpoint.sharded import load_sharded
 from engines.errors import CheckpointError
 from engines.models import stored_tensor_names, without_progress_bars
 from engines.training.attention import register_packed_attention
-from engines.training.spec import EngineSpec, ModelType
+from engines.training.spec import VALUE_HEAD, EngineSpec, ModelType
 from engines.training.transformers.adapters import add_adapter, base_name, initialize_adapter
 from engines.training.transformers.kernels import compile_layers, liger_kernels, use_kernels
 from engines.training.transformers.vision import (
@@ -40,7 +40,6 @@ from engines.training.transformers.vision import (
 from infra.errors import ConfigError
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_VALUE_HEAD = "score."
 
 Shard = Callable[[PreTrainedModel], None]
 """Shards a model in place; its parameters become DTensors."""
@@ -54,6 +53,7 @@ def build_model(
     *,
     load_weights: bool,
     architecture: Architecture | None = None,
+    weights_on_host: bool = False,
 ) -> PreTrainedModel:
     """The model of an engine, with its adapter, what is frozen frozen, on its device.
 
@@ -63,6 +63,7 @@ def build_model(
         load_weights: False leaves the weights undefined.
         architecture: called under the meta device in place of transformers' own class; it needs
             a `shard`.
+        weights_on_host: `shard` wants weights in host memory; buffers go to the device.
 
     Returns:
         The model.
@@ -74,7 +75,8 @@ def build_model(
     device = spec.platform.device()
     if shard is None and load_weights:
         model = _prepared(_from_pretrained(spec.hf_dir, spec.model_type), spec)
-        return _with_adapter_values(_moved(model, device), spec)
+        nn.Module.to(model, device)
+        return _with_adapter_values(model, spec)
     model = _on_meta(spec.hf_dir, spec.model_type, architecture)
     disk_names = _disk_names(model, spec.hf_dir) if load_weights else None
     direct = not load_weights or disk_names is not None
@@ -90,8 +92,11 @@ def build_model(
     if shard is not None:
         shard(model)
     if not direct:
-        return _with_adapter_values(_moved(model, device), spec)
-    _materialize(model, device)
+        if not weights_on_host:
+            nn.Module.to(model, device)
+        return _with_adapter_values(_with_buffers_on(model, device), spec)
+    _materialize(model, torch.device("cpu") if weights_on_host else device)
+    _with_buffers_on(model, device)
     if disk_names is not None:
         _load_slices(model, spec.hf_dir, disk_names)
     return _with_adapter_values(model, spec)
@@ -163,8 +168,10 @@ def _on_meta(
     return _checked(model, hf_dir)
 
 
-def _moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    nn.Module.to(model, device)
+def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     return model
 
 
@@ -195,7 +202,7 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
 
 
 def _is_value_head(name: str, model_type: ModelType) -> bool:
-    return model_type == "value_model" and name.startswith(_VALUE_HEAD)
+    return model_type == "value_model" and name.startswith(VALUE_HEAD)
 
 
 def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
@@ -262,7 +269,7 @@ def _disk_names(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None:
     renamed = {
         name: on_disk
         for name, on_disk in found.items()
-        if name is not None and (on_disk in stored or not name.startswith(_VALUE_HEAD))
+        if name is not None and (on_disk in stored or not name.startswith(VALUE_HEAD))
     }
     return renamed if set(renamed.values()) <= stored else None
 
@@ -272,7 +279,7 @@ def _load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, 
     for name, tensor in named_state(model):
         if base_name(name) in disk_names:
             wanted[disk_names[base_name(name)]] = tensor
-        elif name.startswith(_VALUE_HEAD):
+        elif name.startswith(VALUE_HEAD):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.detach().zero_()
     try:

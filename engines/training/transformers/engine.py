@@ -8,7 +8,7 @@ reduces gradients.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from engines.training.base import BaseEngine
 from engines.training.image_layout import ImageLayout
 from engines.training.spec import EngineSpec
 from engines.training.transformers.adapters import (
-    is_adapter_name,
+    is_trained_with_adapter,
     merged_state,
     save_peft_adapter,
     set_adapter_enabled,
@@ -252,17 +252,19 @@ class TransformersModelEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """See `BaseEngine`."""
-        state = self._state_of(self._named_state(), self._optimizer_states(), step)
-        save_engine_state(path, state, self.spec.platform)
+        with self._saving():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            save_engine_state(path, state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
-        state = self._state_of(self._named_state(), self._optimizer_states(), step)
-        return stage_engine_state(path, state, self.spec.platform, self._staging)
+        with self._saving():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            return stage_engine_state(path, state, self.spec.platform, self._staging)
 
     @torch.no_grad()
     def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, as PEFT loads it. Collective.
+        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
 
         Args:
             path: an existing directory.
@@ -276,7 +278,7 @@ class TransformersModelEngine(BaseEngine):
         whole = {
             name: whole_tensor(tensor)
             for name, tensor in self._named_state()
-            if is_adapter_name(name)
+            if is_trained_with_adapter(name)
         }
         if self.rank == 0:
             save_peft_adapter(path, whole, lora)
@@ -292,6 +294,10 @@ class TransformersModelEngine(BaseEngine):
                 values["step"].fill_(float(loaded.num_optimizer_steps))
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Scope in which weights and optimizer states can be read for a checkpoint."""
+        return self.eval_mode()
 
     @contextmanager
     def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:

@@ -15,7 +15,7 @@ from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.sharded import ShardedReader, load_sharded
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
-from engines.training.spec import EngineSpec
+from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.transformers.adapters import (
     assign,
     base_name,
@@ -26,8 +26,6 @@ from engines.training.transformers.adapters import (
     wrapped_name,
 )
 from engines.training.transformers.build import build_on_meta
-
-VALUE_HEAD_WEIGHT = "score.weight"
 
 
 @torch.no_grad()
@@ -95,7 +93,7 @@ def stored_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, torch.
         if name.startswith(MODEL_PREFIX)
     }
     model = build_on_meta(
-        hf_dir, "value_model" if VALUE_HEAD_WEIGHT in stored else "language_model"
+        hf_dir, "value_model" if f"{VALUE_HEAD}weight" in stored else "language_model"
     )
     expected = {name: tuple(tensor.shape) for name, tensor in named_state(model)}
     held = {base_name(name): shape for name, shape in stored.items() if not is_adapter_name(name)}

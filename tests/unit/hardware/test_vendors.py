@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch.distributed import Backend
+from torch.distributed.distributed_c10d import BackendConfig
 
 from hardware.accelerator import AcceleratorPlatform
 from hardware.amd import AMDPlatform
@@ -49,13 +50,20 @@ def test_every_built_in_name_is_its_vendors() -> None:
     ],
     ids=lambda value: getattr(value, "vendor_name", ""),
 )
-def test_device_collectives_and_ray_resources(platform: PlatformBase, expected: object) -> None:
+def test_device_collectives_and_ray_resources(
+    platform: PlatformBase, expected: tuple[str, str, dict]
+) -> None:
     found = (
         platform.device_name,
         platform.communication_backend,
         platform.ray_resource_options(2),
     )
     assert found == expected
+    # torch takes one backend per device type, or one for all.
+    device, backend = expected[:2]
+    both = backend if device == "cpu" else f"cpu:gloo,{device}:{backend}"
+    assert platform.process_group_backend == both
+    assert set(BackendConfig(Backend(both)).get_device_backend_map()) >= {"cpu", device}
 
 
 @pytest.mark.parametrize("platform", [cls() for cls in ALL], ids=lambda p: p.vendor_name)

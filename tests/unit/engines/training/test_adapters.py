@@ -10,13 +10,13 @@ from rlhf.testing.plain_loop import adamw, take_step
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.fsdp.engine import FSDP2Engine
 from engines.training.merging import extract_adapter
-from engines.training.spec import EngineSpec
+from engines.training.spec import EngineSpec, ModelType
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
@@ -32,11 +32,19 @@ def sft(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossO
     return LossOutput(-(outputs.logprobs_T * batch.columns["loss_mask"]).sum() / counts.num_tokens)
 
 
-def make_engine(path: Path, *, load: bool = True, frozen: bool = False,
-                **training: Any) -> FSDP2Engine:  # fmt: skip
+def make_engine(
+    path: Path,
+    *,
+    load: bool = True,
+    frozen: bool = False,
+    model_type: ModelType = "language_model",
+    **training: Any,
+) -> FSDP2Engine:
     optimizer = None if frozen else OptimizerConfig(lr=1e-2, weight_decay=0.1)
     engine = FSDP2Engine(
-        EngineSpec(path, TrainingConfig(**training), optimizer, 10, CPUPlatform(), 0)
+        EngineSpec(
+            path, TrainingConfig(**training), optimizer, 10, CPUPlatform(), 0, model_type=model_type
+        )
     )
     engine.initialize(load_weights=load)
     return engine
@@ -146,3 +154,40 @@ def test_frozen_parameters_stay(qwen3_dir: Path) -> None:
     assert same == {n for n in before if n.startswith("model.embed_tokens.") or ".mlp." in n}
     with pytest.raises(ConfigError, match=r"training.frozen_parameters: 'nope' fits no parameter"):
         make_engine(qwen3_dir, frozen_parameters=("nope",))
+
+
+def value_loss(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
+    assert outputs.values_T is not None
+    errors_T = (outputs.values_T - 1.0) ** 2
+    return LossOutput((errors_T * batch.columns["loss_mask"]).sum() / counts.num_tokens)
+
+
+def test_a_value_model_with_one_trains_as_peft_does(qwen3_dir: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0)
+    engine = make_engine(qwen3_dir, lora=lora, model_type="value_model")
+    engine.save_adapter(tmp_path)
+    base = AutoModelForTokenClassification.from_pretrained(
+        qwen3_dir, dtype=torch.float32, num_labels=1
+    )
+    theirs = PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval()
+    trained = {name for name, p in theirs.named_parameters() if p.requires_grad}
+    assert {"score" in name or "lora_" in name for name in trained} == {True}
+    assert any("score" in name for name in trained)
+    optimizer = adamw(theirs, eps=1e-8)
+    lengths = BATCH.lengths_B.tolist()
+    rows = list(
+        zip(
+            BATCH.input_ids_T.split(lengths),
+            BATCH.columns["loss_mask"].split(lengths),
+            strict=True,
+        )
+    )
+    for _ in range(NUM_STEPS):
+        update = engine.train_batch(BATCH, value_loss)
+        loss = torch.zeros(())
+        for ids, mask in rows:
+            values = theirs(input_ids=ids[None]).logits[0, :-1, 0]
+            loss = loss + ((values - 1.0) ** 2 * mask[1:]).sum() / 7
+        expected = take_step(optimizer, loss)
+        assert update.loss == pytest.approx(expected[0], abs=1e-5)
+        assert update.grad_norm == pytest.approx(expected[1], rel=1e-4)

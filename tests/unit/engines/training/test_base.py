@@ -105,16 +105,24 @@ def test_scopes_offload_once_and_do_not_nest_the_wrong_way(
     engine = make_engine(
         qwen3_dir, optimizer=OptimizerConfig(), param_offload=True, optimizer_offload=True
     )
-    moves: list[tuple[str, bool, bool]] = []
+    moves: list[tuple[str, bool, bool, bool]] = []
     monkeypatch.setattr(
         engine, "to",
         lambda device, model=True, optimizer=True, grad=True: moves.append(
-            (str(device), model, optimizer)
+            (str(device), model, optimizer, grad)
         ),
     )  # fmt: skip
     with engine.train_mode(), engine.eval_mode(), engine.train_mode():
-        assert moves == [("cpu", True, False), ("cpu", False, True)]
+        assert moves == [("cpu", True, False, True), ("cpu", False, True, False)]
     assert len(moves) == 4
+    moves.clear()
+    with engine.eval_mode():
+        assert moves == [("cpu", True, False, False)], "inference wants no gradients"
+        with pytest.raises(EngineError, match="leave_device inside eval_mode"):
+            engine.leave_device()
+    moves.clear()
+    engine.leave_device()
+    assert moves == [("cpu", True, False, True), ("cpu", False, True, False)]
     with engine.eval_mode(), pytest.raises(EngineError, match="leave eval_mode first"):
         engine.train_mode().__enter__()
 
