@@ -9,7 +9,7 @@ another order of sums drifts; a missing all-reduce of one norm weight is 50 time
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,6 @@ from rlhf.testing.plain_loop import (
 from rlhf.testing.ranks import RankResults, run_ranks
 from rlhf.testing.tiny_models import write_tiny_models
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engines import collectives
@@ -246,13 +245,14 @@ def test_weights_only_starts_the_optimizer_anew(case: Case, layout: Layout) -> N
     assert saved["weights_only"][1][0] != pytest.approx(saved["continued"][1][0], abs=1e-4)
 
 
-def check_weights(model: nn.Module, source: Path) -> None:
+def check_weights(final: dict[str, torch.Tensor], source: Path, scratch: Path) -> None:
     """Weights after all steps against those of the plain loop."""
-    plain = load(source)
+    plain = cast(Any, load(source))
     plain_steps(plain, language_loss)
-    expected = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter, expected[name], atol=WEIGHT), name
+    plain.save_pretrained(scratch / "plain")
+    expected = load_file(scratch / "plain" / "model.safetensors")
+    worst = {name: float((final[name] - expected[name]).abs().max()) for name in final}
+    assert max(worst.values()) < WEIGHT, worst
 
 
 def test_streamed_and_merged_weights(
@@ -261,9 +261,9 @@ def test_streamed_and_merged_weights(
 ) -> None:  # fmt: skip
     case(layout, "case_checkpoints")
     source = root / layout.model
-    assert sorted(load_file(root / f"final-{layout.name}.safetensors")) == (
-        stored_tensor_names(source)
-    )
+    final = load_file(root / f"final-{layout.name}.safetensors")
+    assert sorted(final) == stored_tensor_names(source)
+    check_weights(final, source, tmp_path)
     policy = tmp_path / "policy"
     (policy / "hf").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -272,7 +272,6 @@ def test_streamed_and_merged_weights(
     merge_checkpoint(policy, tmp_path / "merged", "float32", 40_000)
     assert len(list((tmp_path / "merged").glob("model-*-of-*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    check_weights(model, source)
     engine = alone(request, root, claims, layout).engine(load=False)
     engine.load_checkpoint(root / f"checkpoint-{layout.name}")
     merged = {
@@ -351,11 +350,11 @@ def test_an_adapter_of_a_value_model_trains(
     final = root / f"adapted-values-{layout.name}"
     check_values(values["after"], root / layout.model, final, tmp_path)
     # The head is trained, and so is what stands before it.
-    start, end = (
-        load_file(root / layout.model / "model.safetensors"),
-        load_file(final / "final.safetensors"),
-    )
-    changed = {name for name, tensor in start.items() if not torch.equal(tensor, end[name])}
+    start = load_file(root / layout.model / "model.safetensors")
+    end = load_file(final / "final.safetensors")
+    changed = {
+        name for name in start.keys() & end.keys() if not torch.equal(start[name], end[name])
+    }
     assert changed
     assert all(name.endswith("_proj.weight") for name in changed)
 
