@@ -38,11 +38,18 @@ def write_model(
         shutil.copyfile(source, out_dir / source.name)
     _set_dtype(out_dir / "config.json", dtype)
     target = getattr(torch, dtype)
-    converted = (
-        (name, (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous())
-        for name, tensor in tensors
-    )
-    _write_shards(converted, out_dir, max_shard_bytes)
+    _write_shards(_converted(tensors, target), out_dir, max_shard_bytes)
+
+
+def _converted(
+    tensors: Iterator[tuple[str, Tensor]], target: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """As they are written; no variable keeps one while the next one is made."""
+    for name, tensor in tensors:
+        stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
+        del tensor
+        yield name, stored
+        del stored
 
 
 def _write_shards(
@@ -63,7 +70,9 @@ def _write_shards(
             flush()
             size_bytes = 0
         # A slice of a larger tensor would drag its whole storage into the file.
-        shard[name] = tensor.clone() if tensor._base is not None else tensor
+        is_part = tensor.untyped_storage().nbytes() != num_bytes
+        shard[name] = tensor.clone() if is_part else tensor
+        del tensor  # or it would live beside the next one, when it is no longer in the shard
         size_bytes += num_bytes
         total_bytes += num_bytes
     flush()

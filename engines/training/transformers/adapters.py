@@ -203,8 +203,9 @@ class StoredAdapter:
             (out, in) float32.
         """
         device = weight.device
-        delta = self.b.to(device).float() @ self.a.to(device).float()
-        merged = weight.float() + self.scaling * delta
+        merged = self.b.to(device).float() @ self.a.to(device).float()
+        merged *= self.scaling  # in place: the sum takes the memory of the product
+        merged += weight
         if self.magnitude is not None:
             merged *= (self.magnitude.to(device).float() / merged.norm(dim=1))[:, None]
         return merged
@@ -257,6 +258,7 @@ def has_adapter(name: str) -> bool:
     return name.endswith(f"{_BASE}weight")
 
 
+@torch.no_grad()
 def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Tensor:
     """One whole tensor, with its adapter merged in if it has one; see `merged_state`."""
     whole = whole_tensor(named[name])

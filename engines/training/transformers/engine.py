@@ -207,9 +207,9 @@ class TransformersModelEngine(BaseEngine):
         """Free all gradients."""
         self.model.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
+        # Without `no_grad` around it: that would keep each tensor until the next one is made.
         if self._names is None:
             self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():

@@ -104,10 +104,9 @@ def stored_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, torch.
         )
     names = {base_name(name): name for name in stored if not is_adapter_name(name)}
 
-    def whole() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in expected:
-            tensor = reader.read(MODEL_PREFIX + names[name])
-            adapter = stored_adapter(name, reader, lora) if lora else None
-            yield name, tensor if adapter is None else adapter.merged_into(tensor)
+    def whole(name: str) -> torch.Tensor:
+        tensor = reader.read(MODEL_PREFIX + names[name])
+        adapter = stored_adapter(name, reader, lora) if lora else None
+        return tensor if adapter is None else adapter.merged_into(tensor)
 
-    yield from HubNames(model).stream(whole())
+    yield from HubNames(model).stream((name, whole(name)) for name in expected)
