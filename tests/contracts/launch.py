@@ -22,7 +22,13 @@ TIMEOUT_S = 60.0
 _LOG_CHARS = 4000
 
 
-def launch(program: Sequence[str], world_size: int, logs: Path, deadline_s: float) -> None:
+def launch(
+    program: Sequence[str],
+    world_size: int,
+    logs: Path,
+    deadline_s: float,
+    expected_code: int = 0,
+) -> None:
     """Run Python with the same arguments as every rank, and wait for all of them.
 
     Args:
@@ -30,9 +36,10 @@ def launch(program: Sequence[str], world_size: int, logs: Path, deadline_s: floa
         world_size: number of processes.
         logs: an existing directory for what they print.
         deadline_s: for all of them together, in seconds.
+        expected_code: how every process ends; -N is by signal N.
 
     Raises:
-        AssertionError: a process did not end well; the text holds what they printed.
+        AssertionError: a process ended otherwise; the text holds what they printed.
         subprocess.TimeoutExpired: a process did not end.
     """
     with socket.socket() as free:
@@ -53,7 +60,7 @@ def launch(program: Sequence[str], world_size: int, logs: Path, deadline_s: floa
         ends_at = time.monotonic() + deadline_s
         codes = [process.wait(max(0.0, ends_at - time.monotonic())) for process in processes]
     said = (f"{path.stem}:\n{path.read_text()[-_LOG_CHARS:]}" for path in paths)
-    assert codes == [0] * world_size, "\n".join(said)
+    assert codes == [expected_code] * world_size, "\n".join(said)
 
 
 def rank_arguments() -> argparse.ArgumentParser:
