@@ -24,6 +24,8 @@ from engines.training.base import BaseEngine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 LORA = LoraConfig(rank=4, alpha=8.0)
+COMPILED = {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}
+"""Without a C++ compiler, and much sooner than inductor."""
 Results = dict[str, Any]
 
 
@@ -42,10 +44,8 @@ def case_trains(context: Context) -> Results:
             "bfloat16": {"dtype": "bfloat16"},
         }
         if "compile" in context.claims:
-            # Without a C++ compiler, and much sooner than inductor.
-            compiled = {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}
-            ways["compiled"] = compiled
-            ways["compiled_and_recomputed"] = {**compiled, "gradient_checkpointing": True}
+            ways["compiled"] = COMPILED
+            ways["compiled_and_recomputed"] = {**COMPILED, "gradient_checkpointing": True}
     results = {name: train(context.engine(**options)) for name, options in ways.items()}
     others = ["llama"] if context.layout.model == "qwen3" else []
     if context.layout.name in PRIMARY and "moe" in context.claims:
@@ -206,6 +206,15 @@ def case_values(context: Context) -> Results:
     results = values_trained(context, "values")
     if "lora" in context.claims:
         results["adapted"] = values_trained(context, "adapted-values", lora=LORA)
+    if context.layout.name in PRIMARY:
+        others: dict[str, tuple[str, dict[str, Any]]] = {
+            "moe": ("qwen3_moe", {}),
+            "compile": (context.layout.model, COMPILED),
+        }
+        for claim, (model, training) in others.items():
+            if claim in context.claims:
+                engine = context.engine(model, values=True, **training)
+                results[claim] = train_values(engine, range(NUM_STEPS))
     return results
 
 

@@ -334,6 +334,9 @@ def test_a_value_model_trains(case: Case, root: Path, layout: Layout, tmp_path: 
         pytest.skip("this backend claims no value model in this layout")
     steps = [*values["steps"], *values["continued"]]
     check_steps(steps, train_plainly(root / layout.model, value_model=True))
+    for way, model in (("moe", "qwen3_moe"), ("compile", layout.model)):
+        if way in values:
+            check_steps(values[way], train_plainly(root / model, value_model=True))
     assert set(values["before"]) == {0.0}
     assert values["resumed"] == values["continued"]
     check_values(values["after"], root / layout.model, root / f"values-{layout.name}", tmp_path)

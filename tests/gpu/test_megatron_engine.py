@@ -13,10 +13,8 @@ import pytest
 import torch
 from rlhf.testing.context import train
 from rlhf.testing.plain_loop import EPS, LR, WEIGHT_DECAY, train_plainly
-from rlhf.testing.ranks import run_ranks
 from rlhf.testing.tiny_models import write_tiny_models
 
-from engines.config.backends import BACKENDS
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
@@ -99,22 +97,3 @@ def test_transformer_engine_layers(root: Path) -> None:
         )
         assert numbers(theirs, 0) == pytest.approx(numbers(own, 0), abs=0.05)
         assert numbers(theirs, 1) == pytest.approx(numbers(own, 1), rel=0.1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts_over_nccl(root: Path, world_size: int, tmp_path: Path) -> None:
-    platform = NvidiaPlatform()
-    num_devices = platform.device_count() if platform.is_available().ok else 0
-    if num_devices < world_size:
-        pytest.skip(f"needs {world_size} NVIDIA GPUs and a torch built for CUDA; has {num_devices}")
-    write_tiny_models(tmp_path)
-    claims = [*BACKENDS["megatron"].parallelism, "value_model", "lora", "moe"]
-    run_ranks("megatron", claims, tmp_path, 1, "nvidia")
-    for results in run_ranks("megatron", claims, tmp_path, world_size, "nvidia"):
-        for layout, cases in results.items():
-            errors = {name: case["error"] for name, case in cases.items() if "error" in case}
-            assert not errors, (layout, errors)
-            expected = train_plainly(root / ("qwen3_moe" if "expert" in layout else "qwen3"))
-            steps = cases["case_trains"]["plain"]
-            assert numbers(steps, 0) == pytest.approx([loss for loss, _ in expected], abs=2e-4)

@@ -1,8 +1,8 @@
-"""The FSDP2 engine on one device against a plain transformers loop, in float32 and bfloat16.
+"""The FSDP engines on one device against a plain transformers loop, in float32 and bfloat16.
 
 The reference is one sequence at a time, without any of our code: its bfloat16 form keeps float32
 weights and casts them for each forward pass. Also covered: checkpoints continue, and offloading
-moves memory but no number. Not covered: several ranks (NCCL refuses two on one GPU).
+moves memory but no number. Several ranks: `test_several_devices` (NCCL refuses two on one GPU).
 """
 
 import gc
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.training.base import BaseEngine
 from engines.training.fsdp.engine import FSDP2Engine
 from engines.training.registry import create_engine
 from engines.types import TokenBatch, TrainMetrics
@@ -26,11 +27,18 @@ from hardware.base import PlatformBase
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 DTYPES = ("float32", "bfloat16")
+BACKENDS = ("fsdp", "fsdp2")
+KEPT: dict[str, dict[str, Any]] = {
+    "on_device": {},
+    "offloaded": {"param_offload": True, "optimizer_offload": True},
+    "cpu_offload": {"options": {"cpu_offload": True}},
+}
+"""Where an engine keeps its state between steps."""
 
 
 def new_engine(
     model_dir: Path, platform: PlatformBase, dtype: str, *, load: bool = True, **training: Any
-) -> FSDP2Engine:
+) -> BaseEngine:
     """An initialized engine that trains."""
     config = TrainingConfig.model_validate(
         {"dtype": dtype, "collective_timeout_s": 60.0, **training}
@@ -38,7 +46,6 @@ def new_engine(
     engine = create_engine(
         "language_model", model_dir, config, OPTIMIZER, NUM_STEPS, platform, seed=0
     )
-    assert isinstance(engine, FSDP2Engine)
     engine.initialize(load_weights=load)
     return engine
 
@@ -53,7 +60,7 @@ def sequences(step: int) -> tuple[list[list[int]], list[list[float]]]:
     return ids, masks
 
 
-def train(engine: FSDP2Engine, steps: range) -> list[TrainMetrics]:
+def train(engine: BaseEngine, steps: range) -> list[TrainMetrics]:
     """Our engine's optimizer steps."""
     results = []
     for step in steps:
@@ -115,13 +122,14 @@ def losses_and_norms(results: list[TrainMetrics]) -> tuple[list[float], list[flo
     return [r.loss for r in results], [r.grad_norm for r in results]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_training_equals_a_plain_loop(
-    platform: PlatformBase, model_dir: Path, dtype: str, checkpointing: bool
+    platform: PlatformBase, model_dir: Path, dtype: str, checkpointing: bool, backend: str
 ) -> None:
     engine = new_engine(
-        model_dir, platform, dtype,
+        model_dir, platform, dtype, backend=backend,
         gradient_checkpointing=checkpointing, max_tokens_per_micro_batch=200,
     )  # fmt: skip
     losses, norms = losses_and_norms(train(engine, range(NUM_STEPS)))
@@ -162,12 +170,13 @@ def files(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kept", ["on_device", "offloaded", "cpu_offload"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_checkpoints_continue(
-    platform: PlatformBase, model_dir: Path, dtype: str, offload: bool, tmp_path: Path
+    platform: PlatformBase, model_dir: Path, dtype: str, kept: str, backend: str, tmp_path: Path
 ) -> None:
-    options = {"param_offload": offload, "optimizer_offload": offload}
+    options: dict[str, Any] = {"backend": backend, **KEPT[kept]}
     engine = new_engine(model_dir, platform, dtype, **options)
     train(engine, range(2))
     (first := tmp_path / "first").mkdir()
@@ -209,6 +218,7 @@ def test_offloading_moves_memory_and_no_number(
             # The weights and both moments.
             assert platform.memory_allocated_bytes() - idle_bytes >= 3 * held_bytes
         assert platform.memory_allocated_bytes() - idle_bytes < held_bytes / 2
+        assert isinstance(engine, FSDP2Engine)
         assert {p.device.type for p in engine.model.parameters()} == {"cpu"}
     precise = dtype == "float32"
     assert losses == pytest.approx(expected, rel=1e-5 if precise else 2e-3)

@@ -89,7 +89,8 @@ class FSDPEngine(TransformersModelEngine):
             mixed_precision=MixedPrecision(
                 param_dtype=getattr(torch, training.dtype), reduce_dtype=torch.float32
             ),
-            cpu_offload=CPUOffload(offload_params=options.cpu_offload),
+            # Without an accelerator everything is there already, and the wrapper would ask for one.
+            cpu_offload=CPUOffload(options.cpu_offload and platform.device_name != "cpu"),
             device_id=platform.device(),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=options.forward_prefetch,
@@ -117,7 +118,8 @@ class FSDPEngine(TransformersModelEngine):
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         self._unsynced.close()
-        if not enabled and self._wrapped is not None:
+        # One rank has nothing to save by it, and in bfloat16 torch would add gradients of two dtypes.
+        if not enabled and self._wrapped is not None and collectives.world_size() > 1:
             self._unsynced.enter_context(self._wrapped.no_sync())
 
     def _clip_gradients(self, max_norm: float) -> float:
