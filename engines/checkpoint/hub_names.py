@@ -135,7 +135,10 @@ class HubNames:
         for name, tensor in named:
             converted = revert_weight_conversion(self._model, {name: tensor})
             streamed |= converted.keys()
-            yield from converted.items()
+            # Nothing is kept here beside the next one.
+            del tensor
+            for on_disk in list(converted):
+                yield on_disk, converted.pop(on_disk)
         if streamed != self._names:
             wrong = ", ".join(sorted(streamed ^ self._names)[:3])
             raise ConfigError(

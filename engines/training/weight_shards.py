@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -145,11 +146,18 @@ def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
 
 
 def stream_parts(parts: Iterable[tuple[HeldPart, bool]]) -> Iterator[WeightShard]:
-    """Read parts one after the other; an empty one is left out.
+    """Read parts one after the other, without gradient; an empty one is left out.
 
     It is read all the same: reading may be collective.
     """
     for part, is_owner in parts:
-        values = part.read()
-        if values.numel():
-            yield WeightShard(part.place, values, is_owner)
+        if 0 in part.place.shape:
+            _read(part)
+        else:
+            # Not kept in a name here: it would stay beside the next one.
+            yield WeightShard(part.place, _read(part), is_owner)
+
+
+@torch.no_grad()
+def _read(part: HeldPart) -> Tensor:
+    return part.read()

@@ -42,6 +42,7 @@ def case_trains(context: Context) -> Results:
             "offload": {"param_offload": True, "optimizer_offload": True},
             "whole_logits": {"chunked_logprobs": False},
             "bfloat16": {"dtype": "bfloat16"},
+            "bfloat16_micro_batches": {"dtype": "bfloat16", "max_tokens_per_micro_batch": 24},
         }
         if "compile" in context.claims:
             ways["compiled"] = COMPILED

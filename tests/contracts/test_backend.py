@@ -134,7 +134,7 @@ def test_trains_as_a_plain_loop_does(case: Case, root: Path, layout: Layout) -> 
 def test_the_split_does_not_change_the_result(case: Case, layout: Layout) -> None:
     steps = case(layout, "case_trains")
     for way, rows in steps.items():
-        if way in ("plain", "bfloat16", "llama", "qwen3_moe"):
+        if way in ("plain", "llama", "qwen3_moe") or way.startswith("bfloat16"):
             continue
         for ours, plain in zip(rows, steps["plain"], strict=True):
             assert ours == pytest.approx(plain, rel=NORM), way
@@ -143,8 +143,9 @@ def test_the_split_does_not_change_the_result(case: Case, layout: Layout) -> Non
 @pytest.mark.parametrize("name", PRIMARY)
 def test_bfloat16_stays_close(case: Case, name: str) -> None:
     steps = case(BY_NAME[name], "case_trains")
-    assert columns(steps["bfloat16"], 0) == pytest.approx(columns(steps["plain"], 0), abs=0.03)
-    assert columns(steps["bfloat16"], 1) == pytest.approx(columns(steps["plain"], 1), rel=0.06)
+    for way in ("bfloat16", "bfloat16_micro_batches"):
+        assert columns(steps[way], 0) == pytest.approx(columns(steps["plain"], 0), abs=0.03)
+        assert columns(steps[way], 1) == pytest.approx(columns(steps["plain"], 1), rel=0.06)
     assert steps["bfloat16"] != steps["plain"]
 
 

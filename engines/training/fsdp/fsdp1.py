@@ -118,7 +118,7 @@ class FSDPEngine(TransformersModelEngine):
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         self._unsynced.close()
-        # One rank has nothing to save by it, and in bfloat16 torch would add gradients of two dtypes.
+        # One rank saves nothing by it, and in bfloat16 torch would add gradients of two dtypes.
         if not enabled and self._wrapped is not None and collectives.world_size() > 1:
             self._unsynced.enter_context(self._wrapped.no_sync())
 

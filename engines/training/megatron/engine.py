@@ -88,6 +88,12 @@ class MegatronEngine(BaseEngine):
         training, platform = self.spec.training, self.spec.platform
         config = AutoConfig.from_pretrained(self.spec.hf_dir, trust_remote_code=False)
         check_layout(self._layout, config, collectives.world_size())
+        if training.lora is not None and training.options.get("transformer_engine"):
+            raise ConfigError(
+                "training.options.transformer_engine",
+                "got true with training.lora; need one of the two: TransformerEngine's matrices "
+                "hide the output of the norm before them, which an adapter reads; remove one",
+            )
         if self.spec.optimizer is not None:
             platform.manual_seed(self.spec.seed + collectives.rank())
         if not dist.is_initialized():
@@ -190,7 +196,6 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode():
             yield from self._stream.walk(self.replica.merged, self.replica.dtype)
 
-    @torch.no_grad()
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """See `BaseEngine`."""
         with self.eval_mode():

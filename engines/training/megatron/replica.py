@@ -63,12 +63,6 @@ class Replica:
             # With tensor parallelism whole experts are on ranks that see different tokens.
             parameter.allreduce = not part.is_expert
         if spec.optimizer is not None and spec.training.lora is not None:
-            if spec.training.options.get("transformer_engine"):
-                raise ConfigError(
-                    "training.options.transformer_engine",
-                    "got true with training.lora; TransformerEngine's matrices hide their input, "
-                    "the output of the norm before them; set one of the two aside",
-                )
             self.parts, self._adapters = add_adapters(
                 cast(list[nn.Module], self.chunks),
                 self.parts,

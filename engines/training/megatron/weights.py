@@ -154,7 +154,6 @@ class WeightStream:
             for key, (_, block) in self._own.items()
         ]
 
-    @torch.no_grad()
     def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole.
 
@@ -166,16 +165,20 @@ class WeightStream:
             tuple[str, Tensor]: name on the hub, and tensor on the device.
         """
         sender = _Sender(self._own, values)
-        for name, (shape, shares) in self._plan.items():
-            if shares[0].shape == shape:
-                yield name, self._broadcast(sender.block(name, shares[0]), shares[0], dtype)
-                continue
-            whole = self._empty(shape, dtype)
-            for share in shares:
-                sent = self._broadcast(sender.block(name, share), share, dtype)
-                ends = zip(share.offsets, share.shape, strict=True)
-                whole[tuple(slice(o, o + n) for o, n in ends)] = sent
-            yield name, whole
+        for name in self._plan:
+            yield name, self._whole(name, sender, dtype)
+
+    @torch.no_grad()
+    def _whole(self, name: str, sender: "_Sender", dtype: torch.dtype) -> Tensor:
+        shape, shares = self._plan[name]
+        if shares[0].shape == shape:
+            return self._broadcast(sender.block(name, shares[0]), shares[0], dtype)
+        whole = self._empty(shape, dtype)
+        for share in shares:
+            sent = self._broadcast(sender.block(name, share), share, dtype)
+            ends = zip(share.offsets, share.shape, strict=True)
+            whole[tuple(slice(o, o + n) for o, n in ends)] = sent
+        return whole
 
     def _broadcast(self, values: Tensor | None, share: _Share, dtype: torch.dtype) -> Tensor:
         sent = self._empty(share.shape, dtype) if values is None else values

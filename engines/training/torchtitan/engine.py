@@ -215,14 +215,12 @@ class TorchTitanEngine(BaseEngine):
         """Free all gradients."""
         self._model.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`. Tensors must not be changed."""
         with self.eval_mode():
             for name, tensor in self._named_state().items():
-                yield name, whole_tensor(tensor)
+                yield name, whole_tensor(tensor).detach()
 
-    @torch.no_grad()
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """See `BaseEngine`."""
         with self.eval_mode():

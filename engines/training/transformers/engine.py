@@ -209,14 +209,12 @@ class TransformersModelEngine(BaseEngine):
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
-        # Without `no_grad` around it: that would keep each tensor until the next one is made.
         if self._names is None:
             self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():
             named = dict(self._named_state())
             yield from self._names.stream(merged_state(named, self._adapter_scaling))
 
-    @torch.no_grad()
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """See `BaseEngine`; a weight with an adapter is gathered and merged for its part."""
         if self._slots is None:

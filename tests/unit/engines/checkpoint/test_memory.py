@@ -38,7 +38,7 @@ TENSOR = 8 * MIB
 SHARD = 2 * TENSOR
 GLOO = TENSOR
 """gloo gathers into a buffer of its own and copies from there."""
-SLACK = 2 * MIB
+SLACK = 4 * MIB
 """Python objects, the allocator's remainders, and what the kernel counts late."""
 BOUNDS = {
     1: {

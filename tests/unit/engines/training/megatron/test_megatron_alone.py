@@ -259,9 +259,11 @@ def test_a_checkpoint_of_another_model_is_refused(
         make_engine(deeper, load=False).load_checkpoint(tmp_path)
 
 
-def test_dora_is_refused(qwen3_dir: Path) -> None:
+def test_adapters_that_it_has_not_are_refused(qwen3_dir: Path) -> None:
     with pytest.raises(ConfigError, match="training.lora.use_dora: got true; megatron has no DoRA"):
         make_engine(qwen3_dir, lora={"rank": 2, "use_dora": True})
+    with pytest.raises(ConfigError, match="transformer_engine: got true with training.lora; need"):
+        make_engine(qwen3_dir, lora={"rank": 2}, options={"transformer_engine": True})
     with pytest.raises(ConfigError, match="training.lora.target_modules: got q; need some of"):
         make_engine(qwen3_dir, lora={"rank": 2, "target_modules": ("q",)})
 
