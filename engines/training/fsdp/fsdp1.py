@@ -135,9 +135,9 @@ class FSDPEngine(TransformersModelEngine):
             if handle is not None and handle.uses_sharded_strategy:
                 _reshard(cast(Any, module), handle, free_unsharded_flat_param=True)
 
-    def _saving(self) -> AbstractContextManager[None]:
+    def _state_scope(self) -> AbstractContextManager[None]:
         # The wrapper gathers weights and optimizer states on the device.
-        return self.train_mode() if self._wrapped is not None else super()._saving()
+        return self.train_mode() if self._wrapped is not None else super()._state_scope()
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
         if self._wrapped is None:

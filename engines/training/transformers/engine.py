@@ -250,13 +250,13 @@ class TransformersModelEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """See `BaseEngine`."""
-        with self._saving():
+        with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
             save_engine_state(path, state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
-        with self._saving():
+        with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
             return stage_engine_state(path, state, self.spec.platform, self._staging)
 
@@ -273,17 +273,18 @@ class TransformersModelEngine(BaseEngine):
         lora = self.spec.training.lora
         if lora is None:
             raise EngineError("this engine trains all weights: there is no adapter to save")
-        whole = {
-            name: whole_tensor(tensor)
-            for name, tensor in self._named_state()
-            if is_trained_with_adapter(name)
-        }
+        with self._state_scope():
+            whole = {
+                name: whole_tensor(tensor)
+                for name, tensor in self._named_state()
+                if is_trained_with_adapter(name)
+            }
         if self.rank == 0:
             save_peft_adapter(path, whole, lora)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
-        with self.eval_mode(), self._loading() as (model, states):
+        with self._state_scope(), self._loading() as (model, states):
             if not optimizer:
                 return load_folded(path, dict(model), self.spec)
             state = self._state_of(model, states, 0)
@@ -293,8 +294,8 @@ class TransformersModelEngine(BaseEngine):
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
 
-    def _saving(self) -> AbstractContextManager[None]:
-        """Scope in which weights and optimizer states can be read for a checkpoint."""
+    def _state_scope(self) -> AbstractContextManager[None]:
+        """Scope in which weights and optimizer states can be read and written whole."""
         return self.eval_mode()
 
     @contextmanager
