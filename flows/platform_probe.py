@@ -81,7 +81,8 @@ def check_platform(requested: str) -> None:
 def _ask(*arguments: str) -> SurveyReport:
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "hardware.survey", *arguments],
+            # -P: what lies in the current directory is not installed.
+            [sys.executable, "-P", "-m", "hardware.survey", *arguments],
             capture_output=True,
             text=True,
             timeout=PROBE_DEADLINE_S,

@@ -181,7 +181,7 @@ class PlatformRegistry:
         raise ConfigError(
             _SETTING,
             f"{name} asked, not available ({reasons}); use {' or '.join(usable)}, "
-            f"or install a torch built for it (asked for by {source})",
+            f"or install what it lacks (asked for by {source})",
         )
 
 

@@ -85,7 +85,7 @@ class Submission:
         atomic_write_bytes(path, canonical_json(spec))
         python = str(self._request.interpreter or sys.executable)
         return JobRequest(
-            argv=[python, "-m", self._request.job_module, str(path)],
+            argv=[python, "-P", "-m", self._request.job_module, str(path)],
             env=forwarded_environment(),
             metadata=self._metadata,
         )

@@ -134,7 +134,7 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
         requires="mbridge",
         extra="megatron",
-        limits="llama, qwen2, qwen3 and qwen3_moe; no DoRA",
+        limits="llama, qwen2, qwen3 and qwen3_moe; no DoRA, with TransformerEngine no adapter",
     ),
     "veomni": Backend(
         language_model="engines.training.veomni.engine:VeOmniEngine",

@@ -56,7 +56,7 @@ class ScoringProcess:
         self._timeout_s = setup.timeout_s
         self._selector = selector
         self._process = subprocess.Popen(
-            [sys.executable, "-m", worker.__name__],
+            [sys.executable, "-P", "-m", worker.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

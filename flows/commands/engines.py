@@ -9,30 +9,50 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.config.backends import Tested
-from engines.config.engine_matrix import HEADINGS, engine_matrix
+from engines.config.engine_matrix import HEADINGS, OUTSIDE, MatrixRow, engine_matrix
+from infra.errors import ConfigError
 
+PIPE_WIDTH = 240
+"""Columns where no terminal says how many there are: nothing is cut."""
 MEANINGS = {
-    Tested.CONTRACT: "contract tests on CPU process groups, in continuous integration",
-    Tested.ENVIRONMENT: "the same, inside the backend's own environment",
-    Tested.RANKS: "tests of its own on CPU process groups, in continuous integration",
-    Tested.GPU: "a test under tests/gpu that needs an accelerator",
-    Tested.CPU_TWIN: "the same code by the contract tests on CPU; not on the device itself",
-    Tested.REGISTRY: "found, and says what it lacks; no such device was at hand",
+    Tested.CONTRACT.value: "contract tests on CPU process groups, in continuous integration",
+    Tested.ENVIRONMENT.value: "the same, inside the backend's own environment",
+    Tested.RANKS.value: "tests of its own on CPU process groups, in continuous integration",
+    Tested.GPU.value: "a test under tests/gpu that needs an accelerator",
+    Tested.CPU_TWIN.value: "the same code by the contract tests on CPU; not on the device itself",
+    Tested.REGISTRY.value: "found, and says what it lacks; no such device was at hand",
+    OUTSIDE: "brought by another package, which answers for it",
 }
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the matrix."""
-    rows = list(engine_matrix(installed=True))
+    """Print the matrix; what is wrong with other people's plugins comes after it."""
+    rows: list[MatrixRow] = []
+    problem: ConfigError | None = None
+    try:
+        for row in engine_matrix(installed=True):
+            rows.append(row)  # noqa: PERF402  those before an error are wanted
+    except ConfigError as error:
+        problem = error
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        return 0
-    table = Table(*HEADINGS, box=None, pad_edge=False)
+    else:
+        _print_table(rows)
+    if problem is not None:
+        raise problem
+    return 0
+
+
+def _print_table(rows: list[MatrixRow]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+    table = Table(box=None, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row.cells())
-    console = Console()
     console.print(table)
     console.print()
-    for tested, meaning in MEANINGS.items():
-        console.print(f"{tested.value}: {meaning}", highlight=False)
-    return 0
+    for how, meaning in MEANINGS.items():
+        console.print(f"{how}: {meaning}", highlight=False)

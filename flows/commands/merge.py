@@ -104,7 +104,9 @@ def run_merge(
     path.parent.mkdir(parents=True)
     path.write_bytes(canonical_json(spec))
     ended = subprocess.run(
-        [sys.executable, "-m", JOB_MODULE, str(path)], env=env.child_environment(), check=False
+        [sys.executable, "-P", "-m", JOB_MODULE, str(path)],
+        env=env.child_environment(),
+        check=False,
     )
     record = open_storage(spec.store_uri).committed(spec.fingerprint)
     if record is None:

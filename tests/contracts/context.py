@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from rlhf.testing.layouts import Layout
 from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch, value_targets
 
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
+from engines.training.registry import built_in_registry as engine_registry
 from engines.training.registry import create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from hardware.registry import built_in_registry as platform_registry
 from hardware.registry import detect
+from infra.names import unknown_name
 
 OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS)
 
@@ -67,6 +71,19 @@ class Context:
     def rank(self) -> int:
         """Of this process."""
         return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check_runnable(config: pytest.Config) -> None:
+    """End the session where the named backend is unknown; skip where the platform is not here."""
+    backend, platform = (config.getoption(option) for option in ("--backend", "--platform"))
+    known = engine_registry().names("language_model")
+    if backend not in known:
+        pytest.exit(f"--backend: {unknown_name(backend, known)}", returncode=2)
+    platforms = platform_registry()
+    platforms.create(platform)  # an unknown name, or a plugin that does not load, is no skip
+    found = platforms.availability(platform)
+    if not found.ok:
+        pytest.skip(f"needs a machine with {platform}: {found.reason}")
 
 
 def share(engine: BaseEngine, batch: TokenBatch) -> TokenBatch:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rlhf.testing.context import Context, train
+from rlhf.testing.context import Context, check_runnable, train
 from rlhf.testing.layouts import LAYOUTS, PRIMARY, Layout, claimed_layouts
 from rlhf.testing.plain_loop import (
     NUM_STEPS,
@@ -70,6 +70,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def claims(request: pytest.FixtureRequest) -> frozenset[str]:
     return claims_of(request.config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runnable(request: pytest.FixtureRequest) -> None:
+    check_runnable(request.config)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf.testing.context import check_runnable
 from rlhf.testing.killed import MOMENTS, SAVED
 from rlhf.testing.launch import launch
 from rlhf.testing.layouts import LAYOUTS
@@ -24,6 +25,11 @@ KILLS = {"alone": ("writing",), "data2": MOMENTS}
 """Layout -> moments; each costs the start of all its ranks."""
 
 Start = Callable[..., None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runnable(request: pytest.FixtureRequest) -> None:
+    check_runnable(request.config)
 
 
 @pytest.fixture(scope="module")
