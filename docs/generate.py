@@ -116,7 +116,7 @@ def engines_page() -> str:
     from flows.commands.engines import MEANINGS
 
     lines = ["# Training engines", "", "`rlhf engines` prints this and what is installed.", ""]
-    lines += [f"- **{tested.value}**: {meaning}" for tested, meaning in MEANINGS.items()]
+    lines += [f"- **{how}**: {meaning}" for how, meaning in MEANINGS.items()]
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     lines += [
         f"| {' | '.join(cell(text) for text in row.cells())} |"
