@@ -8,7 +8,6 @@ Run: python tests/benchmarks/bench_ranks.py [--repeats N]
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
+from infra.processes import pick_ports
 
 NUM_SEQUENCES, LENGTH, VOCAB_SIZE, NUM_STEPS = 32, 128, 2048, 3
 
@@ -47,9 +47,7 @@ class Ranks:
     """
 
     def __init__(self, model: Path, world_size: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = pick_ports(1)[0]
         argv = [sys.executable, __file__, f"--model={model}", f"--world-size={world_size}",
                 f"--port={port}"]  # fmt: skip
         self._processes = [

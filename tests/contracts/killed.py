@@ -27,7 +27,6 @@ from engines.checkpoint.background import BackgroundSave, write_in_background
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from engines.external_modules import import_external_modules
 from engines.training.base import BaseEngine
-from hardware.registry import detect
 from infra.waiting import wait_for
 
 SAVED = 2
@@ -150,7 +149,7 @@ def main() -> None:
     parser.add_argument("--carry-on", help="moments of killed runs, by commas")
     args = parser.parse_args()
     import_external_modules()
-    join_group(args, detect(args.platform)[0].communication_backend)
+    join_group(args, args.platform)
     layout = next(layout for layout in LAYOUTS if layout.name == args.layout)
     context = Context(args.backend, frozenset(), layout, args.root, args.platform)
     if args.moment:

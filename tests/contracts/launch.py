@@ -6,7 +6,6 @@ enters ends with its deadline.
 
 import argparse
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from hardware.registry import detect
+from infra.processes import pick_ports
 
 TIMEOUT_S = 60.0
 """Of a collective."""
@@ -42,10 +44,7 @@ def launch(
         AssertionError: a process ended otherwise; the text holds what they printed.
         subprocess.TimeoutExpired: a process did not end.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [sys.executable, *program, f"--world-size={world_size}", f"--port={port}"]
+    argv = [sys.executable, *program, f"--world-size={world_size}", f"--port={pick_ports(1)[0]}"]
     paths = [logs / f"rank-{world_size}-{rank}.log" for rank in range(world_size)]
     with contextlib.ExitStack() as ending:
         processes = []
@@ -71,17 +70,20 @@ def rank_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def join_group(args: argparse.Namespace, backend: str = "gloo") -> None:
-    """Meet the other ranks; one thread each. A world of one has no group.
+def join_group(args: argparse.Namespace, platform_name: str = "cpu") -> None:
+    """Take a device and meet the other ranks; one thread each. A world of one has no group.
 
     Args:
         args: of `rank_arguments`.
-        backend: of torch.distributed.
+        platform_name: hardware platform of the ranks.
     """
     torch.set_num_threads(1)
+    platform, _ = detect(platform_name)
+    if platform.device_count() > 1:
+        platform.set_device(args.rank % platform.device_count())
     if args.world_size > 1:
         dist.init_process_group(
-            backend,
+            platform.process_group_backend,
             init_method=f"tcp://127.0.0.1:{args.port}",
             rank=args.rank,
             world_size=args.world_size,

@@ -17,7 +17,6 @@ from rlhf.testing.layouts import claimed_layouts
 from engines import collectives
 from engines.config.backends import excluded_by
 from engines.external_modules import import_external_modules
-from hardware.registry import detect
 
 DEADLINE_S = 900.0
 
@@ -61,10 +60,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
     import_external_modules()
-    platform, _ = detect(args.platform)
-    if platform.device_count() > 1:
-        platform.set_device(args.rank % platform.device_count())
-    join_group(args, platform.process_group_backend)
+    join_group(args, args.platform)
     claims = frozenset(args.claims.split(","))
     results = {
         layout.name: run_cases(
