@@ -24,7 +24,7 @@ from engines.models import stored_tensor_names
 from engines.types import TokenBatch
 
 PROGRAM = Path(__file__).parent / "vision_ranks.py"
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
 Case = Callable[[str, str], list[Any]]
 
 
@@ -60,15 +60,22 @@ def results_of(root: Path, tier: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def case(root: Path) -> Case:
+def quick(root: Path) -> list[dict[str, Any]]:
+    return results_of(root, "quick")
+
+
+@pytest.fixture(scope="module")
+def slow(root: Path) -> list[dict[str, Any]]:
+    return results_of(root, "slow")
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Case:
     """`case(backend, name)`: what it yields on each rank."""
-    launched: dict[str, list[dict[str, Any]]] = {}
 
     def of(backend: str, name: str) -> list[Any]:
         tier = "quick" if name in QUICK[backend] else "slow"
-        if tier not in launched:
-            launched[tier] = results_of(root, tier)
-        return [results[backend][name] for results in launched[tier]]
+        return [results[backend][name] for results in request.getfixturevalue(tier)]
 
     return of
 
