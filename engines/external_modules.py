@@ -5,6 +5,14 @@ each rank of its group call this first, so that a module which changes something
 (a library's patch) does so before that library is used.
 """
 
-from infra.plugins import import_external_modules
+import logging
 
-__all__ = ["import_external_modules"]
+from infra import plugins
+
+logger = logging.getLogger(__name__)
+
+
+def import_external_modules() -> None:
+    """Import what RLHF_USE_EXTERNAL_MODULES names; one that cannot be imported is a warning."""
+    for broken in plugins.import_external_modules():
+        logger.warning("%s", broken)

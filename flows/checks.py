@@ -1,11 +1,9 @@
 """What `rlhf doctor` looks at: versions, devices, plugins, services, storage, engines, names.
 
 Promises: every check says what it found; none raises, and none starts anything lasting.
-Libraries that must not be loaded here (torch, plugins) are asked in a child process. A module of
-RLHF_USE_EXTERNAL_MODULES that is broken is said once; the rest is looked at without it.
+Libraries that must not be loaded here (torch, plugins) are asked in a child process.
 """
 
-import contextlib
 import importlib.util
 import shutil
 import sys
@@ -24,7 +22,7 @@ from flows.platform_probe import platform_of, survey_machine
 from infra import env
 from infra.atomic import atomic_write_bytes
 from infra.errors import ConfigError, PipelineError
-from infra.plugins import import_external_modules, outside_plugins
+from infra.plugins import external_module_names, import_external_modules, outside_plugins
 
 Status = Literal["ok", "warning", "error"]
 
@@ -54,11 +52,10 @@ def all_checks() -> Iterator[Check]:
     yield _python()
     yield from _distributions()
     yield from _packages()
-    with contextlib.ExitStack() as stack:
-        yield from _external_modules(stack)
-        yield from _platform_and_plugins()
-        yield from _name_clashes()
-        yield from _engines()
+    yield from _external_modules()
+    yield from _platform_and_plugins()
+    yield from _name_clashes()
+    yield from _engines()
     yield _storage(env.home())
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
@@ -107,20 +104,15 @@ def _packages() -> Iterator[Check]:
             yield Check(f"package {name}", "error", problem)
 
 
-def _external_modules(stack: contextlib.ExitStack) -> Iterator[Check]:
-    """Import them; a broken one is left out until `stack` ends."""
-    variable = env.RLHF_USE_EXTERNAL_MODULES
-    listed = variable.get()
-    if listed is None:
-        return
-    try:
-        names = import_external_modules()
-    except ConfigError as error:
-        yield Check("external modules", "error", str(error))
-        stack.callback(env.set_for_process, variable.name, listed)
-        env.set_for_process(variable.name, None)
-        return
-    yield Check("external modules", "ok", ", ".join(names))
+def _external_modules() -> Iterator[Check]:
+    broken = {module.name: module for module in import_external_modules()}
+    for name in external_module_names():
+        if name in broken:
+            yield Check(f"module {name}", "error", str(broken[name]))
+        else:
+            yield Check(
+                f"module {name}", "ok", f"imported for {env.RLHF_USE_EXTERNAL_MODULES.name}"
+            )
 
 
 def _platform_and_plugins() -> Iterator[Check]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
+from prefect.logging import get_run_logger
 
 from flows.pipeline_run import open_run, stop_jobs_of
 from flows.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report import Report
 from infra import env
+from infra.plugins import import_external_modules
 from tasks.evaluate import evaluate
 from tasks.merge import merge
 from tasks.preprocess import preprocess
@@ -78,6 +80,8 @@ def rlhf_pipeline(
         What ran, what came out, where the time went.
     """
     recipe = prepare_recipe(recipe)
+    for broken in import_external_modules():
+        get_run_logger().warning("%s", broken)
     with open_run(recipe, force or {}) as run:
         run_stages(recipe, run.stages)
         return run.finish()

@@ -13,8 +13,15 @@ from collections.abc import Mapping
 from hardware.base import Availability, PlatformBase
 from infra import env
 from infra.errors import ConfigError
-from infra.names import unknown_name
-from infra.plugins import OutsidePlugin, load_outside, outside_plugins, reason_of, register_outside
+from infra.plugins import (
+    OutsidePlugin,
+    import_external_modules,
+    load_outside,
+    outside_plugins,
+    reason_of,
+    register_outside,
+    unknown_plugin,
+)
 
 _SETTING = "hardware.platform"
 _KIND = "platform"
@@ -102,7 +109,7 @@ class PlatformRegistry:
             raise self._clashes[name]
         target = self._targets.get(name)
         if target is None:
-            raise ConfigError(_SETTING, unknown_name(name, ["auto", *self.names()]))
+            raise ConfigError(_SETTING, unknown_plugin(name, ["auto", *self.names()]))
         plugin = self._outside.get(name)
         if plugin is not None:
             found = load_outside(plugin, _SETTING)
@@ -157,7 +164,7 @@ class PlatformRegistry:
             return self._exactly(wanted, source)
         for clash in self._clashes.values():
             raise clash
-        refused: dict[str, str] = {}
+        refused = {f"what {m.name} registers": m.reason for m in import_external_modules()}
         for name in self.names():
             found = self.availability(name)
             if found.ok:
@@ -203,13 +210,9 @@ def register_platform(name: str, target: str) -> None:
         target: its class as ``module:Class``, imported when it is asked for.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: `target` is no ``module:Class``. A name that is taken is refused when it is
+            asked for.
     """
-    if name in BUILT_IN:
-        raise ConfigError(
-            f"plugin {_KIND}.{name}",
-            f"registered by both this project and {target}; choose another name",
-        )
     register_outside(_KIND, name, target)
 
 

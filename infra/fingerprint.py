@@ -145,9 +145,6 @@ def outside_code() -> dict[str, Any]:
 
     Returns:
         Owners and source digests, as plain JSON values.
-
-    Raises:
-        ConfigError: a module of RLHF_USE_EXTERNAL_MODULES cannot be imported.
     """
     plugins = outside_plugins()
     modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})

@@ -4,19 +4,22 @@ Two ways lead here: an installed distribution's entry points of the group `rlhf.
 ``<kind>.<name>``, and the modules listed in RLHF_USE_EXTERNAL_MODULES, which call a registration
 function when they are imported. One plugin may come by both.
 Promises: listing imports no plugin, only the listed modules; whatever a plugin raises while it
-is loaded becomes one line that names its owner and the reason.
+is loaded becomes one line that names its owner and the reason. A listed module that cannot be
+imported costs only whoever asks for what it would have registered.
 Does not promise that a name has one owner: whoever is asked for the name refuses a second one,
 so that a clash costs nobody else anything.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from infra import env
 from infra.errors import ConfigError
+from infra.names import unknown_name
+from infra.redact import redact
 
 ENTRY_POINT_GROUP = "rlhf.plugins"
 RUN_TIME_OWNER = "registered at run time"
@@ -64,7 +67,28 @@ class OutsidePlugin:
         return self.devices == other.devices or bool({*self.devices} & {*other.devices})
 
 
+@dataclass(frozen=True)
+class BrokenModule:
+    """A module of RLHF_USE_EXTERNAL_MODULES that cannot be imported.
+
+    Attributes:
+        name: as it is listed.
+        reason: what it raised, in one line, without secrets.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}: {self.name} cannot be imported "
+            f"({self.reason}); repair or install it, or remove it from the list"
+        )
+
+
 _registered: list[OutsidePlugin] = []
+_broken: dict[str, BrokenModule] = {}
+"""What failed once is not tried again: it may have done half of its work."""
 
 
 def register_outside(
@@ -77,6 +101,8 @@ def register_outside(
 ) -> None:
     """Announce a plugin for this process; the same announcement again changes nothing.
 
+    A name that is taken is not refused here but where it is asked for, as that of a distribution.
+
     Args:
         kind: of the plugin.
         name: what the configuration calls it.
@@ -85,19 +111,12 @@ def register_outside(
         vendor: of those devices; None serves every vendor.
 
     Raises:
-        ConfigError: another target has that name, or `target` is none.
+        ConfigError: `target` is none.
     """
-    path = f"plugin {kind}.{name}"
     module, _, attribute = target.partition(":")
     if not module or not attribute:
-        raise ConfigError(path, f"got target {target!r}; need module:attribute")
+        raise ConfigError(f"plugin {kind}.{name}", f"got target {target!r}; need module:attribute")
     plugin = OutsidePlugin(kind, name, target, RUN_TIME_OWNER, tuple(devices), vendor)
-    for other in (*_announced(), *_registered):
-        if plugin.collides_with(other) and other.target != target:
-            raise ConfigError(
-                path,
-                f"registered by both {other.source} and {plugin.source}; remove one",
-            )
     if plugin not in _registered:
         _registered.append(plugin)
 
@@ -111,9 +130,6 @@ def outside_plugins(kind: str | None = None) -> tuple[OutsidePlugin, ...]:
     Returns:
         Those of distributions by name, then those registered at run time in their order; what
         came by both ways stands among the first.
-
-    Raises:
-        ConfigError: a module of RLHF_USE_EXTERNAL_MODULES cannot be imported.
     """
     import_external_modules()
     announced = _announced()
@@ -131,28 +147,36 @@ def external_module_names() -> tuple[str, ...]:
     return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
-def import_external_modules() -> tuple[str, ...]:
+def import_external_modules() -> tuple[BrokenModule, ...]:
     """Import what RLHF_USE_EXTERNAL_MODULES names, in its order.
 
     Returns:
-        The names.
-
-    Raises:
-        ConfigError: one of them cannot be imported, or registers a name that is taken.
+        Those that cannot be imported. Whoever starts something says so: they may have been meant
+        to change what it does.
     """
     names = external_module_names()
     for name in names:
+        if name in _broken:
+            continue
         try:
             importlib.import_module(name)
-        except ConfigError:
-            raise
         except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
-            raise ConfigError(
-                f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}",
-                f"{name} cannot be imported ({reason_of(error)}); repair or install it, or remove "
-                "it from the list",
-            ) from error
-    return names
+            _broken[name] = BrokenModule(name, redact(reason_of(error)))
+    return tuple(_broken[name] for name in names if name in _broken)
+
+
+def unknown_plugin(name: str, known: Iterable[str]) -> str:
+    """Text of the error about a name that nobody announced.
+
+    Args:
+        name: what the user wrote.
+        known: names that would work, in the order to show them.
+
+    Returns:
+        `infra.names.unknown_name`, and which modules might have registered it.
+    """
+    broken = (f"; {module}" for module in import_external_modules())
+    return unknown_name(name, known) + "".join(broken)
 
 
 def load_outside(plugin: OutsidePlugin, path: str) -> Any:

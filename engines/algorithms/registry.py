@@ -23,7 +23,7 @@ from engines.errors import UnknownPluginError
 from engines.types import TokenBatch
 from infra.errors import ConfigError
 from infra.names import unknown_name
-from infra.plugins import load_outside, outside_plugins
+from infra.plugins import load_outside, outside_plugins, unknown_plugin
 
 PartFn = TypeVar("PartFn", bound=Callable[..., Any])
 
@@ -130,7 +130,7 @@ class Registry(Generic[PartFn]):
                 if plugin.name == name:
                     load_outside(plugin, path)  # importing the module registers its parts here
         if name not in self._parts:
-            raise UnknownPluginError(path, unknown_name(name, self.names()))
+            raise UnknownPluginError(path, unknown_plugin(name, self.names()))
         return self._parts[name]
 
 

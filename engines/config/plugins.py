@@ -13,12 +13,19 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Literal
 
 from engines.config.backends import BACKENDS, job_interpreter
+from engines.errors import UnknownPluginError
 from infra.errors import ConfigError
-from infra.names import unknown_name
-from infra.plugins import ENTRY_POINT_GROUP, outside_plugins, register_outside
+from infra.plugins import (
+    ENTRY_POINT_GROUP,
+    OutsidePlugin,
+    outside_plugins,
+    register_outside,
+    unknown_plugin,
+)
 
 PluginKind = Literal["backend", "rollout", "adv_estimator", "loss_mode", "kl_loss_type", "reward"]
 
@@ -107,14 +114,9 @@ def register_plugin(
         vendor: of those devices; None serves every vendor.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: `target` is no ``module:attribute``. A name that is taken is refused when it
+            is asked for.
     """
-    own = BUILT_IN[kind].get(name)
-    if own is not None and own.target != target and not devices and vendor is None:
-        raise ConfigError(
-            f"plugin {kind}.{name}",
-            f"registered by both this project and {target}; choose another name",
-        )
     register_outside(kind, name, target, devices=devices, vendor=vendor)
 
 
@@ -130,21 +132,18 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         The built-in plugin, or None when someone else brings it.
 
     Raises:
-        ConfigError: the name is unknown (with the nearest known one), its extra or its job
-            environment is missing, or two claim it.
+        UnknownPluginError: nobody brings it; names the nearest known one.
+        ConfigError: its extra or its job environment is missing, or two claim it.
     """
     plugin = BUILT_IN[kind].get(name)
     outside = outside_plugins(kind)
-    owners = sorted(o.source for o in outside if o.name == name and not o.extends)
-    if len(owners) + (plugin is not None) > 1:
-        both = " and ".join([*owners, "this project"] if plugin else owners)
-        raise ConfigError(path, f"{name!r} is registered by both {both}; uninstall one")
+    claims = [o for o in outside if _owning_name(kind, o.name) == name]
+    _refuse_two_owners(kind, name, claims, path)
     if plugin is None:
-        # `mine.value_model` is an engine of the backend `mine`.
-        names = {o.name.partition(".")[0] if kind == "backend" else o.name for o in outside}
-        if name in names:
+        if claims:
             return None
-        raise ConfigError(path, unknown_name(name, sorted({*BUILT_IN[kind], *names})))
+        names = {_owning_name(kind, o.name) for o in outside}
+        raise UnknownPluginError(path, unknown_plugin(name, sorted({*BUILT_IN[kind], *names})))
     if kind == "backend" and job_interpreter(name, path) is not None:
         return plugin
     if plugin.requires and not _installed(plugin.requires):
@@ -154,6 +153,34 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
             f"(no module named {plugin.requires})",
         )
     return plugin
+
+
+def _owning_name(kind: PluginKind, announced: str) -> str:
+    """What the configuration calls it: `mine.value_model` is an engine of the backend `mine`."""
+    return announced.partition(".")[0] if kind == "backend" else announced
+
+
+def _refuse_two_owners(
+    kind: PluginKind, name: str, claims: Sequence[OutsidePlugin], path: str
+) -> None:
+    both = [
+        *(f"{a.source} and {b.source}" for a, b in combinations(claims, 2) if a.collides_with(b)),
+        *(f"{o.source} and this project" for o in claims if _is_ours(kind, o)),
+    ]
+    if both:
+        raise ConfigError(path, f"{name!r} is registered by both {both[0]}; uninstall one")
+
+
+def _is_ours(kind: PluginKind, plugin: OutsidePlugin) -> bool:
+    """Whether this project has something in that place."""
+    if kind != "backend":
+        return plugin.name in BUILT_IN[kind]
+    name, _, model_type = plugin.name.partition(".")
+    backend = BACKENDS.get(name)
+    if backend is None or (model_type or "language_model") not in backend.targets:
+        return False
+    shared = backend.devices.keys() & plugin.devices
+    return not plugin.extends or (plugin.vendor is None and bool(shared))
 
 
 @cache

@@ -22,7 +22,7 @@ class RolloutConfig(StrictModel):
     """The rollout engine and its capacity."""
 
     engine: str = "transformers"
-    """Name in the RolloutRegistry."""
+    """Name of a rollout engine."""
     dtype: str | None = None
     """null uses `training.dtype`."""
     max_num_sequences: int = Field(default=256, ge=1)

@@ -8,17 +8,16 @@ before any process starts, and no user code runs to find that out.
 """
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
-from engines.config.plugins import BUILT_IN
-from engines.errors import UnknownPluginError
+from engines.config.plugins import BUILT_IN, check_plugin
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
-from infra.names import unknown_name
 from infra.plugins import outside_plugins
 
 DEFAULT_FUNCTION = "compute_score"
@@ -43,29 +42,24 @@ class RewardFunction:
     memory_limit_bytes: int | None = None
 
 
-_functions: dict[str, RewardFunction] = {}
-
-
-def register(name: str, function: RewardFunction) -> None:
-    """Make a reward function known.
-
-    Args:
-        name: the value of `rl.reward.function`.
-        function: where it is.
-
-    Raises:
-        ConfigError: the name belongs to another function.
-    """
-    if _functions.setdefault(name, function) != function:
-        raise ConfigError(
-            f"reward {name!r}",
-            f"registered by both {_functions[name].target} and {function.target}; remove one",
-        )
+_OWN: Mapping[str, RewardFunction] = {
+    "exact": RewardFunction(
+        BUILT_IN["reward"]["exact"].target,
+        in_process=True,
+        options=("answer_delimiter", "ignore_case"),
+    ),
+    "math": RewardFunction(
+        BUILT_IN["reward"]["math"].target,
+        options=("num_decimals",),
+        # A power tower in an answer must end in MemoryError, not take the machine down.
+        memory_limit_bytes=4 * 2**30,
+    ),
+}
 
 
 def names() -> tuple[str, ...]:
-    """Registered names, sorted; other people's included."""
-    return tuple(sorted({*_functions, *_outside()}))
+    """Names of functions, sorted; other people's included."""
+    return tuple(sorted({*_OWN, *(plugin.name for plugin in outside_plugins("reward"))}))
 
 
 def resolve(config: RewardConfig) -> RewardFunction:
@@ -79,15 +73,18 @@ def resolve(config: RewardConfig) -> RewardFunction:
 
     Raises:
         UnknownPluginError: no function has that name.
-        ConfigError: the file or the function in it is absent, or an option is unknown.
+        ConfigError: two have it, the file or the function in it is absent, or an option is
+            unknown.
     """
     path, name = _split(config.function)
     if path is not None:
         return RewardFunction(f"{_check_file(path, name)}:{name}")
-    function = _functions.get(name) or _outside().get(name)
-    if function is None:
-        known = (*names(), "path/to/file.py:name")
-        raise UnknownPluginError(_FIELD, unknown_name(config.function, known))
+    if check_plugin("reward", name, _FIELD) is None:
+        function = next(
+            RewardFunction(o.target) for o in outside_plugins("reward") if o.name == name
+        )
+    else:
+        function = _OWN[name]
     for option in config.kwargs:
         if function.options is not None and option not in function.options:
             raise ConfigError(
@@ -116,19 +113,6 @@ def load(target: str) -> ComputeScore:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-def _outside() -> dict[str, RewardFunction]:
-    """Functions that other people announce."""
-    found: dict[str, RewardFunction] = {}
-    for plugin in outside_plugins("reward"):
-        function = RewardFunction(plugin.target)
-        if found.setdefault(plugin.name, function) != function or plugin.name in _functions:
-            raise ConfigError(
-                f"reward {plugin.name!r}",
-                f"{plugin.target} uses a name that is taken; uninstall one",
-            )
-    return found
 
 
 def _split(function: str) -> tuple[str | None, str]:
@@ -166,22 +150,3 @@ def _names_defined(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found += [alias.asname or alias.name for alias in node.names]
     return found
-
-
-register(
-    "exact",
-    RewardFunction(
-        BUILT_IN["reward"]["exact"].target,
-        in_process=True,
-        options=("answer_delimiter", "ignore_case"),
-    ),
-)
-register(
-    "math",
-    RewardFunction(
-        BUILT_IN["reward"]["math"].target,
-        options=("num_decimals",),
-        # A power tower in an answer must end in MemoryError, not take the machine down.
-        memory_limit_bytes=4 * 2**30,
-    ),
-)

@@ -23,8 +23,7 @@ from engines.training.spec import EngineSpec, ModelType
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
-from infra.names import unknown_name
-from infra.plugins import OutsidePlugin, load_outside, outside_plugins
+from infra.plugins import OutsidePlugin, load_outside, outside_plugins, unknown_plugin
 
 _SETTING = "training.backend"
 ANY_DEVICE = "any"
@@ -128,7 +127,7 @@ class EngineRegistry:
             raise self._clashes[model_type, backend]
         places = self._targets.get((model_type, backend))
         if places is None:
-            problem = unknown_name(backend, self.names(model_type))
+            problem = unknown_plugin(backend, self.names(model_type))
             raise UnknownPluginError(_SETTING, f"{problem} (for a {model_type})")
         tries = ((device, vendor), (device, None), (ANY_DEVICE, None))
         target = next((places[place] for place in tries if place in places), None)

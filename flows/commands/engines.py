@@ -10,7 +10,7 @@ from rich.table import Table
 
 from engines.config.backends import Tested
 from engines.config.engine_matrix import HEADINGS, OUTSIDE, MatrixRow, engine_matrix
-from infra.errors import ConfigError
+from flows.broken_modules import tell_broken_modules
 
 PIPE_WIDTH = 240
 """Columns where no terminal says how many there are: nothing is cut."""
@@ -26,20 +26,13 @@ MEANINGS = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the matrix; what is wrong with other people's plugins comes after it."""
-    rows: list[MatrixRow] = []
-    problem: ConfigError | None = None
-    try:
-        for row in engine_matrix(installed=True):
-            rows.append(row)  # noqa: PERF402  those before an error are wanted
-    except ConfigError as error:
-        problem = error
+    """Print the matrix; modules that might have added rows and did not are named on stderr."""
+    rows = list(engine_matrix(installed=True))
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     else:
         _print_table(rows)
-    if problem is not None:
-        raise problem
+    tell_broken_modules()
     return 0
 
 

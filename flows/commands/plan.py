@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Planner
 from flows.recipe import load_recipe
 from flows.rlhf_pipeline import run_stages
@@ -19,6 +20,7 @@ DIGITS = 12
 def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    tell_broken_modules()
     planner = Planner(open_storage(recipe.store_uri), {label: "plan" for label in arguments.force})
     run_stages(recipe, planner)
     if arguments.json:

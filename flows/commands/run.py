@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flows.broken_modules import tell_broken_modules
 from flows.embedded_prefect import check_answers, embedded_prefect, use_prefect
 from flows.platform_probe import check_platform
 from flows.recipe import load_recipe
@@ -40,6 +41,7 @@ class PrefectServer:
 def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    tell_broken_modules()
     check_platform(recipe.hardware.platform)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ from engines.config.plugins import BUILT_IN
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.collect import generate_all
-from engines.rollout.registry import RolloutRegistry, create_rollout_engine
+from engines.rollout.registry import create_rollout_engine, names
 from engines.types import RolloutRequest, SamplingParams
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
@@ -47,7 +47,7 @@ def weights(seed: int):
     return AutoModelForCausalLM.from_config(CONFIG).eval()
 
 
-@pytest.fixture(params=sorted(RolloutRegistry.targets()))
+@pytest.fixture(params=names())
 def new_engine(request, tmp_path):
     """A function that builds an engine without weights."""
     plugin = BUILT_IN["rollout"].get(request.param)

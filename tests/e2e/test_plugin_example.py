@@ -184,7 +184,7 @@ def test_the_environment_names_it_without_an_installation(
     source = copy_source(tmp_path)
     assert "plugin platform.example_chip" not in doctor(source, tmp_path / "home")
     found = doctor(source, tmp_path / "home", **{VARIABLE: REGISTERING})
-    assert found["external modules"] == ("ok", REGISTERING)
+    assert found[f"module {REGISTERING}"] == ("ok", f"imported for {VARIABLE}")
     assert found["plugin platform.example_chip"][1].startswith(
         "registered at run time, example_chip.platform:ExampleChipPlatform, available"
     )
@@ -223,6 +223,26 @@ def test_a_broken_version_stops_only_who_asks_for_it(tmp_path: Path, models: Pat
     assert found["plugin backend.example_engine"] == ("error", line)
     broken = {name for name, (status, _) in found.items() if status == "error"}
     assert broken == {"plugin backend.example_engine", "plugin backend.example_engine.value_model"}
+
+
+def test_a_broken_module_of_the_environment_stops_only_who_asks_for_it(
+    tmp_path: Path, models: Path
+) -> None:
+    source = copy_source(tmp_path)
+    (source / "broken_registration.py").write_text("raise OSError('libchip.so:\\n missing')\n")
+    listed = {VARIABLE: f"broken_registration,{REGISTERING}"}
+    example = trained(source, models, "example_engine", **listed)
+    assert example["vendor"] == "example"
+    line = "broken_registration registers: OSError: libchip.so: missing"
+    assert line in example["reason"]
+    fsdp2 = trained(source, models, "fsdp2", RLHF_PLATFORM="cpu", **listed)
+    assert fsdp2["vendor"] == "cpu"
+    refused = trained(source, models, "of_the_broken_one", **listed)["error"]
+    assert "no 'of_the_broken_one'; known: " in refused
+    assert "broken_registration cannot be imported (OSError: libchip.so: missing)" in refused
+    found = doctor(source, tmp_path / "home", **listed)
+    broken = {name for name, (status, _) in found.items() if status == "error"}
+    assert broken == {"module broken_registration"}
 
 
 def test_two_of_one_name_are_refused(tmp_path: Path, models: Path) -> None:
@@ -276,5 +296,5 @@ def test_the_guide_is_followed_to_the_letter(tmp_path: Path) -> None:
     for left_by_pip in package.parent.glob("*.egg-info"):
         shutil.rmtree(left_by_pip)
     found = doctor(package.parent, tmp_path / "home", **{VARIABLE: "acme_platform.register"})
-    assert found["external modules"] == ("ok", "acme_platform.register")
+    assert found["module acme_platform.register"] == ("ok", f"imported for {VARIABLE}")
     assert found["plugin platform.acme"][1].endswith("not available: torch_acme is not installed")

@@ -86,16 +86,24 @@ def test_a_broken_external_module_is_said_once(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     (site / "bad_module.py").write_text("1 / 0\n")
-    code, found = doctor(site, tmp_path / "home", **{VARIABLE: "bad_module"})
+    (site / "good_module.py").write_text(
+        "from engines.config.plugins import register_plugin\n"
+        "register_plugin('rollout', 'good', 'json:loads')\n"
+    )
+    code, found = doctor(site, tmp_path / "home", **{VARIABLE: "bad_module,good_module"})
     assert code == 1
-    assert found["external modules"] == [
+    assert found["module good_module"] == ["ok", f"imported for {VARIABLE}"]
+    assert found["module bad_module"] == [
         "error",
         f"environment.{VARIABLE}: bad_module cannot be imported (ZeroDivisionError: division by "
         "zero); repair or install it, or remove it from the list",
     ]
     errors = [name for name, row in found.items() if row[0] == "error"]
-    assert errors == ["external modules"]
-    assert found["platform"][0] == "ok"
+    assert errors == ["module bad_module"]
+    assert found["plugin rollout.good"][0] == "ok"
+    status, detail = found["platform"]
+    assert status == "ok"
+    assert "not what bad_module registers: ZeroDivisionError: division by zero" in detail
 
 
 def test_the_probe_passes_on_what_the_registry_says(monkeypatch: pytest.MonkeyPatch) -> None:

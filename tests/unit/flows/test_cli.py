@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
+from infra import env
 
 
 def test_help_comes_within_a_second() -> None:
@@ -56,3 +57,38 @@ def test_plan_submits_nothing(
     assert "1 to run, 5 known once" in " ".join(printed.split())
     assert not (home / "work").exists()
     assert not (home / "services").exists()
+
+
+def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "good_module.py").write_text(
+        "from engines.config.plugins import register_plugin\n"
+        "register_plugin('backend', 'good', 'json:loads')\n"
+    )
+    (tmp_path / "bad_module.py").write_text("1 / 0\n")
+
+    def plan(backend: str) -> "subprocess.CompletedProcess[str]":
+        setting = f"training.backend={backend}"
+        return subprocess.run(
+            [sys.executable, "-m", "flows.cli", "plan", "quickstart", "--set", setting],
+            capture_output=True, text=True, timeout=120, check=False,
+            env=env.child_environment(
+                PYTHONPATH=str(tmp_path), RLHF_HOME=str(tmp_path / "home"),
+                RLHF_USE_EXTERNAL_MODULES="bad_module,good_module",
+            ),
+        )  # fmt: skip
+
+    line = (
+        "environment.RLHF_USE_EXTERNAL_MODULES: bad_module cannot be imported (ZeroDivisionError: "
+        "division by zero); repair or install it, or remove it from the list\n"
+    )
+    for backend in ("fsdp2", "good"):
+        ended = plan(backend)
+        assert ended.returncode == 0, ended.stderr
+        assert "1 to run" in " ".join(ended.stdout.split())
+        assert ended.stderr.endswith(line)
+        assert ended.stderr.count("\n") == 1
+    ended = plan("brought_by_bad_module")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("training.backend: no 'brought_by_bad_module'; known: ")
+    assert ended.stderr.endswith(f"; {line}")
+    assert ended.stderr.count("\n") == 1

@@ -1,5 +1,6 @@
 """Who announces what: both ways, at once, broken, and twice."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ import pytest
 
 from engines.config.plugins import check_plugin, register_plugin
 from engines.config.stages import PromoteConfig
-from engines.rollout.registry import RolloutRegistry
-from hardware.registry import built_in_registry, register_platform
+from engines.rollout.registry import load
+from hardware.registry import built_in_registry, detect, register_platform
 from infra.errors import ConfigError
 from infra.fingerprint import environment_digest, outside_code
 from infra.plugins import (
@@ -18,7 +19,6 @@ from infra.plugins import (
     import_external_modules,
     load_outside,
     outside_plugins,
-    register_outside,
 )
 from tasks.identity import StageRequest
 
@@ -29,6 +29,7 @@ VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr("infra.plugins._registered", [])
+    monkeypatch.setattr("infra.plugins._broken", {})
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -93,29 +94,48 @@ def test_the_same_plugin_by_both_ways_is_one(tmp_path: Path) -> None:
     assert check_plugin("rollout", "mine", "rollout.engine") is None
 
 
-def test_another_plugin_of_a_taken_name_is_refused_when_it_registers(tmp_path: Path) -> None:
+def test_a_taken_name_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
     install(tmp_path, "wheel_a", rollout__mine="mine.engine:E")
+    register_plugin("rollout", "mine", "other:E")
     with pytest.raises(ConfigError) as caught:
-        register_plugin("rollout", "mine", "other:E")
+        check_plugin("rollout", "mine", "rollout.engine")
     assert str(caught.value) == (
-        "plugin rollout.mine: registered by both wheel_a==1.0 and other:E (registered at run "
-        "time); remove one"
+        "rollout.engine: 'mine' is registered by both wheel_a==1.0 and other:E (registered at run "
+        "time); uninstall one"
     )
-    register_platform("chip", "a:B")
-    with pytest.raises(ConfigError, match=r"both a:B \(registered at run time\) and c:D"):
-        register_platform("chip", "c:D")
-    with pytest.raises(ConfigError, match="backend.fsdp2: registered by both this project and x:Y"):
-        register_plugin("backend", "fsdp2", "x:Y")
+    assert check_plugin("rollout", "transformers", "rollout.engine") is not None
     with pytest.raises(ConfigError, match="got target 'x.Y'; need module:attribute"):
         register_plugin("reward", "mine", "x.Y")
+
+
+def test_two_platforms_of_one_name_are_refused_when_it_is_asked_for() -> None:
+    register_platform("chip", "a:B")
+    register_platform("chip", "c:D")
+    with pytest.raises(ConfigError, match=r"both a:B \(registered at run time\) and c:D"):
+        built_in_registry().create("chip")
+    assert built_in_registry().create("cpu").device_name == "cpu"
+    register_platform("cpu", "c:D")
+    with pytest.raises(ConfigError, match="'cpu' is registered by both this project and c:D"):
+        built_in_registry().create("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("fsdp2", []), ("fsdp2.value_model", []), ("fsdp2", ["chip", "cpu"])]
+)
+def test_a_backend_of_this_project_has_one_owner(name: str, devices: list[str]) -> None:
+    register_plugin("backend", name, "x:Y", devices=devices)
+    with pytest.raises(ConfigError, match="'fsdp2' is registered by both x:Y .* and this project"):
+        check_plugin("backend", "fsdp2", "training.backend")
+    assert check_plugin("backend", "fsdp", "training.backend") is not None
 
 
 def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
     register_plugin("backend", "fsdp2", "chip.engine:E", devices=["chip"], vendor="me")
     register_plugin("backend", "fsdp2", "chip.engine:F", devices=["cuda"], vendor="me")
     assert check_plugin("backend", "fsdp2", "training.backend") is not None
-    with pytest.raises(ConfigError, match="registered by both"):
-        register_plugin("backend", "fsdp2", "other:E", devices=["tpu", "chip"], vendor="me")
+    register_plugin("backend", "fsdp2", "other:E", devices=["tpu", "chip"], vendor="me")
+    with pytest.raises(ConfigError, match="registered by both chip.engine:E .* and other:E"):
+        check_plugin("backend", "fsdp2", "training.backend")
 
 
 @pytest.mark.parametrize(
@@ -126,17 +146,48 @@ def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
         ("def broken(:", "SyntaxError: "),
     ],
 )
-def test_a_module_that_does_not_import_is_one_line(
+def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
 ) -> None:
     (tmp_path / "bad_external.py").write_text(source)
-    monkeypatch.setenv(VARIABLE, "bad_external")
-    with pytest.raises(ConfigError) as caught:
-        import_external_modules()
-    text = str(caught.value)
-    assert text.startswith(f"environment.{VARIABLE}: bad_external cannot be imported ({reason}")
-    assert text.endswith("repair or install it, or remove it from the list")
-    assert "\n" not in text
+    (tmp_path / "good_external.py").write_text(
+        "from engines.config.plugins import register_plugin\n"
+        "register_plugin('rollout', 'good', 'json:loads')\n"
+    )
+    monkeypatch.delitem(sys.modules, "good_external", raising=False)
+    monkeypatch.setenv(VARIABLE, "bad_external,good_external")
+    line = f"environment.{VARIABLE}: bad_external cannot be imported ({reason}"
+    (broken,) = import_external_modules()
+    assert str(broken).startswith(line)
+    assert str(broken).endswith("repair or install it, or remove it from the list")
+    assert "\n" not in str(broken)
+    assert load("good") is json.loads
+    assert check_plugin("backend", "fsdp2", "training.backend") is not None
+    assert detect("cpu")[0].device_name == "cpu"
+    with pytest.raises(
+        ConfigError, match="rollout.engine: no 'goood'; known: .*mean good"
+    ) as caught:
+        load("goood")
+    assert str(caught.value).endswith(f"; {broken}")
+
+
+def test_auto_says_what_it_could_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chip_module.py").write_text("raise OSError('libchip.so is missing')\n")
+    monkeypatch.setenv(VARIABLE, "chip_module")
+    monkeypatch.delenv("RLHF_PLATFORM", raising=False)
+    why_not = "not what chip_module registers: OSError: libchip.so is missing"
+    assert why_not in detect("auto")[1]
+    with pytest.raises(ConfigError, match="no 'chip'; known: .*chip_module cannot be imported"):
+        detect("chip")
+
+
+def test_secrets_in_a_reason_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaking_module.py").write_text(
+        "import os\nraise OSError(os.environ['MY_CHIP_TOKEN'])\n"
+    )
+    monkeypatch.setenv("MY_CHIP_TOKEN", "correct-horse-battery")
+    monkeypatch.setenv(VARIABLE, "leaking_module")
+    assert [broken.reason for broken in import_external_modules()] == ["OSError: ***"]
 
 
 def test_a_plugin_that_does_not_load_names_its_distribution(tmp_path: Path) -> None:
@@ -150,7 +201,7 @@ def test_a_plugin_that_does_not_load_names_its_distribution(tmp_path: Path) -> N
     )
     install(tmp_path, "wheel_b", rollout__gone="gone_module:f")
     with pytest.raises(ConfigError, match="rollout.engine: gone cannot .* remove wheel_b==1.0"):
-        RolloutRegistry.load("gone")
+        load("gone")
     with pytest.raises(ConfigError, match="less cannot be loaded .*AttributeError.*wheel_a==1.0"):
         load_outside(less, "rl.reward.function")
 
@@ -236,6 +287,3 @@ def test_places_collide_by_device_and_vendor() -> None:
     assert not engine("cpu").collides_with(engine("cuda"))
     assert not engine("cuda").collides_with(engine())
     assert not engine("cuda", vendor="a").collides_with(engine("cuda"))
-    register_outside("backend", "b", "x:Y", devices=["cpu"])
-    with pytest.raises(ConfigError):
-        register_outside("backend", "b", "x:Z", devices=["cpu", "npu"])

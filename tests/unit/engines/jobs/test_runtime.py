@@ -177,7 +177,6 @@ def test_modules_that_register_plugins_are_imported_first(spec: StageSpec, tmp_p
     done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins", **paths)
     assert done.stdout == "registered\n"
     done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins, absent_module", **paths)
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "environment.RLHF_USE_EXTERNAL_MODULES: absent_module cannot be imported"
-    )
+    assert (done.returncode, done.stdout) == (0, "registered\n")
+    line = "environment.RLHF_USE_EXTERNAL_MODULES: absent_module cannot be imported"
+    assert done.stderr.count(line) == 1

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from engines.config.algorithm import RewardConfig
+from engines.config.plugins import register_plugin
 from engines.errors import UnknownPluginError
-from engines.rewards.registry import RewardFunction, load, names, register, resolve
+from engines.rewards.registry import load, names, resolve
 from infra.errors import ConfigError
 
 
@@ -64,6 +65,14 @@ def test_load(tmp_path: Path) -> None:
     assert load("engines.rewards.exact:compute_score")("d", "1", "1") == 1.0
 
 
-def test_a_name_belongs_to_one_function() -> None:
-    with pytest.raises(ConfigError, match="registered by both"):
-        register("exact", RewardFunction("elsewhere:f"))
+def test_a_name_belongs_to_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("reward", "mine", "elsewhere:f")
+    assert resolve(config("mine")).target == "elsewhere:f"
+    assert "mine" in names()
+    register_plugin("reward", "mine", "elsewhere:g")
+    register_plugin("reward", "exact", "elsewhere:f")
+    for name in ("mine", "exact"):
+        with pytest.raises(ConfigError, match=f"{name}' is registered by both elsewhere:f"):
+            resolve(config(name))
+    assert resolve(config("math")).options == ("num_decimals",)

@@ -5,11 +5,13 @@ import sys
 
 import pytest
 
+from engines.config.plugins import register_plugin
 from engines.config.rollout import RolloutConfig
 from engines.errors import UnknownPluginError
-from engines.rollout.registry import RolloutRegistry, create_rollout_engine
+from engines.rollout.registry import create_rollout_engine, load, names
 from engines.rollout.transformers_engine import TransformersEngine
 from hardware.cpu import CPUPlatform
+from infra.errors import ConfigError
 
 
 def test_transformers_is_built_in(lab):
@@ -30,23 +32,25 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):
     assert "\n" not in text
 
 
-def test_a_registered_class_is_found_and_names_are_not_taken_twice(monkeypatch):
-    monkeypatch.setattr(RolloutRegistry, "_registered", {})
+def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
+    monkeypatch.setattr("infra.plugins._registered", [])
     target = "engines.rollout.transformers_engine:TransformersEngine"
-    RolloutRegistry.register("mine", target)
-    RolloutRegistry.register("mine", target)
-    assert RolloutRegistry.load("mine") is TransformersEngine
-    with pytest.raises(ValueError, match="already"):
-        RolloutRegistry.register("mine", "elsewhere:Engine")
-    with pytest.raises(ValueError, match="already"):
-        RolloutRegistry.register("transformers", "elsewhere:Engine")
-    with pytest.raises(ValueError, match="module:Class"):
-        RolloutRegistry.register("other", "elsewhere.Engine")
+    register_plugin("rollout", "mine", target)
+    register_plugin("rollout", "mine", target)
+    assert load("mine") is TransformersEngine
+    assert names() == ["mine", "transformers"]
+    register_plugin("rollout", "mine", "elsewhere:Engine")
+    with pytest.raises(ConfigError, match="'mine' is registered by both .* and elsewhere:Engine"):
+        load("mine")
+    assert load("transformers") is TransformersEngine
+    register_plugin("rollout", "transformers", "elsewhere:Engine")
+    with pytest.raises(ConfigError, match="'transformers' is registered by both .*this project"):
+        load("transformers")
 
 
 def test_the_registry_imports_no_engine():
     code = (
-        "import sys; from engines.rollout.registry import RolloutRegistry; "
-        "RolloutRegistry.targets(); sys.exit('transformers' in sys.modules)"
+        "import sys; from engines.rollout.registry import names; "
+        "names(); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
