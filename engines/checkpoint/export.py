@@ -1,7 +1,8 @@
 """Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: equal input gives equal bytes; at most one output file and one tensor are in memory at a
-time. Does not promise atomicity: the caller publishes the directory.
+Promises: equal input gives equal bytes; the size of one output file is all that is in memory at a
+time, the tensor that comes next and its conversion included, unless a later tensor is larger than
+all before it. Does not promise atomicity: the caller publishes the directory.
 """
 
 import json
@@ -31,52 +32,56 @@ def write_model(
         hf_dir: configuration and tokenizer.
         out_dir: created if needed; must not hold weights yet.
         dtype: of the written weights, `float32` or `bfloat16`.
-        max_shard_bytes: size of one weight file, unless a single tensor is larger.
+        max_shard_bytes: size of one weight file, unless a single tensor is larger. Files stay
+            below it by the largest tensor so far, which is room for the next one.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):
         shutil.copyfile(source, out_dir / source.name)
     _set_dtype(out_dir / "config.json", dtype)
-    target = getattr(torch, dtype)
-    _write_shards(_converted(tensors, target), out_dir, max_shard_bytes)
-
-
-def _converted(
-    tensors: Iterator[tuple[str, Tensor]], target: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """As they are written; no variable keeps one while the next one is made."""
-    for name, tensor in tensors:
-        stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
-        del tensor
-        yield name, stored
-        del stored
+    _write_shards(tensors, getattr(torch, dtype), out_dir, max_shard_bytes)
 
 
 def _write_shards(
-    tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int
+    tensors: Iterator[tuple[str, Tensor]],
+    target: torch.dtype,
+    out_dir: Path,
+    max_shard_bytes: int,
 ) -> None:
     shard: dict[str, Tensor] = {}
-    size_bytes = total_bytes = 0
+    size_bytes = total_bytes = room_bytes = 0
     parts: list[list[str]] = []
 
     def flush() -> None:
+        nonlocal size_bytes
         save_file(shard, out_dir / _part_name(len(parts)), metadata=_METADATA)
         parts.append(list(shard))
         shard.clear()
+        size_bytes = 0
 
     for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shard and size_bytes + num_bytes > max_shard_bytes:
+        stored = _as_written(tensor, target)
+        converted_bytes = 0 if stored is tensor else tensor.nbytes
+        del tensor  # or it would live beside the next one
+        room_bytes = max(room_bytes, stored.nbytes + converted_bytes)
+        if shard and size_bytes + stored.nbytes > max_shard_bytes:
             flush()
-            size_bytes = 0
-        # A slice of a larger tensor would drag its whole storage into the file.
-        is_part = tensor.untyped_storage().nbytes() != num_bytes
-        shard[name] = tensor.clone() if is_part else tensor
-        del tensor  # or it would live beside the next one, when it is no longer in the shard
-        size_bytes += num_bytes
-        total_bytes += num_bytes
-    flush()
+        shard[name] = stored
+        size_bytes += stored.nbytes
+        total_bytes += stored.nbytes
+        del stored
+        if size_bytes + room_bytes > max_shard_bytes:
+            flush()
+    if shard or not parts:
+        flush()
     _name_shards(parts, total_bytes, out_dir)
+
+
+def _as_written(tensor: Tensor, target: torch.dtype) -> Tensor:
+    """Of the target's type, contiguous, and not a slice, which would drag all of its storage in."""
+    stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
+    is_part = stored.untyped_storage().nbytes() != stored.nbytes
+    return stored.clone() if is_part else stored
 
 
 def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rlhf.testing.context import Context, loss_fn, share, train, value_loss_fn
 from rlhf.testing.layouts import PRIMARY
-from rlhf.testing.plain_loop import NUM_STEPS, make_batch
+from rlhf.testing.plain_loop import NUM_STEPS, make_batch, without_mask
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def case_trains(context: Context) -> Results:
 def case_infers(context: Context) -> Results:
     """Log-probabilities: packed, alone, under another budget, and as training sees them."""
     engine, batch = context.engine(), make_batch(0)
-    everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+    everything = without_mask(batch)
     packed = engine.infer_batch(everything, entropy=True)
     alone = torch.cat([
         engine.infer_batch(everything.select([i])).logprobs_T for i in range(batch.num_sequences)
@@ -230,7 +230,7 @@ def values_trained(context: Context, name: str, **training: Any) -> Results:
     engine.save_checkpoint(path, step=2)
     results["continued"] = train_values(engine, range(2, NUM_STEPS))
     batch = make_batch(0)
-    everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+    everything = without_mask(batch)
     results["after"] = engine.infer_batch(everything).values_T.tolist()
     resumed = context.engine(values=True, load=False, **training)
     resumed.load_checkpoint(path)
@@ -253,7 +253,7 @@ def case_adapter(context: Context) -> Results:
         return {}
     engine = context.engine(lora=LORA)
     batch = make_batch(0)
-    everything = TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+    everything = without_mask(batch)
     plain = context.engine(frozen=True).infer_batch(everything).logprobs_T
     results: Results = {
         "start_minus_plain": float((engine.infer_batch(everything).logprobs_T - plain).abs().max())

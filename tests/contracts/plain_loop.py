@@ -37,6 +37,11 @@ def make_batch(step: int) -> TokenBatch:
     return TokenBatch.from_sequences(ids, loss_mask=masks)
 
 
+def without_mask(batch: TokenBatch) -> TokenBatch:
+    """The same sequences, asked for every token."""
+    return TokenBatch(batch.input_ids_T, batch.cu_seqlens)
+
+
 def value_targets(ids: Tensor) -> Tensor:
     """What a value model shall predict before each token: something that depends on it."""
     return (ids % 5).float() / 2 - 1
@@ -141,13 +146,24 @@ def value_loss(model: nn.Module, rows: list[Row]) -> Tensor:
     return loss
 
 
-def logprobs_of(model: nn.Module, ids: Tensor) -> tuple[list[float], list[float]]:
-    """Log-probability of each token and entropy of what predicted it; 0 for the first."""
-    with torch.no_grad():
-        distribution = torch.distributions.Categorical(
-            logits=model(input_ids=ids[None]).logits[0, :-1]
-        )
-    return (
-        [0.0, *distribution.log_prob(ids[1:]).tolist()],
-        [0.0, *distribution.entropy().tolist()],
-    )
+def logprobs_of(model: nn.Module, batch: TokenBatch) -> tuple[list[float], list[float]]:
+    """Log-probability of each token and entropy of what predicted it; 0 for first tokens."""
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    for ids in batch.input_ids_T.split(batch.lengths_B.tolist()):
+        with torch.no_grad():
+            distribution = torch.distributions.Categorical(
+                logits=model(input_ids=ids[None]).logits[0, :-1]
+            )
+        logprobs += [0.0, *distribution.log_prob(ids[1:]).tolist()]
+        entropies += [0.0, *distribution.entropy().tolist()]
+    return logprobs, entropies
+
+
+def values_of(model: nn.Module, batch: TokenBatch) -> list[float]:
+    """Value before each token; 0 for first tokens."""
+    values: list[float] = []
+    for ids in batch.input_ids_T.split(batch.lengths_B.tolist()):
+        with torch.no_grad():
+            values += [0.0, *model(input_ids=ids[None]).logits[0, :-1, 0].tolist()]
+    return values

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.register_assert_rewrite("rlhf.testing.expectations")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Names of what is tested."""

@@ -256,7 +256,9 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode():
             own = [part for part in self.replica.parts if is_trained_with_adapter(part.name)]
             stream = WeightStream(own, self.spec.platform.device(), "stored")
-            whole = dict(stream.walk(lambda part: part.parameter, self.replica.dtype))
+            whole = dict(
+                stream.walk(lambda part, block: block.read(part.parameter), self.replica.dtype)
+            )
         if self.rank == 0:
             save_peft_adapter(path, whole, lora)
 

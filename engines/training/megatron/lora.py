@@ -110,14 +110,23 @@ class Adapter(nn.Module):
         return torch.cat(groups, dim=-1).flatten(len(tokens))
 
     @torch.no_grad()
-    def merge_into(self, whole: Tensor) -> None:
-        """Add B @ A, scaled, to a float32 copy of the matrix."""
-        for block in self._blocks:
-            name = _target(block)
-            if name in self.a:
-                view = block.view(whole)
-                delta = self.scaling * (self.b[name].float() @ self.a[name].float())
-                view += delta.view(view.shape)
+    def merged_into(self, block: Block, weight: Tensor) -> Tensor:
+        """W + scaling * B @ A of one block.
+
+        Args:
+            block: of the matrix.
+            weight: (rows, columns) its values.
+
+        Returns:
+            (rows, columns) float32; the weight itself where no pair stands beside it.
+        """
+        name = _target(block)
+        if name not in self.a:
+            return weight
+        merged = self.b[name].float() @ self.a[name].float()
+        merged *= self.scaling  # in place: the sum takes the memory of the product
+        merged += weight
+        return merged
 
     def parts(self, part: Part) -> Iterator[Part]:
         """A and B as parts of the model, by PEFT's names."""

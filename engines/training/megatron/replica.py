@@ -24,7 +24,7 @@ from engines.training.megatron.lora import Adapter, add_adapters, start_adapters
 from engines.training.megatron.model import PackedModel
 from engines.training.megatron.optimizer import ShardedAdamW
 from engines.training.megatron.parallel import Place, current_place
-from engines.training.megatron.pieces import Part, parts_of
+from engines.training.megatron.pieces import Block, Part, parts_of
 from engines.training.megatron.pipeline import Pipeline
 from engines.training.megatron.router_replay import RouteMemory
 from engines.training.megatron.upstream_fixes import define_missing_names
@@ -105,14 +105,11 @@ class Replica:
             adapter.enabled = enabled
 
     @torch.no_grad()
-    def merged(self, part: Part) -> Tensor:
-        """A parameter with its adapter merged in, in the parameters' dtype."""
+    def merged(self, part: Part, block: Block) -> Tensor:
+        """A block of a parameter with its adapter merged in, in the parameters' dtype."""
+        weight = block.read(part.parameter.detach())
         adapter = self._adapters.get(part.parameter)
-        if adapter is None:
-            return part.parameter.detach()
-        whole = part.parameter.detach().float().clone()
-        adapter.merge_into(whole)
-        return whole.to(self.dtype)
+        return weight if adapter is None else adapter.merged_into(block, weight).to(self.dtype)
 
     def freeze(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         """Exclude what fits one of the patterns from training.

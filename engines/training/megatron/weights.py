@@ -6,7 +6,7 @@ one whole tensor at a time, on every rank, whatever the layout.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,8 @@ from engines.training.spec import VALUE_HEAD
 from engines.training.weight_shards import HeldPart, WeightPlace
 from infra.errors import ConfigError
 
-Values = Callable[[Part], Tensor]
-"""What a part stands for: its parameter, or that with an adapter merged in."""
+Values = Callable[[Part, Block], Tensor]
+"""A block's values: those of its parameter, or those with an adapter merged in."""
 
 
 class HubFiles:
@@ -140,75 +140,56 @@ class WeightStream:
         """The blocks of this rank, without any exchange.
 
         Args:
-            values: what each part stands for.
+            values: of each block.
 
         Returns:
             In the order of the rank's parts.
         """
-        sender = _Sender(self._own, values)
         return [
             HeldPart(
                 WeightPlace(block.name, block.whole, block.offsets, block.shape),
-                lambda key=key: sender.own_block(*key),
+                lambda part=part, block=block: values(part, block).contiguous(),
             )
-            for key, (_, block) in self._own.items()
+            for part, block in self._own.values()
         ]
 
     def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole.
 
         Args:
-            values: what to send for each part.
+            values: what to send for each block.
             dtype: of those values.
 
         Yields:
             tuple[str, Tensor]: name on the hub, and tensor on the device.
         """
-        sender = _Sender(self._own, values)
         for name in self._plan:
-            yield name, self._whole(name, sender, dtype)
+            yield name, self._whole(name, values, dtype)
 
     @torch.no_grad()
-    def _whole(self, name: str, sender: "_Sender", dtype: torch.dtype) -> Tensor:
+    def _whole(self, name: str, values: Values, dtype: torch.dtype) -> Tensor:
         shape, shares = self._plan[name]
         if shares[0].shape == shape:
-            return self._broadcast(sender.block(name, shares[0]), shares[0], dtype)
+            return self._broadcast(name, shares[0], values, dtype)
         whole = self._empty(shape, dtype)
         for share in shares:
-            sent = self._broadcast(sender.block(name, share), share, dtype)
             ends = zip(share.offsets, share.shape, strict=True)
-            whole[tuple(slice(o, o + n) for o, n in ends)] = sent
+            whole[tuple(slice(o, o + n) for o, n in ends)] = self._broadcast(
+                name, share, values, dtype
+            )
         return whole
 
-    def _broadcast(self, values: Tensor | None, share: _Share, dtype: torch.dtype) -> Tensor:
-        sent = self._empty(share.shape, dtype) if values is None else values
+    def _broadcast(self, name: str, share: _Share, values: Values, dtype: torch.dtype) -> Tensor:
+        if share.rank == collectives.rank():
+            sent = values(*self._own[name, share.offsets]).contiguous()
+        else:
+            sent = self._empty(share.shape, dtype)
         if collectives.world_size() > 1:
             collectives.broadcast(sent, src=share.rank)
         return sent
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
-
-
-class _Sender:
-    """Blocks of this rank; a parameter's value is made once for neighbouring blocks (q, k, v)."""
-
-    def __init__(
-        self, own: Mapping[tuple[str, tuple[int, ...]], tuple[Part, Block]], values: Values
-    ) -> None:
-        self._own, self._values, self._rank = own, values, collectives.rank()
-        self._made: tuple[Part, Tensor] | None = None
-
-    def block(self, name: str, share: _Share) -> Tensor | None:
-        """The block to send; None when another rank sends it."""
-        return self.own_block(name, share.offsets) if share.rank == self._rank else None
-
-    def own_block(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        """A block of this rank."""
-        part, block = self._own[name, offsets]
-        if self._made is None or self._made[0] is not part:
-            self._made = part, self._values(part)
-        return block.read(self._made[1]).contiguous()
 
 
 def _from_every_rank(value: object, device: torch.device) -> list[Any]:
