@@ -17,7 +17,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from engines.config.plugins import BUILT_IN, check_plugin
+from engines.config.plugins import BUILT_IN, check_plugin, refuse_two_owners
 from flows.platform_probe import platform_of, survey_machine
 from infra import env
 from infra.atomic import atomic_write_bytes
@@ -141,7 +141,7 @@ def _name_clashes() -> Iterator[Check]:
     for kind in BUILT_IN:
         for name in sorted({plugin.name for plugin in outside_plugins(kind)}):
             try:
-                check_plugin(kind, name.partition(".")[0] if kind == "backend" else name, kind)
+                refuse_two_owners(kind, name, kind)
             except ConfigError as error:
                 yield Check(f"plugin {kind}.{name}", "error", error.problem)
 

@@ -45,7 +45,7 @@ class MergeConfig(StrictModel):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
-    """Largest size of one safetensors file."""
+    """Largest size of one safetensors file, and of what merging holds in memory."""
 
 
 class LocationConfig(StrictModel):

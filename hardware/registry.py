@@ -68,7 +68,7 @@ class PlatformRegistry:
         taken = self._targets.get(name)
         if taken is not None:
             raise ConfigError(
-                _SETTING, f"{name!r} is registered by both {taken} and {target}; uninstall one"
+                _SETTING, f"{name!r} is registered by both {taken} and {target}; remove one"
             )
         self._targets[name] = target
 
@@ -83,7 +83,7 @@ class PlatformRegistry:
         if taken is not None:
             self._clashes[name] = ConfigError(
                 _SETTING,
-                f"{name!r} is registered by both {taken} and {plugin.source}; uninstall one",
+                f"{name!r} is registered by both {taken} and {plugin.source}; remove one",
             )
             return
         self._targets[name] = plugin.target

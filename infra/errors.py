@@ -16,8 +16,12 @@
 "file not found" is never translated: a failing disk must not look like a missing file.
 """
 
+import signal
+
 EXIT_USER_ERROR = 2
 """Exit code of every process that stops because of a `ConfigError`."""
+EXIT_TERMINATED = 128 + signal.SIGTERM
+"""Exit code of every process that was told to end and left in order."""
 
 
 class PipelineError(Exception):

@@ -21,7 +21,7 @@ from typing import Any
 from infra.canonical import sha256_file, sha256_json
 from infra.errors import ConfigError
 from infra.job_environments import installed_distributions
-from infra.plugins import external_module_names, outside_plugins
+from infra.plugins import external_module_names, import_external_modules, outside_plugins
 from infra.stage_spec import Artifact
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
@@ -141,7 +141,8 @@ def outside_code() -> dict[str, Any]:
 
     A version alone would miss an editable installation: the sources of each plugin's own package
     that its module reaches count too. A module that cannot be found or read counts as absent,
-    since a broken plugin may only stop whoever asks for it.
+    since a broken plugin may only stop whoever asks for it. A listed module that cannot be imported
+    is another identity than the same one repaired, even if only its surroundings were.
 
     Returns:
         Owners and source digests, as plain JSON values.
@@ -150,10 +151,12 @@ def outside_code() -> dict[str, Any]:
     modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})
     if not modules:
         return {}
-    return {
+    code: dict[str, Any] = {
         "owners": sorted({plugin.owner for plugin in plugins}),
         "sources": {module: _own_sources_digest(module) for module in modules},
     }
+    broken = sorted(module.name for module in import_external_modules())
+    return {**code, "broken": broken} if broken else code
 
 
 def _own_sources_digest(module: str) -> str | None:

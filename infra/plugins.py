@@ -5,7 +5,8 @@ Two ways lead here: an installed distribution's entry points of the group `rlhf.
 function when they are imported. One plugin may come by both.
 Promises: listing imports no plugin, only the listed modules; whatever a plugin raises while it
 is loaded becomes one line that names its owner and the reason. A listed module that cannot be
-imported costs only whoever asks for what it would have registered.
+imported costs only whoever asks for what it would have registered; what it registered before it
+failed stays.
 Does not promise that a name has one owner: whoever is asked for the name refuses a second one,
 so that a clash costs nobody else anything.
 """
@@ -14,10 +15,11 @@ import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any
 
 from infra import env
-from infra.errors import ConfigError
+from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.names import unknown_name
 from infra.redact import redact
 
@@ -111,12 +113,19 @@ def register_outside(
         vendor: of those devices; None serves every vendor.
 
     Raises:
-        ConfigError: `target` is none.
+        ConfigError: `target` is none; devices of something that is no training engine, or a
+            vendor of none.
     """
+    path = f"plugin {kind}.{name}"
     module, _, attribute = target.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"plugin {kind}.{name}", f"got target {target!r}; need module:attribute")
-    plugin = OutsidePlugin(kind, name, target, RUN_TIME_OWNER, tuple(devices), vendor)
+        raise ConfigError(path, f"got target {target!r}; need module:attribute")
+    if devices and kind != "backend":
+        raise ConfigError(path, "got devices; only a backend has them; remove them")
+    if vendor is not None and not devices:
+        raise ConfigError(path, f"got vendor {vendor!r} without devices; name its devices")
+    places = tuple(sorted(set(devices)))
+    plugin = OutsidePlugin(kind, name, target, RUN_TIME_OWNER, places, vendor)
     if plugin not in _registered:
         _registered.append(plugin)
 
@@ -144,7 +153,7 @@ def outside_plugins(kind: str | None = None) -> tuple[OutsidePlugin, ...]:
 def external_module_names() -> tuple[str, ...]:
     """What RLHF_USE_EXTERNAL_MODULES lists, in its order."""
     listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
-    return tuple(name.strip() for name in listed.split(",") if name.strip())
+    return tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
 
 
 def import_external_modules() -> tuple[BrokenModule, ...]:
@@ -159,7 +168,7 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
         if name in _broken:
             continue
         try:
-            importlib.import_module(name)
+            _import(name)
         except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
             _broken[name] = BrokenModule(name, redact(reason_of(error)))
     return tuple(_broken[name] for name in names if name in _broken)
@@ -194,13 +203,23 @@ def load_outside(plugin: OutsidePlugin, path: str) -> Any:
     """
     attribute = plugin.target.partition(":")[2]
     try:
-        return getattr(importlib.import_module(plugin.module), attribute)
+        return getattr(_import(plugin.module), attribute)
     except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
         raise ConfigError(
             path,
             f"{plugin.name} cannot be loaded from {plugin.target} ({reason_of(error)}); repair or "
             f"remove {plugin.source}",
         ) from error
+
+
+def _import(name: str) -> ModuleType:
+    """Import other people's module; that it calls `sys.exit` is an error like any other."""
+    try:
+        return importlib.import_module(name)
+    except SystemExit as error:
+        if error.code == EXIT_TERMINATED:
+            raise  # not the module: this process was told to end
+        raise ImportError(f"it calls sys.exit({error.code!r})") from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.errors import EXIT_USER_ERROR, ConfigError, DeadlineError, JobError, JobFailedError
+from infra.errors import (
+    EXIT_TERMINATED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    DeadlineError,
+    JobError,
+    JobFailedError,
+)
 from infra.journal import JournalRecord, read_records
 from infra.ray_job_types import JobHandle
 from infra.ray_jobs import RayJobs
@@ -26,7 +33,6 @@ POLL_S = 0.2
 STATUS_EVERY_S = 1.0
 STOP_DEADLINE_S = 20.0
 LOG_TAIL_LINES = 20
-EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_KILLED = 128 + signal.SIGKILL
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""

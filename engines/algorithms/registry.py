@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
-from engines.config.plugins import PluginKind
+from engines.config.plugins import PluginKind, refuse_two_owners
 from engines.errors import UnknownPluginError
 from engines.types import TokenBatch
 from infra.errors import ConfigError
@@ -66,7 +66,7 @@ class Registry(Generic[PartFn]):
     """
 
     def __init__(self, kind: PluginKind) -> None:
-        self.kind = kind
+        self.kind: PluginKind = kind
         self._parts: dict[str, Part[PartFn]] = {}
 
     def register(
@@ -124,8 +124,10 @@ class Registry(Generic[PartFn]):
 
         Raises:
             UnknownPluginError: no such part; names the nearest one.
+            ConfigError: two of other people have it, or theirs does not load.
         """
         if name not in self._parts:
+            refuse_two_owners(self.kind, name, path)
             for plugin in outside_plugins(self.kind):
                 if plugin.name == name:
                     load_outside(plugin, path)  # importing the module registers its parts here

@@ -5,9 +5,13 @@ from engines.algorithms.registry import (
     ADVANTAGES,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    Part,
+    PartFn,
+    Registry,
     parse_options,
 )
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.plugins import refuse_two_owners
 from infra.errors import ConfigError
 
 
@@ -29,9 +33,9 @@ def validate_algorithm(
     Raises:
         ConfigError: one line that says what is wrong and what to do.
     """
-    estimator = ADVANTAGES.get(algorithm.adv_estimator, f"{path}.adv_estimator")
-    loss = POLICY_LOSSES.get(algorithm.loss_mode, f"{path}.loss_mode")
-    KL_ESTIMATORS.get(algorithm.kl_loss_type.removesuffix("+"), f"{path}.kl_loss_type")
+    estimator = _part(ADVANTAGES, algorithm.adv_estimator, path)
+    loss = _part(POLICY_LOSSES, algorithm.loss_mode, path)
+    _part(KL_ESTIMATORS, algorithm.kl_loss_type.removesuffix("+"), path)
     parse_options(algorithm.options, [estimator.options, loss.options], f"{path}.options")
     if estimator.group_relative and group_size is not None and group_size < 2:
         raise ConfigError(
@@ -45,3 +49,10 @@ def validate_algorithm(
             f"{path}.overlong.buffer_length",
             f"got {overlong.buffer_length}; need at most max_new_tokens {max_new_tokens}; lower it",
         )
+
+
+def _part(registry: Registry[PartFn], name: str, path: str) -> Part[PartFn]:
+    """The part of that name, which nobody else may claim, be it imported already or not."""
+    setting = f"{path}.{registry.kind}"
+    refuse_two_owners(registry.kind, name, setting)
+    return registry.get(name, setting)

@@ -1,8 +1,10 @@
 """Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: equal input gives equal bytes; the size of one output file is all that is in memory at a
-time, the tensor that comes next and its conversion included, unless a later tensor is larger than
-all before it. Does not promise atomicity: the caller publishes the directory.
+Promises: equal input gives equal bytes; no more than the size of one output file is in memory at a
+time, the tensor that comes next and its conversion included. Where one tensor takes more than half
+of that, it comes beside half a file.
+Does not promise that for what the source of the tensors keeps (experts that a model stacks are
+taken apart a whole stack at a time), nor atomicity: the caller publishes the directory.
 """
 
 import json
@@ -33,7 +35,7 @@ def write_model(
         out_dir: created if needed; must not hold weights yet.
         dtype: of the written weights, `float32` or `bfloat16`.
         max_shard_bytes: size of one weight file, unless a single tensor is larger. Files stay
-            below it by the largest tensor so far, which is room for the next one.
+            below it by the largest tensor so far (at most by half), as room for the next one.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):
@@ -61,9 +63,10 @@ def _write_shards(
 
     for name, tensor in tensors:
         stored = _as_written(tensor, target)
-        converted_bytes = 0 if stored is tensor else tensor.nbytes
+        source_bytes = 0 if stored is tensor else tensor.untyped_storage().nbytes()
         del tensor  # or it would live beside the next one
-        room_bytes = max(room_bytes, stored.nbytes + converted_bytes)
+        needed_bytes = min(stored.nbytes + source_bytes, max_shard_bytes // 2)
+        room_bytes = max(room_bytes, needed_bytes)
         if shard and size_bytes + stored.nbytes > max_shard_bytes:
             flush()
         shard[name] = stored

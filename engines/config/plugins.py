@@ -35,6 +35,7 @@ __all__ = [
     "Plugin",
     "PluginKind",
     "check_plugin",
+    "refuse_two_owners",
     "register_plugin",
 ]
 
@@ -92,6 +93,9 @@ BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
     },
 }
 
+_OTHER_FORMS: Mapping[PluginKind, tuple[str, ...]] = {"reward": ("path/to/file.py:name",)}
+"""What a setting takes beside names; for error lines."""
+
 
 def register_plugin(
     kind: PluginKind,
@@ -114,8 +118,8 @@ def register_plugin(
         vendor: of those devices; None serves every vendor.
 
     Raises:
-        ConfigError: `target` is no ``module:attribute``. A name that is taken is refused when it
-            is asked for.
+        ConfigError: `target` is no ``module:attribute``, devices of something that is no training
+            engine, or a vendor of none. A name that is taken is refused when it is asked for.
     """
     register_outside(kind, name, target, devices=devices, vendor=vendor)
 
@@ -135,15 +139,16 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
         UnknownPluginError: nobody brings it; names the nearest known one.
         ConfigError: its extra or its job environment is missing, or two claim it.
     """
+    refuse_two_owners(kind, name, path)
     plugin = BUILT_IN[kind].get(name)
-    outside = outside_plugins(kind)
-    claims = [o for o in outside if _owning_name(kind, o.name) == name]
-    _refuse_two_owners(kind, name, claims, path)
     if plugin is None:
-        if claims:
+        # `mine.value_model` is an engine of the backend `mine`.
+        outside = [o.name for o in outside_plugins(kind)]
+        names = {n.partition(".")[0] for n in outside} if kind == "backend" else {*outside}
+        if name in names:
             return None
-        names = {_owning_name(kind, o.name) for o in outside}
-        raise UnknownPluginError(path, unknown_plugin(name, sorted({*BUILT_IN[kind], *names})))
+        known = [*sorted({*BUILT_IN[kind], *names}), *_OTHER_FORMS.get(kind, ())]
+        raise UnknownPluginError(path, unknown_plugin(name, known))
     if kind == "backend" and job_interpreter(name, path) is not None:
         return plugin
     if plugin.requires and not _installed(plugin.requires):
@@ -155,20 +160,24 @@ def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
     return plugin
 
 
-def _owning_name(kind: PluginKind, announced: str) -> str:
-    """What the configuration calls it: `mine.value_model` is an engine of the backend `mine`."""
-    return announced.partition(".")[0] if kind == "backend" else announced
+def refuse_two_owners(kind: PluginKind, name: str, path: str) -> None:
+    """Refuse a name that two claim for one place, by whichever way they announced it.
 
+    Args:
+        kind: which table the name belongs to.
+        name: as it is announced: an engine for values is ``<backend>.value_model``.
+        path: where the name stands in the configuration, for the error line.
 
-def _refuse_two_owners(
-    kind: PluginKind, name: str, claims: Sequence[OutsidePlugin], path: str
-) -> None:
+    Raises:
+        ConfigError: names both.
+    """
+    claims = [o for o in outside_plugins(kind) if o.name == name]
     both = [
         *(f"{a.source} and {b.source}" for a, b in combinations(claims, 2) if a.collides_with(b)),
         *(f"{o.source} and this project" for o in claims if _is_ours(kind, o)),
     ]
     if both:
-        raise ConfigError(path, f"{name!r} is registered by both {both[0]}; uninstall one")
+        raise ConfigError(path, f"{name!r} is registered by both {both[0]}; remove one")
 
 
 def _is_ours(kind: PluginKind, plugin: OutsidePlugin) -> bool:

@@ -32,7 +32,7 @@ from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.atomic import atomic_write_bytes
 from infra.canonical import canonical_json
-from infra.errors import EXIT_USER_ERROR, ConfigError
+from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
 from infra.heartbeat import Heartbeat
 from infra.journal import Journal
 from infra.redact import RedactingFilter, redact
@@ -40,7 +40,6 @@ from infra.stage_spec import CommitRecord, StageSpec
 from infra.storage import Storage, open_storage
 
 EXIT_FAILURE = 1
-EXIT_TERMINATED = 128 + signal.SIGTERM
 
 Config = TypeVar("Config", bound=StrictModel)
 

@@ -3,7 +3,8 @@
 Promises: built-in names come from `engines.config.plugins`, other people's from `infra.plugins`
 (entry points ``rollout.<name>``, `register_plugin`); an unknown name is an error that lists the
 known ones and the nearest.
-To add an engine: a class with the constructor of `TransformersEngine`, and one of the three.
+To add an engine: a class with the constructor of `TransformersEngine`, and a row of that table or
+one of those announcements.
 """
 
 import importlib

@@ -30,7 +30,7 @@ def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_byte
         policy_dir: a `policy` artifact: `checkpoint/` and `hf/`.
         out_dir: created if needed; must not hold weights yet.
         dtype: of the written weights, `float32` or `bfloat16`.
-        max_shard_bytes: size of one weight file, unless a single tensor is larger.
+        max_shard_bytes: of `write_model`.
 
     Raises:
         CheckpointError: weights are missing, superfluous or of another shape.

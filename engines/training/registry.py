@@ -67,7 +67,7 @@ class EngineRegistry:
                 raise ConfigError(
                     _SETTING,
                     f"{model_type} of {backend!r} on {name} is registered by both {taken} and "
-                    f"{target}; uninstall one",
+                    f"{target}; remove one",
                 )
             places[name, vendor] = target
 
@@ -81,15 +81,15 @@ class EngineRegistry:
         place = (model_type or "language_model", backend)
         others = self._outside.setdefault(place, [])
         taken = [other.source for other in others if other.collides_with(plugin)]
-        if backend in BACKENDS and not plugin.extends:
+        own = BACKENDS.get(backend)
+        if own is not None and place[0] in own.targets and not plugin.extends:
             taken.append("this project")
         others.append(plugin)
         try:
             if taken:
                 raise ConfigError(
                     _SETTING,
-                    f"{backend!r} is registered by both {taken[0]} and {plugin.source}; "
-                    "uninstall one",
+                    f"{backend!r} is registered by both {taken[0]} and {plugin.source}; remove one",
                 )
             self.register(
                 model_type=place[0],

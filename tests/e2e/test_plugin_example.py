@@ -256,7 +256,7 @@ def test_two_of_one_name_are_refused(tmp_path: Path, models: Path) -> None:
         assert (status, both in detail) == ("error", True), found[f"plugin {name}"]
     assert found["platform"][0] == "error"  # `auto` cannot know which one is meant
     refused = trained(site, models, "example_engine", RLHF_PLATFORM="cpu")["error"]
-    assert refused == f"training.backend: 'example_engine' {both}; uninstall one"
+    assert refused == f"training.backend: 'example_engine' {both}; remove one"
     assert trained(site, models, "fsdp2", RLHF_PLATFORM="cpu")["vendor"] == "cpu"
 
 

@@ -110,7 +110,8 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=exakt"],
-        "rl.reward.function: no 'exakt'; known: exact, math; did you mean exact?",
+        "rl.reward.function: no 'exakt'; known: exact, math, path/to/file.py:name; did you mean "
+        "exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],

@@ -74,7 +74,7 @@ def test_plugins_of_distributions(tmp_path: Path) -> None:
     ]
     assert "error" in found["plugin backend.mine"]
     assert (
-        "'mine' is registered by both wheel_a==1.0 and wheel_b==1.0; uninstall one"
+        "'mine' is registered by both wheel_a==1.0 and wheel_b==1.0; remove one"
         in (found["plugin backend.mine"])
     )
     assert "error" in found["plugin rollout.transformers"]

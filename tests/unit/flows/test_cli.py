@@ -66,10 +66,9 @@ def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path
     )
     (tmp_path / "bad_module.py").write_text("1 / 0\n")
 
-    def plan(backend: str) -> "subprocess.CompletedProcess[str]":
-        setting = f"training.backend={backend}"
+    def started(command: str, setting: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [sys.executable, "-m", "flows.cli", "plan", "quickstart", "--set", setting],
+            [sys.executable, "-m", "flows.cli", command, "quickstart", "--set", setting],
             capture_output=True, text=True, timeout=120, check=False,
             env=env.child_environment(
                 PYTHONPATH=str(tmp_path), RLHF_HOME=str(tmp_path / "home"),
@@ -82,13 +81,17 @@ def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path
         "division by zero); repair or install it, or remove it from the list\n"
     )
     for backend in ("fsdp2", "good"):
-        ended = plan(backend)
+        ended = started("plan", f"training.backend={backend}")
         assert ended.returncode == 0, ended.stderr
         assert "1 to run" in " ".join(ended.stdout.split())
         assert ended.stderr.endswith(line)
         assert ended.stderr.count("\n") == 1
-    ended = plan("brought_by_bad_module")
+    for command in ("plan", "run"):
+        ended = started(command, "training.backend=brought_by_bad_module")
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("training.backend: no 'brought_by_bad_module'; known: ")
+        assert ended.stderr.endswith(f"; {line}")
+        assert ended.stderr.count("\n") == 1
+    ended = started("run", "hardware.platform=brought_by_bad_module")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("training.backend: no 'brought_by_bad_module'; known: ")
-    assert ended.stderr.endswith(f"; {line}")
-    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"{line}hardware.platform: no 'brought_by_bad_module'; known: ")

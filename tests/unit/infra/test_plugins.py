@@ -1,17 +1,23 @@
 """Who announces what: both ways, at once, broken, and twice."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engines.config.plugins import check_plugin, register_plugin
+from engines.algorithms.registry import ADVANTAGES
+from engines.algorithms.validation import validate_algorithm
+from engines.config.algorithm import AlgorithmConfig
+from engines.config.plugins import check_plugin, refuse_two_owners, register_plugin
 from engines.config.stages import PromoteConfig
 from engines.rollout.registry import load
+from engines.training.registry import built_in_registry as engine_registry
 from hardware.registry import built_in_registry, detect, register_platform
-from infra.errors import ConfigError
+from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.fingerprint import environment_digest, outside_code
 from infra.plugins import (
     OutsidePlugin,
@@ -101,7 +107,7 @@ def test_a_taken_name_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
         check_plugin("rollout", "mine", "rollout.engine")
     assert str(caught.value) == (
         "rollout.engine: 'mine' is registered by both wheel_a==1.0 and other:E (registered at run "
-        "time); uninstall one"
+        "time); remove one"
     )
     assert check_plugin("rollout", "transformers", "rollout.engine") is not None
     with pytest.raises(ConfigError, match="got target 'x.Y'; need module:attribute"):
@@ -119,14 +125,58 @@ def test_two_platforms_of_one_name_are_refused_when_it_is_asked_for() -> None:
         built_in_registry().create("cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [("fsdp2", []), ("fsdp2.value_model", []), ("fsdp2", ["chip", "cpu"])]
-)
-def test_a_backend_of_this_project_has_one_owner(name: str, devices: list[str]) -> None:
-    register_plugin("backend", name, "x:Y", devices=devices)
+@pytest.mark.parametrize("devices", [[], ["chip", "cpu"]])
+def test_a_backend_of_this_project_has_one_owner(devices: list[str]) -> None:
+    register_plugin("backend", "fsdp2", "x:Y", devices=devices)
     with pytest.raises(ConfigError, match="'fsdp2' is registered by both x:Y .* and this project"):
         check_plugin("backend", "fsdp2", "training.backend")
     assert check_plugin("backend", "fsdp", "training.backend") is not None
+
+
+def test_an_engine_for_values_is_refused_by_itself() -> None:
+    for name in ("fsdp2.value_model", "torchtitan.value_model"):
+        register_plugin("backend", name, "builtins:dict")
+    assert check_plugin("backend", "fsdp2", "training.backend") is not None
+    with pytest.raises(ConfigError, match="'fsdp2.value_model' is registered by both builtins"):
+        refuse_two_owners("backend", "fsdp2.value_model", "training.backend")
+    asked = {"model_type": "value_model", "device": "cpu"}
+    with pytest.raises(ConfigError, match="'fsdp2' is registered by both this project and"):
+        engine_registry().lookup(backend="fsdp2", **asked)
+    # This project has none, so there is no second owner.
+    refuse_two_owners("backend", "torchtitan.value_model", "training.backend")
+    assert engine_registry().lookup(backend="torchtitan", **asked) is dict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"kind": "reward", "devices": ["cpu"]}, "got devices; only a backend has them"),
+        ({"kind": "backend", "vendor": "acme"}, "got vendor 'acme' without devices"),
+    ],
+)
+def test_a_place_that_nobody_looks_at_is_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"plugin {arguments['kind']}.mine: {problem}"):
+        register_plugin(name="mine", target="x:Y", **arguments)
+
+
+def test_the_order_of_devices_does_not_matter() -> None:
+    register_plugin("backend", "mine", "x:Y", devices=["cpu", "cuda"])
+    register_plugin("backend", "mine", "x:Y", devices=["cuda", "cpu", "cuda"])
+    assert check_plugin("backend", "mine", "training.backend") is None
+
+
+@pytest.mark.parametrize("name", ["mine", "grpo"])
+def test_an_algorithm_part_has_one_owner(name: str, tmp_path: Path) -> None:
+    for module in ("alg_a", "alg_b") if name == "mine" else ("alg_a",):
+        (tmp_path / f"{module}.py").write_text("def part(inputs): ...\n")
+        register_plugin("adv_estimator", name, f"{module}:part")
+    algorithm = AlgorithmConfig(adv_estimator=name)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"'{name}' is registered by both alg_a:part"):
+            validate_algorithm(algorithm)
+    if name == "mine":
+        with pytest.raises(ConfigError, match="'mine' is registered by both alg_a:part"):
+            ADVANTAGES.get("mine", "x")
 
 
 def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
@@ -144,6 +194,7 @@ def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
         ("import no_such_library_at_all", "ModuleNotFoundError: No module named"),
         ("raise SystemError('first line\\nsecond line')", "SystemError: first line second line"),
         ("def broken(:", "SyntaxError: "),
+        ("import sys\nsys.exit('no licence')", "ImportError: it calls sys.exit('no licence')"),
     ],
 )
 def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_registered(
@@ -155,7 +206,7 @@ def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_reg
         "register_plugin('rollout', 'good', 'json:loads')\n"
     )
     monkeypatch.delitem(sys.modules, "good_external", raising=False)
-    monkeypatch.setenv(VARIABLE, "bad_external,good_external")
+    monkeypatch.setenv(VARIABLE, "bad_external,good_external,bad_external")
     line = f"environment.{VARIABLE}: bad_external cannot be imported ({reason}"
     (broken,) = import_external_modules()
     assert str(broken).startswith(line)
@@ -169,6 +220,15 @@ def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_reg
     ) as caught:
         load("goood")
     assert str(caught.value).endswith(f"; {broken}")
+
+
+def test_a_signal_during_an_import_is_not_the_modules_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_module.py").write_text(f"raise SystemExit({EXIT_TERMINATED})\n")
+    monkeypatch.setenv(VARIABLE, "slow_module")
+    with pytest.raises(SystemExit):
+        import_external_modules()
 
 
 def test_auto_says_what_it_could_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +308,21 @@ def test_plugins_enter_the_environment_of_a_fingerprint(
     assert environment_digest(["numpy"], outside_code()) == digests[-1]
     (tmp_path / "part_of_nobody.py").write_text("z = 2\n")
     assert environment_digest(["numpy"], outside_code()) == digests[-1]
+
+
+def test_a_repaired_module_is_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "patching_module.py").write_text("import library_of_patch\n")
+    monkeypatch.setenv(VARIABLE, "patching_module")
+    without = outside_code()
+    monkeypatch.setattr("infra.plugins._broken", {})  # as in the next process
+    (tmp_path / "library_of_patch.py").touch()
+    importlib.invalidate_caches()
+    repaired = outside_code()
+    assert import_external_modules() == ()
+    assert repaired["sources"] == without["sources"]
+    assert environment_digest([], repaired) != environment_digest([], without)
 
 
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:

@@ -1,100 +1,70 @@
-"""Merged directories load in transformers and hold exactly the engine's weights."""
+"""Which weights come into which file, and what becomes of them there."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
 
-from engines.errors import CheckpointError
-from engines.models import stored_tensor_names
-from engines.training.fsdp.engine import FSDP2Engine
-from engines.training.merging import merge_checkpoint
-from engines.types import TokenBatch
+from engines.checkpoint.export import write_model
 
-MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KB = 1000
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config"),
-    [
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("llama", {"tie_word_embeddings": False}),
-        ("gpt2", {"n_positions": 64}),
-        ("qwen3_moe", MOE),
-    ],
-)
-@pytest.mark.parametrize("max_shard_bytes", [10_000, 10**9])
-def test_reloads_with_equal_weights_and_logits(
-    make_policy: MakePolicy, tmp_path: Path, model_type: str, config: dict[str, Any],
-    max_shard_bytes: int,
-) -> None:  # fmt: skip
-    engine, policy = make_policy(model_type, **config)
-    merged = tmp_path / "merged"
-    merge_checkpoint(policy, merged, "float32", max_shard_bytes)
-    # What save_pretrained writes for this architecture is the measure of the names.
-    assert stored_tensor_names(merged) == stored_tensor_names(tmp_path / "model")
-    assert (merged / "model.safetensors").exists() == (max_shard_bytes == 10**9)
-    stored = {k: v for file in merged.glob("*.safetensors") for k, v in load_file(file).items()}
-    streamed = dict(engine.get_per_tensor_param())
-    assert stored.keys() == streamed.keys()
-    assert all(torch.equal(stored[name], streamed[name]) for name in stored)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        merged, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    ids = torch.arange(2, 20)
-    with torch.no_grad():
-        logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    ours = engine.infer_batch(TokenBatch.from_sequences([ids.tolist()])).logprobs_T[1:]
-    assert torch.allclose(ours, logprobs.gather(1, ids[1:, None]).squeeze(1), atol=1e-5)
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"torch_dtype": "float64", "size": 1}))
+    return source
 
 
-def test_bfloat16_and_equal_bytes(make_policy: MakePolicy, tmp_path: Path) -> None:
-    engine, policy = make_policy("qwen3")
-    for name in ("a", "b"):
-        merge_checkpoint(policy, tmp_path / name, "bfloat16", 20_000)
-    files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert all(
-        (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-        for name in files
-    )
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
-    for name, tensor in engine.get_per_tensor_param():
-        assert torch.equal(model[name], tensor.bfloat16())
+def tensor_of(num_bytes: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(seed))
 
 
-def test_shards_stay_under_their_limit(make_policy: MakePolicy, tmp_path: Path) -> None:
-    _, policy = make_policy("qwen3")
-    merge_checkpoint(policy, tmp_path / "merged", "float32", 20_000)
-    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
-    shards = sorted(set(index["weight_map"].values()))
-    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
-    total = 0
-    for shard in shards:
-        with safe_open(tmp_path / "merged" / shard, framework="pt") as file:
-            assert dict(file.metadata()) == {"format": "pt"}
-            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
-        assert sum(sizes) <= 20_000 or len(sizes) == 1
-        total += sum(sizes)
-    assert index["metadata"]["total_size"] == total
+def files_of(
+    tensors: dict[str, Tensor], source: Path, max_shard_bytes: int, dtype: str = "float32"
+) -> list[dict[str, Tensor]]:
+    """The tensors of each written file, in the order of the files."""
+    out = source.parent / f"out-{max_shard_bytes}-{dtype}"
+    write_model(iter(tensors.items()), source, out, dtype, max_shard_bytes)
+    files = sorted(out.glob("*.safetensors"))
+    if len(files) > 1:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert {out / name for name in index["weight_map"].values()} == {*files}
+    return [load_file(file) for file in files]
 
 
-def test_a_missing_weight_is_an_error(make_policy: MakePolicy, tmp_path: Path) -> None:
-    _, policy = make_policy("qwen3")
-    (shard,) = (policy / "checkpoint" / "tensors").glob("*.safetensors")
-    with safe_open(shard, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(shard)
-    tensors.pop("model.model.norm.weight")
-    save_file(tensors, shard, metadata=metadata)
-    with pytest.raises(CheckpointError, match=r"does not fit .*config.json at model.norm"):
-        merge_checkpoint(policy, tmp_path / "merged", "float32", 10**9)
+def test_files_leave_room_for_the_next_tensor(source: Path) -> None:
+    tensors = {f"w{i:02d}": tensor_of(KB, i) for i in range(20)}
+    files = files_of(tensors, source, 5 * KB)
+    assert [len(file) for file in files] == [5] * 4
+    files = files_of(tensors, source, 5 * KB, "bfloat16")  # half a KB, and 1 KB to make it of
+    assert [len(file) for file in files] == [8, 8, 4]
+    written = {name: tensor for file in files for name, tensor in file.items()}
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name].bfloat16()) for name in tensors)
+
+
+def test_a_large_tensor_does_not_scatter_those_after_it(source: Path) -> None:
+    tensors = {"embedding": tensor_of(9 * KB)} | {f"w{i:02d}": tensor_of(KB, i) for i in range(20)}
+    files = files_of(tensors, source, 6 * KB)
+    assert [*files[0]] == ["embedding"]
+    assert [len(file) for file in files[1:]] == [4] * 5
+
+
+def test_a_slice_does_not_bring_its_whole_storage(source: Path) -> None:
+    whole = tensor_of(40 * KB)
+    (file,) = files_of({"part": whole[: KB // 4]}, source, 100 * KB)
+    assert torch.equal(file["part"], whole[: KB // 4])
+    assert (source.parent / "out-100000-float32/model.safetensors").stat().st_size < 2 * KB
+    config = json.loads((source.parent / "out-100000-float32/config.json").read_text())
+    assert config == {"dtype": "float32", "size": 1}
+
+
+def test_what_is_no_number_of_the_dtype_stays(source: Path) -> None:
+    (file,) = files_of({"ids": torch.arange(4)}, source, KB, "bfloat16")
+    assert torch.equal(file["ids"], torch.arange(4))

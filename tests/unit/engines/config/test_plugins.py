@@ -57,10 +57,10 @@ def test_plugins_of_other_distributions(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError) as caught:
         check_plugin("rollout", "mine", "rollout.engine")
     assert str(caught.value) == (
-        "rollout.engine: 'mine' is registered by both wheel_a==1.0 and wheel_b==1.0; uninstall one"
+        "rollout.engine: 'mine' is registered by both wheel_a==1.0 and wheel_b==1.0; remove one"
     )
     install(tmp_path, "wheel_c", "rollout.transformers")
-    with pytest.raises(ConfigError, match="both wheel_c==1.0 and this project; uninstall one"):
+    with pytest.raises(ConfigError, match="both wheel_c==1.0 and this project; remove one"):
         check_plugin("rollout", "transformers", "rollout.engine")
 
 

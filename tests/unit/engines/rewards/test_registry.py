@@ -33,7 +33,9 @@ def test_registered_names() -> None:
     assert {"exact", "math"} <= set(names())
     assert resolve(config("exact", ignore_case=True)).in_process
     assert not resolve(config("math")).in_process
-    with pytest.raises(UnknownPluginError, match=r"rl\.reward\.function: no 'exacd'; .*exact\?"):
+    with pytest.raises(
+        UnknownPluginError, match=r"function: no 'exacd'; .*file\.py:name; .*exact\?"
+    ):
         resolve(config("exacd"))
     with pytest.raises(ConfigError, match=r"rl\.reward\.kwargs\.ignorecase: not an option"):
         resolve(config("exact", ignorecase=True))
@@ -66,6 +68,7 @@ def test_load(tmp_path: Path) -> None:
 
 
 def test_a_name_belongs_to_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLHF_USE_EXTERNAL_MODULES", raising=False)
     monkeypatch.setattr("infra.plugins._registered", [])
     register_plugin("reward", "mine", "elsewhere:f")
     assert resolve(config("mine")).target == "elsewhere:f"

@@ -33,6 +33,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):
 
 
 def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
+    monkeypatch.delenv("RLHF_USE_EXTERNAL_MODULES", raising=False)
     monkeypatch.setattr("infra.plugins._registered", [])
     target = "engines.rollout.transformers_engine:TransformersEngine"
     register_plugin("rollout", "mine", target)
