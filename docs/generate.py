@@ -49,7 +49,7 @@ def pages() -> dict[str, str]:
 
 def recipe_page() -> str:
     """Every key of a recipe."""
-    from flows.recipe import Recipe
+    from flows.recipe.recipe import Recipe
 
     lines = ["# Recipe keys", "", "Each is set in a recipe file or with `--set key=value`.", ""]
     for heading, model in sections(Recipe):

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 from engines.config.plugins import BUILT_IN, check_plugin, refuse_two_owners
 from flows.platform_probe import platform_of, survey_machine
 from infra import env
-from infra.atomic import atomic_write_bytes
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_module_names, import_external_modules, outside_plugins
+from infra.store.atomic import atomic_write_bytes
 
 Status = Literal["ok", "warning", "error"]
 

@@ -1,6 +1,6 @@
 """What a run would do, without doing it: each stage with its fingerprint, and whether it is done.
 
-A `tasks.run.StageRunner` that only looks: below a stage that is not done, fingerprints are
+A `tasks.runner.run.StageRunner` that only looks: below a stage that is not done, fingerprints are
 unknown, because they depend on what that stage would yield.
 """
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.config.stages import PromoteConfig
-from infra.stage_spec import Artifact
-from infra.storage import Storage
-from tasks.identity import StageRequest
-from tasks.run import StageResult
+from infra.store.stage_spec import Artifact
+from infra.store.storage import Storage
+from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageResult
 
 Status = Literal["hit", "miss", "unknown"]
 

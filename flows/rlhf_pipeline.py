@@ -11,9 +11,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 
-from flows.pipeline_run import open_run, stop_jobs_of
-from flows.recipe import Recipe, load_recipe, prepare_recipe
-from flows.report import Report
+from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
+from flows.report.report import Report
+from flows.run.pipeline_run import open_run, stop_jobs_of
 from infra import env
 from infra.plugins import import_external_modules
 from tasks.evaluate import evaluate
@@ -21,7 +21,7 @@ from tasks.merge import merge
 from tasks.preprocess import preprocess
 from tasks.promote import promote
 from tasks.rl_round import rl_round
-from tasks.run import StageResult, StageRunner
+from tasks.runner.run import StageResult, StageRunner
 from tasks.sft import sft
 
 

@@ -5,10 +5,10 @@ Needs the `model` and the `dataset`. Yields an `evaluation`: `rows.parquet` with
 """
 
 from engines.config.stages import EvaluateStageConfig
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, plugin_modules, reward_input
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest, plugin_modules, reward_input
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.evaluate"
 

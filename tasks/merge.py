@@ -4,10 +4,10 @@ Needs the last `policy`. Yields a `model` that `AutoModelForCausalLM.from_pretra
 """
 
 from engines.config.stages import MergeStageConfig
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.merge"
 

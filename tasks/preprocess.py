@@ -9,11 +9,11 @@ from pathlib import Path
 
 from engines.config.data import DataConfig
 from engines.config.stages import PreprocessStageConfig
-from infra.artifacts import external_artifact
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, model_input
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.artifacts import external_artifact
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest, model_input
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.preprocess"
 

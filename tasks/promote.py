@@ -5,10 +5,10 @@ runner registers the model and sets its alias when the decision says so.
 """
 
 from engines.config.stages import PromoteStageConfig
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.promote"
 

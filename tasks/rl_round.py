@@ -6,10 +6,10 @@ policy that RL started from as `reference`. Yields a `policy`.
 
 from engines.config.backends import job_interpreter
 from engines.config.stages import RLRoundStageConfig
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest, model_input, plugin_modules, reward_input
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.rl_round"
 

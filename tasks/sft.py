@@ -6,10 +6,10 @@ Hugging Face configuration and tokenizer beside it.
 
 from engines.config.backends import job_interpreter
 from engines.config.stages import SFTStageConfig
-from infra.stage_spec import Artifact
-from tasks.identity import StageRequest, model_input, plugin_modules, reward_input
-from tasks.prefect_task import stage_task
-from tasks.run import StageResult, StageRunner
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest, model_input, plugin_modules, reward_input
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
 
 JOB_MODULE = "engines.jobs.sft"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
-from infra.atomic import atomic_write_bytes
 from infra.errors import DeadlineError
+from infra.store.atomic import atomic_write_bytes
 from infra.waiting import wait_for
 
 _WRITTEN, _FAILED = ".written-", ".failed-"

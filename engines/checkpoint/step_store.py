@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.errors import CheckpointError
-from infra.artifacts import build_manifest, verify_directory, write_manifest
-from infra.atomic import (
+from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from infra.store.artifacts import build_manifest, verify_directory, write_manifest
+from infra.store.atomic import (
     abandoned_temporaries,
     fsync_directory,
     make_directories,
     publish_directory,
     temporary_sibling,
 )
-from infra.canonical import canonical_json
-from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from infra.store.canonical import canonical_json
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-from infra.job_environments import interpreter_of
+from infra.identity.job_environments import interpreter_of
 
 
 class Tested(Enum):
@@ -102,8 +102,8 @@ _HF_FEATURES = {
 
 BACKENDS: Mapping[str, Backend] = {
     "fsdp": Backend(
-        language_model="engines.training.fsdp.fsdp1:FSDPEngine",
-        value_model="engines.training.fsdp.fsdp1:FSDPEngine",
+        language_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
+        value_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
@@ -111,18 +111,20 @@ BACKENDS: Mapping[str, Backend] = {
         limits="builds the whole model on each rank before sharding",
     ),
     "fsdp2": Backend(
-        language_model="engines.training.fsdp.engine:FSDP2Engine",
-        value_model="engines.training.fsdp.engine:FSDP2Engine",
+        language_model="engines.training.backends.fsdp.engine:FSDP2Engine",
+        value_model="engines.training.backends.fsdp.engine:FSDP2Engine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
         not_together=(("ulysses", "vlm"),),
     ),
     "megatron": Backend(
-        language_model="engines.training.megatron.engine:MegatronEngine",
-        value_model="engines.training.megatron.engine:MegatronEngine",
+        language_model="engines.training.backends.megatron.engine:MegatronEngine",
+        value_model="engines.training.backends.megatron.engine:MegatronEngine",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
-        device_engines={"npu": "engines.training.mindspeed.engine:MindSpeedMegatronEngine"},
+        device_engines={
+            "npu": "engines.training.backends.mindspeed.engine:MindSpeedMegatronEngine"
+        },
         parallelism={
             "data": Tested.CONTRACT,
             "tensor": Tested.CONTRACT,
@@ -137,22 +139,22 @@ BACKENDS: Mapping[str, Backend] = {
         limits="llama, qwen2, qwen3 and qwen3_moe; no DoRA, with TransformerEngine no adapter",
     ),
     "veomni": Backend(
-        language_model="engines.training.veomni.engine:VeOmniEngine",
+        language_model="engines.training.backends.veomni.engine:VeOmniEngine",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
             "hybrid": Tested.ENVIRONMENT,
             "ulysses": Tested.ENVIRONMENT,
         },
-        value_model="engines.training.veomni.engine:VeOmniEngine",
+        value_model="engines.training.backends.veomni.engine:VeOmniEngine",
         features={"lora": Tested.ENVIRONMENT},
         requires="veomni",
         environment="veomni",
         limits="causal text models of VeOmni whose weights need no conversion",
     ),
     "automodel": Backend(
-        language_model="engines.training.automodel.engine:AutomodelEngine",
-        value_model="engines.training.automodel.engine:AutomodelEngine",
+        language_model="engines.training.backends.automodel.engine:AutomodelEngine",
+        value_model="engines.training.backends.automodel.engine:AutomodelEngine",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
@@ -168,7 +170,7 @@ BACKENDS: Mapping[str, Backend] = {
         "tokens at once",
     ),
     "torchtitan": Backend(
-        language_model="engines.training.torchtitan.engine:TorchTitanEngine",
+        language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engines.data.packing import partition_balanced
+from engines.data.read.packing import partition_balanced
 from engines.types import RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])

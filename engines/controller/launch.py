@@ -16,7 +16,7 @@ from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import WorkerGroup
 from hardware.registry import detect
 from infra.errors import DeadlineError
-from infra.job_environments import is_inside
+from infra.identity.job_environments import is_inside
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0

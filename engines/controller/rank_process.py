@@ -17,8 +17,8 @@ import torch
 from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
 from engines.external_modules import import_external_modules
-from infra.heartbeat import Heartbeat
 from infra.redact import RedactingFilter
+from infra.store.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from engines.controller.dispatch import Dispatch, collect, dispatch_mode, split_
 from engines.controller.rank_process import RankProcess, RankSettings
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
-from infra.heartbeat import heartbeat_age_s
+from infra.store.heartbeat import heartbeat_age_s
 
 P = ParamSpec("P")
 R = TypeVar("R")

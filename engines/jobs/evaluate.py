@@ -7,8 +7,9 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
-from engines.data.dataset import load_dataset
+from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_stage import (
     evaluate_policy,
     local_reward,
@@ -18,7 +19,6 @@ from engines.jobs.policy_stage import (
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
-from engines.models import check_model_directory
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import generate_all

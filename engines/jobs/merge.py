@@ -3,7 +3,7 @@
 from engines.config.stages import MergeStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
-from engines.training.merging import extract_adapter, merge_checkpoint
+from engines.training.backends.merging import extract_adapter, merge_checkpoint
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:

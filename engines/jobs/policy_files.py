@@ -12,14 +12,18 @@ import json
 import shutil
 from pathlib import Path
 
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    create_random_model,
+    resolve_model,
+)
 from engines.config.model import ModelConfig
 from engines.controller.policy_worker import ModelSource
-from engines.data.chat import end_of_turn_id
-from engines.data.dataset import load_dataset
-from engines.data.tokenizer import DirectoryTokenizer
-from engines.models import check_model_directory, create_random_model, resolve_model
-from infra.canonical import canonical_json
+from engines.data.read.chat import end_of_turn_id
+from engines.data.read.dataset import load_dataset
+from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
+from infra.store.canonical import canonical_json
 
 CHECKPOINT_DIR = "checkpoint"
 HF_DIR = "hf"

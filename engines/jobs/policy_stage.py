@@ -4,18 +4,18 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from engines.checkpoint.model_directory import load_tokenizer
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ModelConfig
 from engines.config.stages import CheckpointConfig, EvaluationConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.examples import RLPrompt, rl_prompts
-from engines.data.rows import RLRow
-from engines.data.tokenizer import ChatTokenizer, DirectoryTokenizer
+from engines.data.read.examples import RLPrompt, rl_prompts
+from engines.data.read.rows import RLRow
+from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from engines.jobs.policy_files import write_policy
 from engines.jobs.runtime import JobContext, JobOutput
-from engines.models import load_tokenizer
 from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.progress import StageProgress
 from infra.errors import ConfigError

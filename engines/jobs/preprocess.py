@@ -1,10 +1,10 @@
 """Job `preprocess`: raw data to checked rows. Imports no torch."""
 
+from engines.checkpoint.model_directory import check_model_directory, resolve_model
 from engines.config.stages import PreprocessStageConfig
-from engines.data.dataset import build_dataset
-from engines.data.tokenizer import DirectoryTokenizer
+from engines.data.build.dataset import build_dataset
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.runtime import JobContext, JobOutput, run_job
-from engines.models import check_model_directory, resolve_model
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:

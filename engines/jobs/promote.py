@@ -7,9 +7,9 @@ import json
 
 from engines.config.stages import PromoteStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
-from infra.atomic import atomic_write_bytes
-from infra.canonical import canonical_json
 from infra.errors import ConfigError
+from infra.store.atomic import atomic_write_bytes
+from infra.store.canonical import canonical_json
 
 DECISION_NAME = "decision.json"
 

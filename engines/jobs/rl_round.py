@@ -11,7 +11,7 @@ from engines.config.rl_rules import check_rl_settings
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
-from engines.data.dataset import load_dataset
+from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import initial_source, policy_source, write_hf_files
 from engines.jobs.policy_stage import (
     check_evaluation,

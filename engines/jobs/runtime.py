@@ -30,14 +30,14 @@ from engines.config.stages import Runtime
 from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
-from infra.atomic import atomic_write_bytes
-from infra.canonical import canonical_json
 from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
-from infra.heartbeat import Heartbeat
-from infra.journal import Journal
 from infra.redact import RedactingFilter, redact
-from infra.stage_spec import CommitRecord, StageSpec
-from infra.storage import Storage, open_storage
+from infra.store.atomic import atomic_write_bytes
+from infra.store.canonical import canonical_json
+from infra.store.heartbeat import Heartbeat
+from infra.store.stage_spec import CommitRecord, StageSpec
+from infra.store.storage import Storage, open_storage
+from infra.tracking.journal import Journal
 
 EXIT_FAILURE = 1
 

@@ -5,8 +5,8 @@ from contextlib import ExitStack, closing
 from engines.config.stages import SFTStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
-from engines.data.dataset import load_dataset
-from engines.data.examples import sft_examples
+from engines.data.read.dataset import load_dataset
+from engines.data.read.examples import sft_examples
 from engines.jobs.policy_files import initial_source, write_hf_files
 from engines.jobs.policy_stage import (
     check_evaluation,

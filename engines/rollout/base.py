@@ -53,7 +53,7 @@ class RolloutEngine(ABC):
 
         Returns:
             The digest of the weights as the engine now holds them
-            (`engines.weight_sync.checksum.combine`), for the sender to compare with its own.
+            (`engines.checksum.combine`), for the sender to compare with its own.
 
         Raises:
             WeightSyncError: a name is unknown, missing, repeated, or has another shape.

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from engines.checkpoint.hub_names import hub_slots
+from engines.checkpoint.model_directory import vision_model_type
+from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError, WeightSyncError
-from engines.models import vision_model_type
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
-from engines.weight_sync.checksum import combine, tensor_checksum
 from infra.errors import ConfigError
 
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from engines.config.stages import EvaluationConfig
-from engines.data.chat import prompt_text
-from engines.data.examples import RLPrompt
+from engines.data.read.chat import prompt_text
+from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
 from engines.trainers.accuracy import pass_at_k, wilson_interval
 from engines.trainers.prompts import sample_seeds

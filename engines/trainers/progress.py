@@ -13,8 +13,8 @@ from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, Train
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.trainers.phases import PhaseClock
-from infra.heartbeat import Heartbeat
-from infra.journal import Journal
+from infra.store.heartbeat import Heartbeat
+from infra.tracking.journal import Journal
 
 HEADLINES = (
     "train/loss",

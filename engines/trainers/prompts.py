@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.stages import RLRoundStageConfig
-from engines.data.examples import RLPrompt
-from engines.data.order import ResumableOrder
-from engines.data.rows import RLRow
+from engines.data.read.examples import RLPrompt
+from engines.data.read.order import ResumableOrder
+from engines.data.read.rows import RLRow
 from engines.types import RolloutRequest, SamplingParams
 
 

@@ -10,8 +10,8 @@ import torch
 
 from engines.algorithms.overlong import overlong_penalty
 from engines.config.algorithm import OverlongConfig
-from engines.data.rows import RLRow
-from engines.data.tokenizer import ChatTokenizer
+from engines.data.read.rows import RLRow
+from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import PromptBatch

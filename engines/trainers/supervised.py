@@ -10,8 +10,8 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.stages import SFTConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.examples import SFTExamples
-from engines.data.order import ResumableOrder
+from engines.data.read.examples import SFTExamples
+from engines.data.read.order import ResumableOrder
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.types import TokenBatch

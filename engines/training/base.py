@@ -23,12 +23,12 @@ from engines import collectives
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
-from engines.training.meter import StepMeter
-from engines.training.micro_batches import MicroBatch
 from engines.training.preparation import Preparation, prepare
-from engines.training.schedule import learning_rate
 from engines.training.spec import EngineSpec, LossFn
-from engines.training.totals import Totals
+from engines.training.step.meter import StepMeter
+from engines.training.step.micro_batches import MicroBatch
+from engines.training.step.schedule import learning_rate
+from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from engines import collectives
 from engines.config.base import StrictModel
 from engines.errors import EngineError
-from engines.training.activation_offload import activations_on_host
-from engines.training.image_layout import ImageLayout
+from engines.training.model.activation_offload import activations_on_host
+from engines.training.model.image_layout import ImageLayout
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.weight_shards import WeightShard, whole_place
 from engines.types import ModelOutputs, TokenBatch

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from engines import collectives
 from engines.errors import EngineError
 from engines.training.flops import TrainingFlops
-from engines.training.image_layout import (
+from engines.training.model.image_layout import (
     NUM_FAULT_NUMBERS,
     ImageLayout,
     find_image_fault,
     raise_image_fault,
 )
-from engines.training.meter import StepWork
-from engines.training.micro_batches import MicroBatch, cut, filler, plan_micro_batches
-from engines.training.totals import loss_counts
+from engines.training.step.meter import StepWork
+from engines.training.step.micro_batches import MicroBatch, cut, filler, plan_micro_batches
+from engines.training.step.totals import loss_counts
 from engines.types import GlobalCounts, TokenBatch
 from infra.errors import ConfigError
 

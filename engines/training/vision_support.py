@@ -1,7 +1,7 @@
 """Where a model that sees images can be trained; read from its `config.json` alone."""
 
+from engines.checkpoint.model_directory import vision_model_type
 from engines.config.backends import BACKENDS
-from engines.models import vision_model_type
 from engines.training.spec import EngineSpec
 from infra.errors import ConfigError
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.weight_sync.base import CheckpointEngine, SyncReport
-from engines.weight_sync.checksum import combine, tensor_checksum
 
 
 class OutgoingStream(Iterator[tuple[str, Tensor]]):

@@ -14,12 +14,12 @@ from typing import Literal
 from engines.config.model import ModelConfig
 from engines.config.stages import MergeStageConfig
 from infra import env
-from infra.artifacts import MANIFEST_NAME, external_artifact, verify_directory
-from infra.atomic import publish_directory
-from infra.canonical import canonical_json, sha256_json
 from infra.errors import ArtifactError, ConfigError, JobFailedError
-from infra.stage_spec import StageSpec
-from infra.storage import open_storage
+from infra.store.artifacts import MANIFEST_NAME, external_artifact, verify_directory
+from infra.store.atomic import publish_directory
+from infra.store.canonical import canonical_json, sha256_json
+from infra.store.stage_spec import StageSpec
+from infra.store.storage import open_storage
 from tasks.merge import JOB_MODULE
 
 POLICY_KIND = "policy"

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Planner
-from flows.recipe import load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.rlhf_pipeline import run_stages
-from infra.storage import open_storage
+from infra.store.storage import open_storage
 
 DIGITS = 12
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from flows.recipe_source import RECIPES_DIR, recipe_names
+from flows.recipe.source import RECIPES_DIR, recipe_names
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)

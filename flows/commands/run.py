@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from flows.broken_modules import tell_broken_modules
-from flows.embedded_prefect import check_answers, embedded_prefect, use_prefect
+from flows.local.embedded_prefect import check_answers, embedded_prefect, use_prefect
 from flows.platform_probe import check_platform
-from flows.recipe import load_recipe
+from flows.recipe.recipe import load_recipe
 from infra import env
-from infra.services import running_prefect_url
+from infra.services.stack import running_prefect_url
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     with prefect_server(recipe.home) as server:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
         # Prefect reads those settings when it is imported: not before now.
-        local_run: Any = importlib.import_module("flows.local_run")
+        local_run: Any = importlib.import_module("flows.local.local_run")
         report = local_run.run_locally(recipe, arguments.force, console, server.wait)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     sys.stdout.flush()

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from infra import env, services
+from infra import env
+from infra.services import stack
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
@@ -14,7 +15,7 @@ def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command 
 
 def print_status(home: Path) -> bool:
     """Print each service of a home; says whether all of them answer."""
-    found = services.status(home)
+    found = stack.status(home)
     for service in found:
         pid = f"pid {service.pid}" if service.pid else ""
         sys.stdout.write(f"{service.name:<8} {service.state:<7} {service.url or '':<28} {pid}\n")

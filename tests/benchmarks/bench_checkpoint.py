@@ -25,7 +25,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.registry import create_engine
 from hardware.cpu import CPUPlatform
-from infra.atomic import fsync_tree
+from infra.store.atomic import fsync_tree
 
 
 def make_engine(directory: Path) -> BaseEngine:

@@ -24,8 +24,8 @@ from measure import ANSWER, Measurement, machine, ratio_line
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engines.training.linear_logprobs import linear_token_logprobs
-from engines.training.logprobs import token_logprobs
+from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.training.model.logprobs import token_logprobs
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS = 151_936, 256, 1024
 DEADLINE_S = 600.0

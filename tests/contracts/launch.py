@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hardware.registry import detect
-from infra.processes import pick_ports
+from infra.host.processes import pick_ports
 
 TIMEOUT_S = 60.0
 """Of a collective."""

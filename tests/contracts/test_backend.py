@@ -38,9 +38,9 @@ from rlhf.testing.tiny_models import write_tiny_models
 from safetensors.torch import load_file
 
 from engines import collectives
+from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.backends import BACKENDS
-from engines.models import stored_tensor_names
-from engines.training.merging import merge_checkpoint
+from engines.training.backends.merging import merge_checkpoint
 
 Case = Callable[[Layout, str], dict[str, Any]]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.recipe import load_recipe, parse_recipe
+from flows.recipe.recipe import load_recipe, parse_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,7 +42,7 @@ def test_make_targets_exist(line: str) -> None:
 def test_rlhf_commands_parse(line: str) -> None:
     command = line.split()[1]
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", command, "--help"],
+        [sys.executable, "-m", "flows.commands.cli", command, "--help"],
         cwd=ROOT,
         capture_output=True,
         timeout=60,
@@ -56,7 +56,7 @@ def test_the_plan_command_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     line = next(line for line in command_lines() if line.startswith("rlhf plan"))
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *line.split()[1:]],
+        [sys.executable, "-m", "flows.commands.cli", *line.split()[1:]],
         cwd=ROOT,
         capture_output=True,
         timeout=120,

@@ -50,7 +50,15 @@ def test_a_run_under_another_layout_ends_well(tmp_path: Path, way: str) -> None:
 def check_adapter_export(home: Path, out: Path) -> None:
     """The adapter of any policy comes out alone; the directory holds what PEFT reads."""
     policy = sorted((home / "store" / "artifacts" / "policy").iterdir())[0]
-    command = [sys.executable, "-m", "flows.cli", "merge", str(policy), str(out), "--adapter-only"]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.commands.cli",
+        "merge",
+        str(policy),
+        str(out),
+        "--adapter-only",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_DEADLINE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(file.name for file in out.iterdir()) == [

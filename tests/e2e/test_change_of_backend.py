@@ -11,8 +11,8 @@ from rlhf.testing.tiny_models import write_tiny_models
 
 from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
-from engines.training.merging import merge_checkpoint
 from engines.training.registry import create_engine
 from hardware.cpu import CPUPlatform
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from infra import env
-from infra.journal import JournalRecord, read_records
-from infra.stage_spec import Artifact, CommitRecord, StageSpec
-from infra.storage import open_storage
+from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
+from infra.store.storage import open_storage
+from infra.tracking.journal import JournalRecord, read_records
 from infra.waiting import wait_for
 
 JOB_DEADLINE_S = 240.0

@@ -91,7 +91,9 @@ def run(arguments: list[str], path: Path, **variables: str | None) -> subprocess
 
 def doctor(path: Path, home: Path, **variables: str | None) -> dict[str, tuple[str, str]]:
     """Status and detail by name of the check."""
-    ended = run(["-m", "flows.cli", "doctor", "--json"], path, RLHF_HOME=str(home), **variables)
+    ended = run(
+        ["-m", "flows.commands.cli", "doctor", "--json"], path, RLHF_HOME=str(home), **variables
+    )
     return {
         row["name"]: (row["status"], row["detail"]) for row in json.loads(ended.stdout)["checks"]
     }
@@ -107,7 +109,7 @@ def first_fingerprint(path: Path, home: Path) -> str:
     """Of the first stage of a plan with the plugin's platform and engine."""
     ended = run(
         [
-            "-m", "flows.cli", "plan", "quickstart", "--json",
+            "-m", "flows.commands.cli", "plan", "quickstart", "--json",
             "--set", "training.backend=example_engine",
             "--set", "hardware.platform=example_chip",
         ],
@@ -284,7 +286,7 @@ def test_the_guide_is_followed_to_the_letter(tmp_path: Path) -> None:
     assert re.search(r"^\d+ skipped in ", ended.stdout.splitlines()[-1])
     assert "needs a machine with acme: torch_acme is not installed" in ended.stdout
     ended = run(
-        ["-m", "flows.cli", "run", "quickstart", "--set", "hardware.platform=acme"],
+        ["-m", "flows.commands.cli", "run", "quickstart", "--set", "hardware.platform=acme"],
         site, RLHF_HOME=str(tmp_path / "home"),
     )  # fmt: skip
     assert ended.returncode == 2

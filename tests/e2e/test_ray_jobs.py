@@ -18,13 +18,13 @@ import pytest
 
 from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
-from infra.processes import is_alive
-from infra.ray_api import RayApi
-from infra.ray_cluster import Cluster, ensure_cluster, stop_embedded
-from infra.ray_embedded import RayRecord, open_api, record_path
-from infra.ray_job_types import JobHandle, JobRequest, JobState
-from infra.ray_jobs import RayJobs
-from infra.service_files import load_record
+from infra.host.processes import is_alive
+from infra.host.records import load_record
+from infra.ray.api import RayApi
+from infra.ray.cluster import Cluster, ensure_cluster, stop_embedded
+from infra.ray.embedded import RayRecord, open_api, record_path
+from infra.ray.job_types import JobHandle, JobRequest, JobState
+from infra.ray.jobs import RayJobs
 from infra.waiting import wait_for
 
 JOB_DEADLINE_S = 90.0
@@ -237,7 +237,7 @@ def test_a_second_process_shares_the_head_and_its_release_leaves_it(
     code = f"""
         from pathlib import Path
         import sys
-        from infra.ray_cluster import ensure_cluster
+        from infra.ray.cluster import ensure_cluster
         cluster = ensure_cluster(Path({str(home)!r}))
         print(cluster.jobs_url, cluster.started, "ray" in sys.modules, cluster.release())
     """
@@ -257,7 +257,7 @@ def test_the_official_client_works_where_the_cluster_was_asked_for(
     # A process of its own: Ray reads once whether it has to authenticate, and keeps that.
     code = f"""
         from pathlib import Path
-        from infra.ray_cluster import ensure_cluster
+        from infra.ray.cluster import ensure_cluster
         cluster = ensure_cluster(Path({str(home)!r}))
         from ray.job_submission import JobSubmissionClient
         client = JobSubmissionClient(cluster.jobs_url)
@@ -307,7 +307,7 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
     code = f"""
         import sys, time
         from pathlib import Path
-        from infra.ray_cluster import ensure_cluster
+        from infra.ray.cluster import ensure_cluster
         print(ensure_cluster(Path({str(tmp_path)!r})).started, flush=True)
         time.sleep(600)
     """

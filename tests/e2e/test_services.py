@@ -13,15 +13,14 @@ import psutil
 import pytest
 
 from infra import env
-from infra.journal import Journal
-from infra.loopback_http import online_workers
-from infra.processes import ProcessRecord, is_alive
-from infra.ray_cluster import ensure_cluster
-from infra.ray_embedded import RayRecord, record_path
-from infra.ray_jobs import RayJobs
-from infra.service_commands import WORK_POOL
-from infra.service_files import load_record
-from infra.services import (
+from infra.host.loopback_http import online_workers
+from infra.host.processes import ProcessRecord, is_alive
+from infra.host.records import load_record
+from infra.ray.cluster import ensure_cluster
+from infra.ray.embedded import RayRecord, record_path
+from infra.ray.jobs import RayJobs
+from infra.services.commands import WORK_POOL
+from infra.services.stack import (
     ServiceRecord,
     down,
     running_mlflow_url,
@@ -29,8 +28,9 @@ from infra.services import (
     status,
     up,
 )
-from infra.stage_spec import Artifact
-from infra.tracking import Tracker
+from infra.store.stage_spec import Artifact
+from infra.tracking.journal import Journal
+from infra.tracking.tracker import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
@@ -198,7 +198,7 @@ def test_zz_an_up_that_fails_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
         from pathlib import Path
         from infra.errors import ServiceError
-        from infra.services import up
+        from infra.services.stack import up
         try:
             up(Path({str(tmp_path)!r}), deadline_s=90)
         except ServiceError as error:

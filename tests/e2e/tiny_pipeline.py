@@ -54,7 +54,7 @@ class Home:
 
     def command(self, verb: str, *arguments: str) -> list[str]:
         """The command line of a verb that takes a recipe."""
-        return [sys.executable, "-m", "flows.cli", verb, str(self.recipe), *arguments]
+        return [sys.executable, "-m", "flows.commands.cli", verb, str(self.recipe), *arguments]
 
     def start(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, however it ends."""

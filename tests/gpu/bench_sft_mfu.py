@@ -29,8 +29,8 @@ from transformers.utils import logging
 from engines.algorithms.supervised import sft_loss_fn
 from engines.collectives import close_process_group
 from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.training.backends.transformers.build import enable_activation_checkpointing
 from engines.training.registry import create_engine
-from engines.training.transformers.build import enable_activation_checkpointing
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
 from hardware.registry import detect

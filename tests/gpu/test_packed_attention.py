@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.training.attention import Packing, packed_attention
+from engines.training.model.attention import Packing, packed_attention
 from hardware.base import PlatformBase
 from infra.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 
 from engines.config import plugins
 from engines.config.plugins import BUILT_IN, Plugin
-from flows.recipe import load_recipe
+from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
 # The quickstart is tuned from time to time; what the lines below speak of is fixed here.
@@ -326,7 +326,15 @@ def test_model_directories_that_are_none(tmp_path: Path) -> None:
 def test_the_command_line_ends_with_two_and_one_line_in_time(tmp_path: Path) -> None:
     started = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "quickstart", "--set", "rl.group_size=1"],
+        [
+            sys.executable,
+            "-m",
+            "flows.commands.cli",
+            "run",
+            "quickstart",
+            "--set",
+            "rl.group_size=1",
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -7,9 +7,9 @@ import pytest
 
 BLOCKED = ("torch", "transformers", "vllm", "sglang", "megatron", "ray", "mlflow", "matplotlib")
 CONTROL_PLANE = (
-    "flows.cli",
+    "flows.commands.cli",
     "flows.rlhf_pipeline",
-    "flows.local_run",
+    "flows.local.local_run",
     "flows.checks",
     "flows.commands.run",
     "flows.commands.plan",
@@ -20,8 +20,8 @@ CONTROL_PLANE = (
     "flows.commands.down",
     "flows.commands.status",
     "flows.prefect_plugin",
-    "tasks.stage",
-    "tasks.recorder",
+    "tasks.runner.stage",
+    "tasks.runner.recorder",
     "engines.config.stages",
     "engines.config.plugins",
     "engines.errors",
@@ -37,8 +37,8 @@ class Blocker(importlib.abc.MetaPathFinder):
         return None
 sys.meta_path.insert(0, Blocker())
 import infra
-for module in pkgutil.iter_modules(infra.__path__, "infra."):
-    if module.name != "infra.ray_head":
+for module in pkgutil.walk_packages(infra.__path__, "infra."):
+    if module.name != "infra.ray.head":
         importlib.import_module(module.name)
 for name in {modules!r}:
     importlib.import_module(name)
@@ -67,6 +67,11 @@ def test_stages_without_a_model_need_no_torch(module: str) -> None:
 
 def test_recipes_are_read_without_prefect() -> None:
     blocked = (*BLOCKED, "prefect")
-    modules = ("flows.cli", "flows.recipe", "flows.commands.recipes", "flows.commands.run")
+    modules = (
+        "flows.commands.cli",
+        "flows.recipe.recipe",
+        "flows.commands.recipes",
+        "flows.commands.run",
+    )
     ended = run(PROGRAM.format(blocked=blocked, modules=modules))
     assert ended.returncode == 0, ended.stderr

@@ -1,10 +1,12 @@
 """Rules of the tree that no linter knows: sizes, names, unsafe calls, waits without a deadline."""
 
 import ast
+import graphlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,6 +14,7 @@ PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 100
+MAX_FLAT_MODULES = 14
 BANNED_NAMES = ("utils", "common", "helpers", "manager", "misc")
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "torch.load", "os.system"}
 
@@ -75,6 +78,31 @@ def test_every_module_says_what_it_is_for() -> None:
         if path.name != "__init__.py" and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
     ]
     assert not missing
+
+
+def test_no_directory_holds_more_than_fourteen_modules() -> None:
+    sizes: dict[Path, int] = {}
+    for path in SOURCES:
+        if path.name != "__init__.py":
+            sizes[path.parent] = sizes.get(path.parent, 0) + 1
+    assert not {str(d.relative_to(ROOT)): n for d, n in sizes.items() if n > MAX_FLAT_MODULES}
+
+
+def test_no_cycle_between_directories_of_one_floor() -> None:
+    graph = grimp.build_graph(*PACKAGES)
+    edges: dict[str, set[str]] = {}
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            here, there = room_of(graph, module), room_of(graph, imported)
+            if here != there and here.partition(".")[0] == there.partition(".")[0]:
+                edges.setdefault(here, set()).add(there)
+    # Raises CycleError, which names the rooms on the way.
+    graphlib.TopologicalSorter(edges).prepare()
+
+
+def room_of(graph: grimp.ImportGraph, module: str) -> str:
+    """The package a module lies in; a package is its own room."""
+    return module if graph.find_children(module) else module.rpartition(".")[0]
 
 
 def test_every_package_is_installed() -> None:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from engines import collectives
 from engines.config.base import StrictModel
-from engines.training.transformers.build import build_model
-from engines.training.transformers.engine import TransformersModelEngine
+from engines.training.backends.transformers.build import build_model
+from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.types import ModelOutputs, TokenBatch
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.images import ImagePatches
-from engines.training.micro_batches import cut, filler
+from engines.training.step.micro_batches import cut, filler
 from engines.types import TokenBatch
 
 WIDTH = 3

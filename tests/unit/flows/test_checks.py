@@ -27,7 +27,7 @@ def doctor(site: Path, home: Path, **variables: str | None) -> tuple[int, dict[s
     """Exit code, and by name of the check its status and details."""
     variables = {"PYTHONPATH": str(site), "RLHF_HOME": str(home), VARIABLE: None, **variables}
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "doctor", "--json"],
+        [sys.executable, "-m", "flows.commands.cli", "doctor", "--json"],
         capture_output=True, text=True, timeout=180, check=False,
         env=env.child_environment(RLHF_PLATFORM=None, **variables),
     )  # fmt: skip

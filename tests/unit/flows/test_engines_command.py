@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engines.config.backends import BACKENDS
-from flows.cli import main
+from flows.commands.cli import main
 from infra import env
 
 BROKEN = "no_such_module_of_a_plugin"

@@ -18,7 +18,7 @@ from engines.rollout.registry import load
 from engines.training.registry import built_in_registry as engine_registry
 from hardware.registry import built_in_registry, detect, register_platform
 from infra.errors import EXIT_TERMINATED, ConfigError
-from infra.fingerprint import environment_digest, outside_code
+from infra.identity.fingerprint import environment_digest, outside_code
 from infra.plugins import (
     OutsidePlugin,
     external_module_names,
@@ -26,7 +26,7 @@ from infra.plugins import (
     load_outside,
     outside_plugins,
 )
-from tasks.identity import StageRequest
+from tasks.runner.identity import StageRequest
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 

@@ -9,7 +9,7 @@ import pytest
 from engines.checkpoint.background import BackgroundSave, write_in_background
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
-from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from infra.errors import DeadlineError
 

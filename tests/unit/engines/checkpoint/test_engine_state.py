@@ -9,7 +9,7 @@ import torch
 
 from engines.checkpoint.engine_state import read_scalars
 from engines.errors import CheckpointError
-from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.backends.fsdp.engine import FSDP2Engine
 
 MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
 

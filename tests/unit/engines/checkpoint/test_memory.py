@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from engines import collectives
 from engines.checkpoint.export import write_model
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
+from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
-from engines.training.fsdp.engine import FSDP2Engine
-from engines.training.merging import merge_checkpoint
 from engines.training.registry import create_engine
 from hardware.cpu import CPUPlatform
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engines.checkpoint.model_directory import stored_tensor_names
 from engines.errors import CheckpointError
-from engines.models import stored_tensor_names
-from engines.training.fsdp.engine import FSDP2Engine
-from engines.training.merging import merge_checkpoint
+from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.merging import merge_checkpoint
 from engines.types import TokenBatch
 
 MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]

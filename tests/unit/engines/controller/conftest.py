@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
-from engines.data.tokenizer_training import train_tokenizer
-from engines.models import create_random_model
+from engines.data.build.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from engines.errors import NonFiniteError, WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra import env
 from infra.errors import DeadlineError
-from infra.ray_cluster import ensure_cluster, stop_embedded
+from infra.ray.cluster import ensure_cluster, stop_embedded
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]

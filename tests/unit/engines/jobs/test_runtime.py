@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infra import env
-from infra.canonical import canonical_json
-from infra.stage_spec import StageSpec
-from infra.storage import LocalStorage
+from infra.store.canonical import canonical_json
+from infra.store.stage_spec import StageSpec
+from infra.store.storage import LocalStorage
 
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 

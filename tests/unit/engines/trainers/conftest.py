@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
+from engines.checkpoint.model_directory import create_random_model
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
-from engines.data.examples import rl_prompts
-from engines.data.rows import Message, RewardModel, RLRow
-from engines.data.tokenizer import DirectoryTokenizer
-from engines.data.tokenizer_training import train_tokenizer
-from engines.models import create_random_model
+from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.read.examples import rl_prompts
+from engines.data.read.rows import Message, RewardModel, RLRow
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
-from infra.heartbeat import Heartbeat
-from infra.journal import Journal, read_records
+from infra.store.heartbeat import Heartbeat
+from infra.tracking.journal import Journal, read_records
 
 REWARD_CODE = """
 def odd_length(data_source, solution_str, ground_truth, extra_info=None):

@@ -10,10 +10,10 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.config.model import TokenizerConfig
 from engines.config.stages import EvaluationConfig
-from engines.data.examples import RLPrompt, rl_prompts
-from engines.data.rows import Message, RewardModel, RLRow
-from engines.data.tokenizer import DirectoryTokenizer
-from engines.data.tokenizer_training import train_tokenizer
+from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.read.examples import RLPrompt, rl_prompts
+from engines.data.read.rows import Message, RewardModel, RLRow
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation import Evaluation, Evaluator

@@ -11,8 +11,8 @@ from engines.checkpoint.background import write_in_background
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
-from infra.heartbeat import Heartbeat
-from infra.journal import Journal
+from infra.store.heartbeat import Heartbeat
+from infra.tracking.journal import Journal
 
 
 class FileWorkers:

@@ -3,8 +3,8 @@
 from collections import Counter
 
 from engines.config.stages import RLRoundStageConfig
-from engines.data.examples import RLPrompt
-from engines.data.rows import Message, RewardModel, RLRow
+from engines.data.read.examples import RLPrompt
+from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
 
 NUM_ROWS = 10

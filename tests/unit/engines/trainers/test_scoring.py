@@ -3,7 +3,7 @@
 import pytest
 
 from engines.config.algorithm import OverlongConfig, RewardConfig
-from engines.data.rows import Message, RewardModel, RLRow
+from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.errors import RewardError
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import PromptBatch

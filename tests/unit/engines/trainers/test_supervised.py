@@ -13,14 +13,14 @@ from engines.config.stages import SFTConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
-from engines.data.examples import SFTExamples, sft_examples
-from engines.data.rows import Message, SFTRow
-from engines.data.tokenizer import DirectoryTokenizer
+from engines.data.read.examples import SFTExamples, sft_examples
+from engines.data.read.rows import Message, SFTRow
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.supervised import LOSS_AVERAGE, SupervisedTrainer, moving_average
-from infra.heartbeat import Heartbeat
-from infra.journal import Journal, read_records
+from infra.store.heartbeat import Heartbeat
+from infra.tracking.journal import Journal, read_records
 
 NUM_STEPS = 6
 

@@ -8,7 +8,7 @@ import torch
 
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
-from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.spec import EngineSpec
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform

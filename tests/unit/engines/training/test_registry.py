@@ -7,12 +7,12 @@ import pytest
 
 from engines.config.training import TrainingConfig
 from engines.errors import UnknownPluginError
-from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.registry import EngineRegistry, built_in_registry, create_engine
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
-TARGET = "engines.training.fsdp.engine:FSDP2Engine"
+TARGET = "engines.training.backends.fsdp.engine:FSDP2Engine"
 
 
 def create(training: TrainingConfig) -> object:

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from engines.config.plugins import register_plugin
-from engines.training.fsdp.engine import FSDP2Engine
+from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.registry import built_in_registry
 from infra.errors import ConfigError
 from infra.plugins import OutsidePlugin

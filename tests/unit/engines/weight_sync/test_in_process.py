@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.collect import generate_all
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.types import RolloutRequest, SamplingParams
-from engines.weight_sync.checksum import combine, tensor_checksum
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
 

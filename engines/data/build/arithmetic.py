@@ -1,0 +1,248 @@
+"""Generated arithmetic problems whose answers a rule can check.
+
+A prompt is the problem and an equals sign, the answer is a string of digits:
+
+    operation  prompt       answer            (num_digits 2, zero_pad, reverse_answer)
+    add        12+34=       640               046, least significant digit first
+    subtract   34-12=       22                a >= b
+    multiply   12*34=       8040              0408
+    modulo     57%08=       10                01; the divisor is never 0
+    compare    12?34=       <                 or > or =; never padded or reversed
+    chain      12+34-05=    640;140           046;041 one partial result per step; the last counts
+
+Every problem belongs to one split by a hash of its canonical text (numbers without padding;
+operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So the splits
+are disjoint whatever the seed, the sizes and the writing, and 34+12 never tests what 12+34 taught.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from engines.config.data import ArithmeticConfig
+from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
+from infra.errors import ConfigError
+
+STEP_DELIMITER = ";"
+"""Stands between the partial results of `chain`; the `exact` reward reads what follows the last."""
+
+SPLITS = ("evaluation", "sft", "rl")
+_SPLIT_UPPER_BOUNDS = (0.10, 0.55, 1.0)
+_COMMUTATIVE = {"add", "multiply", "compare"}
+_SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "modulo": "%", "compare": "?"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem, before it is written down.
+
+    Attributes:
+        operation: `add`, `subtract`, `multiply`, `modulo`, `compare` or `chain`.
+        operands: non-negative; two, or three for `chain`.
+        signs: of the second and third operand of `chain`, else empty.
+    """
+
+    operation: str
+    operands: tuple[int, ...]
+    signs: str = ""
+
+    def canonical(self) -> str:
+        """Text that is equal for problems that teach the same thing."""
+        operands = sorted(self.operands) if self.operation in _COMMUTATIVE else self.operands
+        return f"{self.operation}{self.signs}:{','.join(map(str, operands))}"
+
+    def split(self) -> str:
+        """The split it belongs to, by the hash of its canonical text."""
+        digest = hashlib.sha256(self.canonical().encode()).digest()
+        place = int.from_bytes(digest[:8], "big") / 2**64
+        return next(
+            name for name, bound in zip(SPLITS, _SPLIT_UPPER_BOUNDS, strict=True) if place < bound
+        )
+
+    def results(self) -> tuple[int, ...]:
+        """Partial results in order; one for every operation but `chain`."""
+        first, second, *rest = self.operands
+        match self.operation:
+            case "add":
+                return (first + second,)
+            case "subtract":
+                return (first - second,)
+            case "multiply":
+                return (first * second,)
+            case "modulo":
+                return (first % second,)
+            case "chain":
+                partial = first + second if self.signs[0] == "+" else first - second
+                return (partial, partial + rest[0] if self.signs[1] == "+" else partial - rest[0])
+        raise ValueError(f"{self.operation} has no numeric result")
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How numbers are written: the format of `ArithmeticConfig`."""
+
+    num_digits: int
+    zero_pad: bool
+    reverse_answer: bool
+
+    def prompt(self, problem: Problem) -> str:
+        """The problem as the user's message."""
+        width = self.num_digits if self.zero_pad else 0
+        first, *rest = (f"{operand:0{width}d}" for operand in problem.operands)
+        signs = problem.signs or _SYMBOLS[problem.operation]
+        return first + "".join(s + o for s, o in zip(signs, rest, strict=True)) + "="
+
+    def steps(self, problem: Problem) -> list[str]:
+        """The results as they are written, the answer last."""
+        if problem.operation == "compare":
+            first, second = problem.operands
+            return ["<" if first < second else ">" if first > second else "="]
+        width = _answer_width(problem.operation, self.num_digits) if self.zero_pad else 0
+        written = [f"{result:0{width}d}" for result in problem.results()]
+        return [text[::-1] for text in written] if self.reverse_answer else written
+
+
+@dataclass(frozen=True)
+class ArithmeticSplits:
+    """The generated rows; the answer to an SFT row is its last message."""
+
+    sft: tuple[SFTRow, ...]
+    rl: tuple[RLRow, ...]
+    evaluation: tuple[RLRow, ...]
+
+
+def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
+    """Generate the three splits.
+
+    Args:
+        config: operations, difficulty, notation and sizes.
+        seed: decides which problems of a split are taken, and their order; never the split.
+
+    Returns:
+        Rows, operations interleaved.
+
+    Raises:
+        ConfigError: an operation has too few problems for the sizes asked for.
+    """
+    notation = Notation(config.num_digits, config.zero_pad, config.reverse_answer)
+    wanted = {"sft": config.num_sft, "rl": config.num_rl, "evaluation": config.num_eval}
+    operations = tuple(dict.fromkeys(config.operations))
+    if not operations:
+        raise ConfigError("data.arithmetic.operations", "got none; need at least one")
+    drawn: dict[str, list[list[Problem]]] = {split: [] for split in wanted}
+    for place, operation in enumerate(operations):
+        shares = {s: _share(count, place, len(operations)) for s, count in wanted.items()}
+        for split, problems in _draw(operation, config.num_digits, seed, shares).items():
+            drawn[split].append(problems)
+    mixed = {split: _interleave(parts) for split, parts in drawn.items()}
+    return ArithmeticSplits(
+        tuple(_sft_row(problem, notation) for problem in mixed["sft"]),
+        tuple(_rl_row(p, notation, "rl", i) for i, p in enumerate(mixed["rl"])),
+        tuple(_rl_row(p, notation, "evaluation", i) for i, p in enumerate(mixed["evaluation"])),
+    )
+
+
+def _draw(
+    operation: str, num_digits: int, seed: int, wanted: dict[str, int]
+) -> dict[str, list[Problem]]:
+    """Walk the operation's problems in a seeded order until every split has its number."""
+    size, decode = _problem_space(operation, num_digits)
+    drawn: dict[str, list[Problem]] = {split: [] for split in wanted}
+    num_open = sum(1 for count in wanted.values() if count)
+    for index in _walk(size, f"{seed}/{operation}/{num_digits}"):
+        if not num_open:
+            break
+        problem = decode(index)
+        if problem is None:
+            continue
+        taken = drawn[split := problem.split()]
+        if len(taken) < wanted[split]:
+            taken.append(problem)
+            num_open -= len(taken) == wanted[split]
+    for split, problems in drawn.items():
+        if len(problems) < wanted[split]:
+            field = {"evaluation": "num_eval"}.get(split, f"num_{split}")
+            raise ConfigError(
+                f"data.arithmetic.{field}",
+                f"got {wanted[split]} for {operation!r}; need at most {len(problems)}: all that "
+                f"{num_digits} digits give this split; lower it or raise num_digits",
+            )
+    return drawn
+
+
+def _problem_space(operation: str, num_digits: int) -> tuple[int, Callable[[int], Problem | None]]:
+    """How many indices there are, and the problem of an index (None where there is none)."""
+    base = 10**num_digits
+
+    def pair(index: int) -> Problem | None:
+        first, second = divmod(index, base)
+        if (operation == "subtract" and first < second) or (operation == "modulo" and not second):
+            return None
+        return Problem(operation, (first, second))
+
+    def chain(index: int) -> Problem | None:
+        index, signs = divmod(index, 4)
+        index, third = divmod(index, base)
+        first, second = divmod(index, base)
+        problem = Problem("chain", (first, second, third), ("++", "+-", "-+", "--")[signs])
+        return problem if min(problem.results()) >= 0 else None
+
+    return (4 * base**3, chain) if operation == "chain" else (base**2, pair)
+
+
+def _walk(size: int, key: str) -> Iterator[int]:
+    """Every index below `size` once, in an order that looks random and depends on `key` alone.
+
+    A 4-round Feistel network permutes the smallest 4^n >= size; values outside are walked on
+    (format-preserving encryption, Black & Rogaway 2002). Needs no memory and no random stream.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    for start in range(size):
+        value = start
+        while True:
+            left, right = value >> half_bits, value & mask
+            for turn in range(4):
+                digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+                left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+            value = left << half_bits | right
+            if value < size:
+                break
+        yield value
+
+
+def _answer_width(operation: str, num_digits: int) -> int:
+    """Digits that hold every result of the operation."""
+    return {"add": num_digits + 1, "multiply": 2 * num_digits, "chain": num_digits + 1}.get(
+        operation, num_digits
+    )
+
+
+def _share(total: int, place: int, num_operations: int) -> int:
+    return total // num_operations + (place < total % num_operations)
+
+
+def _interleave(parts: list[list[Problem]]) -> list[Problem]:
+    longest = max(len(part) for part in parts)
+    return [part[i] for i in range(longest) for part in parts if i < len(part)]
+
+
+def _sft_row(problem: Problem, notation: Notation) -> SFTRow:
+    answer = STEP_DELIMITER.join(notation.steps(problem))
+    return SFTRow(
+        (Message("user", notation.prompt(problem)), Message("assistant", answer)),
+        f"arithmetic/{problem.operation}",
+    )
+
+
+def _rl_row(problem: Problem, notation: Notation, split: str, index: int) -> RLRow:
+    extra_info: dict[str, object] = {"split": split, "index": index}
+    if problem.operation == "chain":
+        extra_info["answer_delimiter"] = STEP_DELIMITER
+    return RLRow(
+        data_source=f"arithmetic/{problem.operation}",
+        prompt=(Message("user", notation.prompt(problem)),),
+        ability="arithmetic",
+        reward_model=RewardModel("rule", notation.steps(problem)[-1]),
+        extra_info=extra_info,
+    )

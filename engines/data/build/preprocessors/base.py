@@ -1,0 +1,97 @@
+"""The contract of a preprocessor: one raw row in, one row of the schema out.
+
+Promises of every preprocessor: a pure function of the raw row and its options; a row it cannot
+use raises `RowError`, it never guesses. It does not open files, shuffle or count.
+To add a layout: subclass `Preprocessor` in a new file and add its line to `registry.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from engines.config.base import StrictModel
+from engines.data.read.rows import RLRow, RowError, SFTRow
+
+
+class NoOptions(StrictModel):
+    """The options of a preprocessor that has none."""
+
+
+OptionsT = TypeVar("OptionsT", bound=StrictModel)
+
+
+class Preprocessor(ABC, Generic[OptionsT]):
+    """Reads the rows of one layout.
+
+    Args:
+        options: an instance of `Options`.
+    """
+
+    Options: ClassVar[type[StrictModel]] = NoOptions
+    """Schema of `SourceConfig.options`."""
+    default_subset: ClassVar[str | None] = None
+    """Folder to read when the source names none and the folder exists."""
+    rl_columns: tuple[str, ...] | None = None
+    """Columns that `rl_row` needs; None when the layout has no answers to check."""
+    sft_columns: tuple[str, ...] | None = None
+    """Columns that `sft_row` needs; None when the layout has nothing to imitate."""
+
+    drop_duplicates: bool = False
+    """Keep only the first row of each prompt; the others are counted."""
+
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
+
+    def column_field(self, column: str) -> str:
+        """The configuration field, below the source's, that asks for a column."""
+        return "format"
+
+    @abstractmethod
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """An RL or evaluation row.
+
+        Args:
+            columns: of the raw row; those of `rl_columns` are there.
+
+        Returns:
+            The valid row.
+
+        Raises:
+            RowError: the raw row cannot be used.
+        """
+
+    @abstractmethod
+    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+        """A supervised row.
+
+        Args:
+            columns: of the raw row; those of `sft_columns` are there.
+
+        Returns:
+            The valid row.
+
+        Raises:
+            RowError: the raw row cannot be used.
+        """
+
+
+def text_answer(value: object, name: str) -> str:
+    """A ground truth as text; whole numbers are accepted as they are often stored.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        The text without white space around it.
+
+    Raises:
+        RowError: it is null, empty or of another type.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise RowError(f"{name} is {'null' if value is None else value!r}; need text")
+    if not value.strip():
+        raise RowError(f"{name} is empty")
+    return value.strip()

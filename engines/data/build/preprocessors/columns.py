@@ -1,0 +1,68 @@
+"""Any table with a question column and an answer column.
+
+The answer is the ground truth of an RL row and the assistant's message of a supervised one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from engines.config.base import StrictModel
+from engines.data.build.preprocessors.base import Preprocessor, text_answer
+from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
+
+
+class ColumnsOptions(StrictModel):
+    """Which columns, and what surrounds the question."""
+
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    system: str | None = Field(default=None, min_length=1)
+    """A system message in front of every question."""
+    instruction: str = ""
+    """Added to every question after a space."""
+    data_source: str = "columns"
+    ability: str = ""
+
+
+class Columns(Preprocessor[ColumnsOptions]):
+    """One question and one answer per row."""
+
+    Options = ColumnsOptions
+
+    def __init__(self, options: ColumnsOptions) -> None:
+        super().__init__(options)
+        self.rl_columns = (options.prompt_column, options.answer_column)
+        self.sft_columns = self.rl_columns
+
+    def column_field(self, column: str) -> str:
+        """`options.prompt_column` or `options.answer_column`."""
+        is_prompt = column == self.options.prompt_column
+        return "options.prompt_column" if is_prompt else "options.answer_column"
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The question as prompt, the answer as ground truth."""
+        return RLRow(
+            self.options.data_source,
+            self._prompt(columns),
+            self.options.ability,
+            RewardModel("rule", self._answer(columns)),
+        )
+
+    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+        """The question as prompt, the answer as the assistant's message."""
+        answer = Message("assistant", self._answer(columns))
+        return SFTRow((*self._prompt(columns), answer), self.options.data_source)
+
+    def _prompt(self, columns: Mapping[str, Any]) -> tuple[Message, ...]:
+        name = self.options.prompt_column
+        question = check_text(columns.get(name), name)
+        if self.options.instruction:
+            question = f"{question} {self.options.instruction}"
+        user = Message("user", question)
+        return (Message("system", self.options.system), user) if self.options.system else (user,)
+
+    def _answer(self, columns: Mapping[str, Any]) -> str:
+        name = self.options.answer_column
+        return text_answer(columns.get(name), name)

@@ -1,0 +1,77 @@
+"""GSM8K (arXiv:2110.14168): grade-school word problems, columns `question` and `answer`.
+
+`answer` is a worked solution with calculator notes (`<<48/2=24>>`) and a last line `#### 24`.
+The prompt asks for a boxed final answer, and supervised solutions end with one, so the `math`
+reward reads both.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.build.preprocessors.base import Preprocessor
+from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
+
+INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
+_FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
+_CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
+
+
+class GSM8KOptions(StrictModel):
+    """How the question is put."""
+
+    instruction: str = INSTRUCTION
+    """Added to every question after a line break; empty adds nothing."""
+    data_source: str = "openai/gsm8k"
+
+
+class GSM8K(Preprocessor[GSM8KOptions]):
+    """Question and worked answer."""
+
+    Options = GSM8KOptions
+    default_subset = "main"
+    rl_columns = ("question", "answer")
+    sft_columns = ("question", "answer")
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The number after `####`, without thousands separators, is the ground truth."""
+        _, answer = split_solution(columns.get("answer"))
+        return RLRow(
+            self.options.data_source,
+            (self._question(columns),),
+            "math",
+            RewardModel("rule", answer),
+        )
+
+    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+        """The worked solution without calculator notes, the final answer boxed."""
+        solution, answer = split_solution(columns.get("answer"))
+        text = f"{solution}\nThe answer is \\boxed{{{answer}}}."
+        return SFTRow(
+            (self._question(columns), Message("assistant", text)), self.options.data_source
+        )
+
+    def _question(self, columns: Mapping[str, Any]) -> Message:
+        question = check_text(columns.get("question"), "question").strip()
+        return Message("user", "\n".join(filter(None, (question, self.options.instruction))))
+
+
+def split_solution(answer: object) -> tuple[str, str]:
+    """The worked solution and the final number of a GSM8K answer.
+
+    Args:
+        answer: the raw column.
+
+    Returns:
+        The solution without calculator notes, and the number without thousands separators.
+
+    Raises:
+        RowError: no line `#### number` ends it.
+    """
+    text = check_text(answer, "answer").strip()
+    match = _FINAL_ANSWER.search(text)
+    if match is None:
+        raise RowError("answer does not end with '#### ' and a number")
+    solution = _CALCULATOR_NOTE.sub("", text[: match.start()]).strip()
+    return solution, match.group(1).replace(",", "")

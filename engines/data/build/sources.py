@@ -1,0 +1,240 @@
+"""A data source to validated rows: read, preprocess, count what is dropped, shuffle, limit.
+
+Promises: a row that cannot be used either stops everything with its file and number, or
+(`on_bad_row: drop`) is counted; a source without a usable row is an error; rows keep the order
+of their files unless `limit` asks for a seeded sample.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from engines.config.data import DataConfig, SourceConfig
+from engines.data.build.files import resolve_source
+from engines.data.read.order import permutation
+from engines.data.build.preprocessors.base import Preprocessor
+from engines.data.build.preprocessors.registry import create_preprocessor
+from engines.data.build.readers import BadRow, RawRow, read_file
+from engines.data.read.rows import Message, RLRow, RowError, SFTRow
+from infra.errors import ConfigError
+
+RowT = TypeVar("RowT", RLRow, SFTRow)
+_MAX_REASONS = 20
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What became of one source's rows.
+
+    Attributes:
+        format: name of the preprocessor.
+        revision: commit of a hub data set, None for local files.
+        num_read: rows in the files.
+        num_rows: rows kept.
+        num_duplicates: dropped because the prompt had occurred (only where a preprocessor asks).
+        num_over_limit: dropped by `limit`.
+        num_bad: dropped because they break the schema, by reason.
+    """
+
+    format: str
+    revision: str | None
+    num_read: int
+    num_rows: int
+    num_duplicates: int = 0
+    num_over_limit: int = 0
+    num_bad: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedRows(Generic[RowT]):
+    """Rows of one split, from all its sources, and what became of the rest."""
+
+    rows: tuple[RowT, ...]
+    reports: tuple[SourceReport, ...]
+
+
+def load_rl_rows(
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+) -> LoadedRows[RLRow]:
+    """RL or evaluation rows of every source, in order.
+
+    Args:
+        sources: `data.rl` or `data.evaluation`.
+        name: of the field, for errors (`rl`).
+        data: `on_bad_row`.
+        seed: of the sample that `limit` takes.
+
+    Returns:
+        The rows, and what became of the others.
+
+    Raises:
+        ConfigError: with the place and the remedy.
+    """
+
+    def of(preprocessor: Preprocessor[Any], path: str) -> "_Recipe[RLRow]":
+        if preprocessor.rl_columns is None:
+            raise ConfigError(f"{path}.format", "this layout has no answers to check; need another")
+        return _Recipe(preprocessor.rl_columns, preprocessor.rl_row, lambda row: row.prompt)
+
+    return _load(sources, name, data, seed, of)
+
+
+def load_sft_rows(
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+) -> LoadedRows[SFTRow]:
+    """Supervised rows of every source, in order; see `load_rl_rows`."""
+
+    def of(preprocessor: Preprocessor[Any], path: str) -> "_Recipe[SFTRow]":
+        if preprocessor.sft_columns is None:
+            raise ConfigError(
+                f"{path}.format", "this layout has no answers to imitate; need messages or another"
+            )
+        return _Recipe(preprocessor.sft_columns, preprocessor.sft_row, lambda row: row.messages)
+
+    return _load(sources, name, data, seed, of)
+
+
+@dataclass(frozen=True)
+class _Recipe(Generic[RowT]):
+    """How one source's raw rows become rows."""
+
+    columns: tuple[str, ...]
+    parse: Callable[[Mapping[str, Any]], RowT]
+    identity: Callable[[RowT], tuple[Message, ...]]
+
+
+def _load(
+    sources: Sequence[SourceConfig],
+    name: str,
+    data: DataConfig,
+    seed: int,
+    recipe_of: Callable[[Preprocessor[Any], str], _Recipe[RowT]],
+) -> LoadedRows[RowT]:
+    rows: list[RowT] = []
+    reports = []
+    for place, source in enumerate(sources):
+        path = f"data.{name}.{place}"
+        preprocessor = create_preprocessor(source, path)
+        recipe = recipe_of(preprocessor, path)
+        kept, report = _load_source(source, path, data, seed, preprocessor, recipe)
+        rows += kept
+        reports.append(report)
+    return LoadedRows(tuple(rows), tuple(reports))
+
+
+def _load_source(
+    source: SourceConfig,
+    path: str,
+    data: DataConfig,
+    seed: int,
+    preprocessor: Preprocessor[Any],
+    recipe: _Recipe[RowT],
+) -> tuple[list[RowT], SourceReport]:
+    files = resolve_source(source, path, preprocessor.default_subset)
+    bad = _BadRows(data.on_bad_row == "drop")
+    usable: list[RowT] = []
+    seen: set[tuple[Message, ...]] = set()
+    num_usable = 0
+    for file in files.files:
+        for row in _parse_file(file, path, preprocessor, recipe, bad):
+            num_usable += 1
+            # While reading: a file may repeat each of its rows a hundred times.
+            if preprocessor.drop_duplicates and recipe.identity(row) in seen:
+                continue
+            seen.add(recipe.identity(row))
+            usable.append(row)
+    bad.raise_if_any()
+    num_read = num_usable + bad.num_rows
+    if not usable:
+        dropped = f" of {num_read} are usable" if num_read else ""
+        raise ConfigError(f"{path}.path", f"{source.path}: 0 rows{dropped}; need at least 1")
+    kept = _limit(usable, source.limit, seed)
+    report = SourceReport(
+        format=source.format,
+        revision=files.revision,
+        num_read=num_read,
+        num_rows=len(kept),
+        num_duplicates=num_usable - len(usable),
+        num_over_limit=len(usable) - len(kept),
+        num_bad=dict(sorted(bad.reasons.items())),
+    )
+    return kept, report
+
+
+class _BadRows:
+    """Collects unusable rows: to count them, or to stop with the first and the number like it."""
+
+    def __init__(self, drop: bool) -> None:
+        self._drop = drop
+        self._first: BadRow | None = None
+        self.num_rows = 0
+        self.reasons: Counter[str] = Counter()
+
+    def add(self, row: BadRow) -> None:
+        if row.unreadable and not self._drop:
+            raise ConfigError(row.place, row.problem)
+        self._first = self._first or row
+        self.num_rows += 1
+        reason = "unreadable" if row.unreadable else row.problem
+        known = reason in self.reasons or len(self.reasons) < _MAX_REASONS
+        self.reasons[reason if known else "other"] += 1
+
+    def raise_if_any(self) -> None:
+        if self._first is None or self._drop:
+            return
+        num_alike = self.reasons[self._first.problem]
+        rows = "row" if num_alike == 1 else "rows"
+        raise ConfigError(
+            self._first.place,
+            f"{self._first.problem} ({num_alike} such {rows}; set data.on_bad_row=drop to skip and "
+            "count)",
+        )
+
+
+def _parse_file(
+    file: Path, path: str, preprocessor: Preprocessor[Any], recipe: _Recipe[RowT], bad: _BadRows
+) -> Iterator[RowT]:
+    """The file's usable rows; a column that none of its rows has is the configuration's fault."""
+    missing: Counter[str] = Counter()
+    seen: dict[str, None] = {}
+    num_rows = 0
+    problems = []
+    for raw in read_file(file):
+        if isinstance(raw, BadRow):
+            bad.add(raw)
+            continue
+        num_rows += 1
+        absent = [name for name in recipe.columns if name not in raw.columns]
+        if absent:
+            missing.update(absent)
+            seen.update(dict.fromkeys(raw.columns))
+            problems.append(BadRow(raw.place, f"{absent[0]} is missing"))
+            continue
+        row = _parse_row(raw, recipe)
+        if isinstance(row, BadRow):
+            problems.append(row)
+        else:
+            yield row
+    for name, count in missing.items():
+        if count == num_rows:
+            raise ConfigError(
+                f"{path}.{preprocessor.column_field(name)}",
+                f"{name!r} not in {file.name}; columns: {', '.join(seen) or 'none'}",
+            )
+    for problem in problems:
+        bad.add(problem)
+
+
+def _parse_row(raw: RawRow, recipe: _Recipe[RowT]) -> RowT | BadRow:
+    try:
+        return recipe.parse(raw.columns)
+    except RowError as error:
+        return BadRow(raw.place, str(error))
+
+
+def _limit(rows: list[RowT], limit: int | None, seed: int) -> list[RowT]:
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[index] for index in permutation(len(rows), seed)[:limit].tolist()]

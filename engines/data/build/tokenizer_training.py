@@ -1,0 +1,125 @@
+"""Tokenizers for models made from scratch, trained on the data set's own text.
+
+`character` has one token per character that occurs; `bpe` is byte-level byte-pair encoding with
+single digits. Both write the files that `transformers.AutoTokenizer` reads.
+Promises: equal texts give byte-equal files; decoding is exact for every text made of known
+characters (`bpe`: for every text); the ids of the special tokens are the first ones.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
+
+from engines.config.model import TokenizerConfig
+from engines.data.read.chat_template import (
+    DEFAULT_CHAT_TEMPLATE,
+    END_TOKEN,
+    PAD_TOKEN,
+    ROLE_TOKENS,
+    UNKNOWN_TOKEN,
+)
+from infra.errors import ConfigError
+
+_SPECIAL_TOKENS = (PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, *ROLE_TOKENS)
+_NUM_BYTES = 256
+
+
+def train_tokenizer(
+    config: TokenizerConfig,
+    texts: Iterable[str],
+    out_dir: Path,
+    *,
+    max_length: int,
+    chat_template: str | None = None,
+) -> Path:
+    """Train a tokenizer and write its directory.
+
+    Args:
+        config: kind and size.
+        texts: everything the model will read or write, without the chat template.
+        out_dir: created if it does not exist.
+        max_length: context in tokens, recorded for other tools.
+        chat_template: replaces the default one.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ConfigError: `vocab_size` cannot hold the bytes and special tokens of `bpe`.
+    """
+    if config.kind == "character":
+        tokenizer = _character_tokenizer(texts)
+    else:
+        tokenizer = _bpe_tokenizer(texts, config.vocab_size)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(_tokenizer_config(max_length), indent=2),
+        "chat_template.jinja": chat_template or DEFAULT_CHAT_TEMPLATE,
+    }
+    for name, text in files.items():
+        (out_dir / name).write_text(text, encoding="utf-8", newline="")
+    return out_dir
+
+
+def _character_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    characters = sorted({character for text in texts for character in text})
+    vocabulary = {token: id_ for id_, token in enumerate((*_SPECIAL_TOKENS, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    # Without a decoder the library would put spaces between the characters.
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(_added_tokens())
+    return tokenizer
+
+
+def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    smallest = _NUM_BYTES + len(_SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise ConfigError(
+            "model.tokenizer.vocab_size",
+            f"got {vocab_size}; bpe needs at least {smallest} ({_NUM_BYTES} bytes and "
+            f"{len(_SPECIAL_TOKENS)} special tokens); raise it or use kind: character",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=_added_tokens(),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # Sorted: the trainer's ties must not depend on the order of the rows.
+    tokenizer.train_from_iterator(sorted(set(texts)), trainer)
+    return tokenizer
+
+
+def _added_tokens() -> list[AddedToken]:
+    return [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
+
+
+def _tokenizer_config(max_length: int) -> dict[str, object]:
+    return {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_TOKEN,
+        "model_max_length": max_length,
+        "pad_token": PAD_TOKEN,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": UNKNOWN_TOKEN,
+    }

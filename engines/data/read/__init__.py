@@ -1,0 +1,1 @@
+"""Rows as training needs them: read, rendered, tokenized, ordered, packed."""

@@ -1,0 +1,156 @@
+"""Rendering a Jinja chat template to text, and the template of models made from scratch.
+
+Promises: the same messages give the same text on every day and machine (there is no clock: a
+template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
+sandbox, since it comes with the model; its errors become one line that names the template line.
+Renders what transformers renders for messages with a role and text content. Not supported:
+tools, documents, images.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engines.data.read.rows import Message
+from infra.errors import ConfigError
+
+END_TOKEN = "<|end|>"  # noqa: S105 - a token of the vocabulary
+PAD_TOKEN = "<|pad|>"  # noqa: S105
+UNKNOWN_TOKEN = "<|unk|>"  # noqa: S105
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""One token per turn and one at the end of an answer: `<|user|>12+34=<|assistant|>640<|end|>`."""
+
+# Characters of a private-use plane mark the assistant's spans; no tokenizer sees them.
+_SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation.
+
+    Attributes:
+        text: what is tokenized.
+        spans: (start, end) characters inside the template's `{% generation %}` blocks.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    special_tokens: Mapping[str, str] | None = None,
+) -> Rendered:
+    """Render messages.
+
+    Args:
+        template: Jinja source.
+        messages: the conversation.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        special_tokens: `bos_token`, `eos_token` ... as the template may use them.
+
+    Returns:
+        The text, and the spans the template marks itself.
+
+    Raises:
+        ConfigError: the template does not compile or raises; names line and message.
+    """
+    compiled = _compile(template)
+    try:
+        marked = compiled.render(
+            messages=[{"role": m.role, "content": m.content} for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            **(special_tokens or {}),
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        roles = ", ".join(message.role for message in messages)
+        raise ConfigError(
+            "model.chat_template",
+            f"{_where(error)}{type(error).__name__}: {error}; rendering {len(messages)} messages "
+            f"({roles}); need a template for these roles",
+        ) from None
+    return _take_spans(marked)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: puts marks around what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute Jinja reads
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_SPAN_START}{caller()}{_SPAN_END}"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            "model.chat_template", f"line {error.lineno}: {error.message}; need valid Jinja"
+        ) from None
+
+
+def _take_spans(marked: str) -> Rendered:
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length = 0
+    for place, part in enumerate(marked.split(_SPAN_START)):
+        inside, _, after = part.partition(_SPAN_END) if place else ("", "", part)
+        if inside:
+            spans.append((length, length + len(inside)))
+        pieces += (inside, after)
+        length += len(inside) + len(after)
+    return Rendered("".join(pieces), tuple(spans))
+
+
+def _where(error: Exception) -> str:
+    """`line 7: ` if the traceback passes through the template."""
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == "<template>":
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"line {line}: " if line else ""
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

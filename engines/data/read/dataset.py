@@ -1,0 +1,70 @@
+"""The dataset artifact: three splits of validated rows, a summary, and perhaps a tokenizer.
+
+    sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
+
+Promises: rows come back as `engines.data.build.dataset` wrote them, typed and checked.
+Imports without torch and transformers.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.data.read.row_files import read_rl_rows, read_sft_rows
+from engines.data.read.rows import RLRow, SFTRow
+from infra.errors import ConfigError
+
+SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
+SUMMARY_FILE = "summary.json"
+TOKENIZER_DIR = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset directory; rows are read when asked for."""
+
+    directory: Path
+
+    def sft_rows(self) -> tuple[SFTRow, ...]:
+        """Rows of the supervised split."""
+        return read_sft_rows(self.directory / SFT_FILE)
+
+    def rl_rows(self) -> tuple[RLRow, ...]:
+        """Rows of the RL split."""
+        return read_rl_rows(self.directory / RL_FILE)
+
+    def evaluation_rows(self) -> tuple[RLRow, ...]:
+        """Rows of the held-out split."""
+        return read_rl_rows(self.directory / EVALUATION_FILE)
+
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json."""
+        return json.loads((self.directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+
+    @property
+    def tokenizer_dir(self) -> Path | None:
+        """The tokenizer trained on this data, if there is one."""
+        path = self.directory / TOKENIZER_DIR
+        return path if path.is_dir() else None
+
+
+def load_dataset(directory: Path) -> Dataset:
+    """Open a dataset directory.
+
+    Args:
+        directory: of a dataset artifact.
+
+    Returns:
+        The data set; nothing is read yet.
+
+    Raises:
+        ConfigError: one of its files is absent.
+    """
+    names = (SFT_FILE, RL_FILE, EVALUATION_FILE, SUMMARY_FILE)
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise ConfigError(
+            "dataset", f"{directory} has no {', '.join(absent)}; need a preprocessed dataset"
+        )
+    return Dataset(directory)

@@ -1,0 +1,164 @@
+"""Rows to token ids: what the training and rollout loops consume.
+
+Promises: no sequence longer than its limit gets through, none is cut, and every one left out is
+counted; ids and order are a pure function of rows and tokenizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engines.data.read.chat import render_conversations, render_prompts
+from engines.data.read.rows import RLRow, SFTRow
+from engines.data.read.tokenizer import ChatTokenizer
+from infra.errors import ConfigError
+
+OnOverlong = Literal["error", "drop"]
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One tokenized conversation.
+
+    Attributes:
+        input_ids: token ids.
+        loss_mask: 1 where the token is trained on, else 0; the first is always 0.
+    """
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SFTExamples:
+    """The tokenized supervised split.
+
+    Attributes:
+        examples: in row order.
+        indices: the row of each example.
+        num_overlong: rows left out because they are too long.
+        num_tokens: tokens of all examples.
+        num_loss_tokens: those with loss mask 1.
+    """
+
+    examples: tuple[SFTExample, ...]
+    indices: tuple[int, ...]
+    num_overlong: int
+    num_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True)
+class RLPrompt:
+    """One tokenized prompt.
+
+    Attributes:
+        index: of the row in its split: the prompt's stable identity.
+        row: what the reward needs.
+        prompt_ids: token ids, ending with the opening of the assistant's turn.
+    """
+
+    index: int
+    row: RLRow
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RLPrompts:
+    """The tokenized RL or evaluation split.
+
+    Attributes:
+        prompts: in row order.
+        num_overlong: rows left out because they are too long.
+        max_length: tokens of the longest prompt kept.
+    """
+
+    prompts: tuple[RLPrompt, ...]
+    num_overlong: int
+    max_length: int
+
+
+def sft_examples(
+    rows: Sequence[SFTRow],
+    tokenizer: ChatTokenizer,
+    max_length: int,
+    on_overlong: OnOverlong = "error",
+) -> SFTExamples:
+    """Tokenize supervised rows.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+        max_length: most tokens of one conversation (`model.max_length`).
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        The examples that fit, in row order, and the number of the others.
+
+    Raises:
+        ConfigError: a conversation is too long, or none is left.
+    """
+    rendered = render_conversations(tokenizer, [row.messages for row in rows])
+    kept = _within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
+    examples = tuple(SFTExample(rendered[i].input_ids, rendered[i].loss_mask) for i in kept)
+    return SFTExamples(
+        examples,
+        indices=tuple(kept),
+        num_overlong=len(rows) - len(kept),
+        num_tokens=sum(len(example.input_ids) for example in examples),
+        num_loss_tokens=sum(sum(example.loss_mask) for example in examples),
+    )
+
+
+def rl_prompts(
+    rows: Sequence[RLRow],
+    tokenizer: ChatTokenizer,
+    max_prompt_length: int,
+    on_overlong: OnOverlong = "error",
+) -> RLPrompts:
+    """Tokenize the prompts of RL or evaluation rows.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+        max_prompt_length: most tokens of one prompt, chat template included.
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        The prompts that fit, in row order, and the number of the others.
+
+    Raises:
+        ConfigError: a prompt is too long, or none is left.
+    """
+    prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
+    lengths = [len(ids) for ids in prompt_ids]
+    kept = _within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
+    return RLPrompts(
+        tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept),
+        num_overlong=len(rows) - len(kept),
+        max_length=max(lengths[i] for i in kept),
+    )
+
+
+_SFT_LIMIT = ("model.max_length", "conversations")
+_PROMPT_LIMIT = ("data.max_prompt_length", "prompts")
+
+
+def _within(
+    lengths: Sequence[int], limit: int, on_overlong: OnOverlong, what: tuple[str, str]
+) -> list[int]:
+    """Indices of the sequences that fit."""
+    field, noun = what
+    kept = [index for index, length in enumerate(lengths) if length <= limit]
+    num_overlong = len(lengths) - len(kept)
+    if num_overlong and on_overlong == "error":
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        raise ConfigError(
+            field,
+            f"{num_overlong} of {len(lengths)} {noun} exceed {limit} tokens (the longest, row "
+            f"{longest}, has {lengths[longest]}); data.on_overlong is 'error'; raise the limit or "
+            "set data.on_overlong=drop",
+        )
+    if not kept:
+        raise ConfigError(field, f"0 of {len(lengths)} {noun} have at most {limit} tokens")
+    return kept

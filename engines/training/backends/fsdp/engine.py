@@ -1,0 +1,113 @@
+"""The FSDP2 engine, on any platform and world size: `fully_shard` of a transformers module.
+
+Promises: gradients reduced in float32; parameters sharded over all ranks, or (hybrid sharding)
+over the ranks of each of `replicate_size` copies. One process in float32 runs the plain module:
+no process group, no sharding.
+Not covered: tensor parallelism.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers import PreTrainedModel
+
+from engines import collectives
+from engines.config.base import StrictModel
+from engines.training.backends.fsdp.mesh import sharding_mesh
+from engines.training.backends.transformers.build import build_model, decoder_layers
+from engines.training.backends.transformers.engine import TransformersModelEngine
+
+
+class FSDP2Options(StrictModel):
+    """`training.options` of the backend fsdp2."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
+    num_prefetched_layers: int = 0
+    """Layers gathered ahead of their forward pass; 0 leaves it to the implicit prefetch of one."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
+
+
+class FSDP2Engine(TransformersModelEngine):
+    """`BaseEngine` on torch's `fully_shard`."""
+
+    Options = FSDP2Options
+
+    def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
+        if not self._is_sharded():
+            return build_model(self.spec, None, load_weights=load_weights)
+        return build_model(
+            self.spec,
+            self._shard,
+            load_weights=load_weights,
+            weights_on_host=self._own_options.cpu_offload,
+        )
+
+    @property
+    def _own_options(self) -> FSDP2Options:
+        return FSDP2Options.model_validate(self.spec.training.options)
+
+    def _is_sharded(self) -> bool:
+        return collectives.world_size() > 1 or self._compute_dtype != torch.float32
+
+    def _needs_process_group(self) -> bool:
+        return self._is_sharded()
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.spec.training.dtype)
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        """One unit per decoder layer, one for the rest."""
+        options = self._own_options
+        on_accelerator = self.spec.platform.device_name != "cpu"
+        settings = {
+            "mesh": sharding_mesh(
+                self.spec.platform.device_name,
+                self.spec.training.replicate_size,
+                self.spec.training.collective_timeout_s,
+            ),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self._compute_dtype, reduce_dtype=torch.float32
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_accelerator)
+            if options.cpu_offload
+            else OffloadPolicy(),
+        }
+        layers = decoder_layers(model)
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **settings)
+        # The root's weights are needed at the end of forward and at the start of backward.
+        fully_shard(model, reshard_after_forward=False, **settings)
+        if options.num_prefetched_layers:
+            for i, layer in enumerate(layers):
+                ahead = layers[i + 1 : i + 1 + options.num_prefetched_layers]
+                if isinstance(layer, FSDPModule) and ahead:
+                    layer.set_modules_to_forward_prefetch(
+                        [x for x in ahead if isinstance(x, FSDPModule)]
+                    )
+
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """FSDP averages gradients over all ranks; the factor makes that a sum.
+
+        Ranks that share sequences each hold the gradient of their own tokens.
+        """
+        return float(collectives.world_size() if dist.is_initialized() else 1)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(enabled)
+
+    def _end_inference(self) -> None:
+        # The root keeps its gathered weights for a backward pass that does not come; they would
+        # stand in for the sharded master weights until the next one.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,204 @@
+"""The FSDP engine: torch's first fully sharded data parallel, kept for recipes that name it.
+
+Promises: the results and the checkpoint files of fsdp2; a checkpoint of either loads in the
+other. Each rank builds the whole model before it is sharded, and writing a checkpoint gathers
+the weights once: fsdp2 does neither.
+One process in float32 runs the plain module.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import PreTrainedModel
+
+from engines import collectives
+from engines.checkpoint.hub_names import named_state
+from engines.config.base import StrictModel
+from engines.training.backends.fsdp.mesh import sharding_mesh
+from engines.training.backends.transformers.build import build_model, decoder_layers
+from engines.training.backends.transformers.engine import TransformersModelEngine
+from engines.training.backends.transformers.optimizer import decayed_names
+from engines.training.spec import EngineSpec
+
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+class FSDPOptions(StrictModel):
+    """`training.options` of the backend fsdp."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
+    forward_prefetch: bool = False
+    """Gather the next layer before this one has run."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
+
+
+class FSDPEngine(TransformersModelEngine):
+    """`BaseEngine` on torch's `FullyShardedDataParallel`."""
+
+    Options = FSDPOptions
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._state_names: list[str] = []
+        self._decayed: set[str] = set()
+        self._unsynced = ExitStack()
+
+    @property
+    def _wrapped(self) -> FullyShardedDataParallel | None:
+        model = cast(Any, self.model)
+        return model if isinstance(model, FullyShardedDataParallel) else None
+
+    def _needs_process_group(self) -> bool:
+        return collectives.world_size() > 1 or self.spec.training.dtype != "float32"
+
+    def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
+        model = build_model(self.spec, None, load_weights=load_weights)
+        self._state_names = [name for name, _ in named_state(model)]
+        # Afterwards every parameter is a flat piece.
+        self._decayed = decayed_names(model)
+        if not self._needs_process_group():
+            return model
+        options = FSDPOptions.model_validate(self.spec.training.options)
+        training, platform = self.spec.training, self.spec.platform
+        wrapped = FullyShardedDataParallel(
+            model,
+            device_mesh=sharding_mesh(
+                platform.device_name, training.replicate_size, training.collective_timeout_s
+            ),
+            sharding_strategy=_strategy(
+                options.reshard_after_forward, hybrid=training.replicate_size > 1
+            ),
+            auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in decoder_layers(model)}),
+            mixed_precision=MixedPrecision(
+                param_dtype=getattr(torch, training.dtype), reduce_dtype=torch.float32
+            ),
+            # Without an accelerator everything is there already, and the wrapper would ask for one.
+            cpu_offload=CPUOffload(options.cpu_offload and platform.device_name != "cpu"),
+            device_id=platform.device(),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=options.forward_prefetch,
+            use_orig_params=True,
+        )
+        FullyShardedDataParallel.set_state_dict_type(
+            wrapped,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(_use_dtensor=True),
+            ShardedOptimStateDictConfig(_use_dtensor=True),
+        )
+        # A wrapper hands on every attribute of the module it wraps.
+        return cast(PreTrainedModel, wrapped)
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            yield name.replace(_WRAPPER, ""), parameter
+
+    def _decayed_names(self) -> set[str]:
+        return self._decayed
+
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """FSDP averages gradients over all ranks; the factor makes that a sum."""
+        return float(collectives.world_size() if self._wrapped is not None else 1)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        self._unsynced.close()
+        # One rank saves nothing by it, and in bfloat16 torch would add gradients of two dtypes.
+        if not enabled and self._wrapped is not None and collectives.world_size() > 1:
+            self._unsynced.enter_context(self._wrapped.no_sync())
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        if self._wrapped is None:
+            return super()._clip_gradients(max_norm)
+        return float(self._wrapped.clip_grad_norm_(max_norm))
+
+    def _end_inference(self) -> None:
+        # Gathered weights wait for a backward pass that does not come: those of the root, or of
+        # every layer without `reshard_after_forward`.
+        for module in _units(self._wrapped):
+            handle = cast(Any, module)._handle
+            if handle is not None and handle.uses_sharded_strategy:
+                _reshard(cast(Any, module), handle, free_unsharded_flat_param=True)
+
+    def _state_scope(self) -> AbstractContextManager[None]:
+        # The wrapper gathers weights and optimizer states on the device.
+        return self.train_mode() if self._wrapped is not None else super()._state_scope()
+
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        if self._wrapped is None:
+            return super()._named_state()
+        state = self._wrapped.state_dict()
+        return [(name, state[name]) for name in self._state_names]
+
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        if self._wrapped is None or self._optimizer is None:
+            return super()._optimizer_states()
+        state = FullyShardedDataParallel.optim_state_dict(self._wrapped, self._optimizer)
+        return cast(dict[str, dict[str, Tensor]], state["state"])
+
+    @contextmanager
+    def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
+        """Sharded copies to be filled, which are then written back."""
+        if self._wrapped is None:
+            with super()._loading() as live:
+                yield live
+            return
+        model, optimizer = self._named_state(), self._optimizer_states()
+        yield model, optimizer
+        # Tied weights are one entry here; the wrapper wants every name it knows.
+        self._wrapped.load_state_dict(dict(model), strict=False)
+        if self._optimizer is not None and optimizer:
+            groups = FullyShardedDataParallel.optim_state_dict(self._wrapped, self._optimizer)
+            filled = {"state": optimizer, "param_groups": groups["param_groups"]}
+            self._optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(
+                    self._wrapped, self._optimizer, filled
+                )
+            )
+
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move the flat parameters (gradients go with them) and optimizer state."""
+        wrapped = self._wrapped
+        if wrapped is None:
+            super().to(device, model=model, optimizer=optimizer, grad=grad)
+            return
+        if model and not grad:
+            self.optimizer_zero_grad()
+        if model:
+            for module in _units(wrapped):
+                handle = cast(Any, module)._handle
+                if handle is not None:
+                    handle.flat_param_to(torch.device(device), non_blocking=False)
+                    handle.flat_param._local_shard = handle.flat_param.data
+        if optimizer:
+            super().to(device, model=False, optimizer=True, grad=False)
+
+
+def _units(wrapped: FullyShardedDataParallel | None) -> list[FullyShardedDataParallel]:
+    return FullyShardedDataParallel.fsdp_modules(wrapped) if wrapped is not None else []
+
+
+def _strategy(reshard_after_forward: bool, *, hybrid: bool) -> ShardingStrategy:
+    if hybrid:
+        full, grads = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+    else:
+        full, grads = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+    return full if reshard_after_forward else grads

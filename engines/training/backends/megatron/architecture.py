@@ -1,0 +1,185 @@
+"""Which Hugging Face architectures Megatron-Core can compute, and how their parts correspond.
+
+mbridge knows each architecture's settings and names; here its few gaps are filled: settings that
+transformers 5 moved, layers without TransformerEngine, and checks that a model has nothing that
+the mapping would silently drop.
+Promises: an architecture, or a setting of one, that was not tested is refused.
+"""
+
+import re
+from typing import Any, cast
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.core.llm_bridge import LLMBridge
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engines.training.backends.megatron.layout import Layout
+from infra.errors import ConfigError
+
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_ROPE_TYPES = ("default", "linear", "llama3")
+_LOCAL_NAMES = (
+    (re.compile(r"(layers\.\d+)\.input_layernorm\."), r"\1.self_attention.linear_qkv.layer_norm_"),
+    (
+        re.compile(r"(experts)\.local_experts\.(\d+)\.(linear_fc\d)\.weight$"),
+        r"\1.\3.weight\2",
+    ),
+)
+"""Names of layers without TransformerEngine -> those that mbridge knows."""
+_DENSE_NORM = (
+    re.compile(r"(layers\.\d+)\.pre_mlp_layernorm\."), r"\1.mlp.linear_fc1.layer_norm_",
+)  # fmt: skip
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse a model that would not be computed as transformers computes it.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        ConfigError: names what Megatron-Core lacks.
+    """
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        _refuse(f"is a {kind}; the megatron backend has {', '.join(SUPPORTED)}")
+    needed = {
+        "attention biases": kind != "qwen2" and getattr(config, "attention_bias", False),
+        "biases in its MLP": getattr(config, "mlp_bias", False),
+        f"the activation {config.hidden_act}": config.hidden_act != "silu",
+        "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "dense layers between its mixtures": bool(getattr(config, "mlp_only_layers", None))
+        or getattr(config, "decoder_sparse_step", 1) != 1,
+        "one normalised expert per token": getattr(config, "norm_topk_prob", False)
+        and getattr(config, "num_experts_per_tok", 2) == 1,
+        "dropout": bool(getattr(config, "attention_dropout", 0.0)),
+        f"rotary embeddings of type {_rope_type(config)}": _rope_type(config) not in _ROPE_TYPES,
+    }
+    for what, is_needed in needed.items():
+        if is_needed:
+            _refuse(f"needs {what}, which the megatron backend has not")
+
+
+def _refuse(problem: str) -> None:
+    raise ConfigError("model.path", f"{problem}; choose another, or set training.backend: fsdp2")
+
+
+def _rope_type(config: PretrainedConfig) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Width of one attention head."""
+    explicit = getattr(config, "head_dim", None)
+    return explicit or config.hidden_size // config.num_attention_heads
+
+
+def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor:
+    """(head size / 2,) float32 angle per position of each rotated pair, as transformers has it."""
+    kind = _rope_type(config)
+    if kind == "default":
+        exponents = torch.arange(0, head_size(config), 2, dtype=torch.int64).float()
+        theta = cast(Any, config).rope_parameters["rope_theta"]
+        return (1.0 / (theta ** (exponents / head_size(config)))).to(device)
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if scaling != 1.0:
+        _refuse(f"scales attention by {scaling} for its rotary embeddings")
+    return frequencies.to(device)
+
+
+class Architecture:
+    """One model's settings and names in Megatron-Core.
+
+    Args:
+        config: of the model, checked.
+        layout: active.
+        dtype: of the parameters.
+        recompute: redo each layer's forward pass in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        self.hub = config
+        self.is_mixture = bool(getattr(config, "num_experts", 0))
+        self._bridge = _make_bridge(config, dtype)
+        self._bridge.set_extra_args(
+            **_settings(config, layout),
+            **({"recompute_granularity": "full", "recompute_method": "uniform",
+                "recompute_num_layers": 1} if recompute else {}),
+        )  # fmt: skip
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Of Megatron-Core."""
+        return cast(TransformerConfig, self._bridge.config)
+
+    def hub_names(self, name: str) -> list[str]:
+        """Weights that a parameter is made of: q, k, v; gate, up; or one.
+
+        Args:
+            name: of the parameter, with the numbers of layer and expert in the whole model.
+
+        Returns:
+            Names on the hub.
+        """
+        for pattern, replacement in _LOCAL_NAMES:
+            name = pattern.sub(replacement, name)
+        if not self.is_mixture:
+            name = _DENSE_NORM[0].sub(_DENSE_NORM[1], name)
+        return self._bridge._weight_name_mapping_mcore_to_hf(name)
+
+
+def _make_bridge(config: PretrainedConfig, dtype: torch.dtype) -> LLMBridge:
+    """A bridge of a class of its own: mbridge writes tied weights into the class's mapping.
+
+    It does so for some architectures only, and that one model's tie would be every model's.
+    """
+    base = _MODEL_REGISTRY[config.model_type]
+    names = dict(LLMBridge._DIRECT_MAPPING)
+    if config.tie_word_embeddings:
+        names["output_layer.weight"] = names["embedding.word_embeddings.weight"]
+    return type(base.__name__, (base,), {"_DIRECT_MAPPING": names})(config, dtype=dtype)
+
+
+def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
+    """Where mbridge's defaults need TransformerEngine or differ from transformers."""
+    settings: dict[str, Any] = {
+        "kv_channels": head_size(config),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "sequence_parallel": layout.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "perform_initialization": False,
+        # The engine divides by global counts itself: gradients are plain sums.
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        # Two stages with several pieces would send to each other both ways in one batch.
+        "batch_p2p_comm": layout.virtual == 1,
+        "overlap_p2p_comm": layout.virtual > 1,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if getattr(config, "num_experts", 0):
+        settings |= {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            # Probabilities of the chosen experts are normalised to 1, or left as they are.
+            "moe_router_pre_softmax": not cast(Any, config).norm_topk_prob,
+        }
+    return settings

@@ -1,0 +1,294 @@
+"""The Megatron engine: tensor, pipeline (virtual too), context, expert and data parallelism.
+
+Promises: float32 main weights and gradients, computation in `training.dtype`, gradients summed in
+float32; the optimizer's state is spread over the ranks that hold the same weights; equal calls
+give equal bits on a CPU. Checkpoints have transformers' names and whole shapes: any layout, and
+any backend of the transformers family, reads them.
+Megatron-Core is imported inside the platform's scope for it, never before.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from engines import collectives
+from engines.checkpoint.engine_state import (
+    EngineState,
+    load_engine_state,
+    read_scalars,
+    save_engine_state,
+    stage_engine_state,
+)
+from engines.checkpoint.staging import StagingBuffers
+from engines.config.base import StrictModel
+from engines.errors import EngineError
+from engines.training.backends.megatron.layout import Layout, check_layout
+from engines.training.backends.transformers.adapters import (
+    is_trained_with_adapter,
+    save_peft_adapter,
+)
+from engines.training.backends.transformers.folding import stored_weights
+from engines.training.base import BaseEngine
+from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
+from engines.types import ModelOutputs, TokenBatch
+from infra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engines.training.backends.megatron.replica import Replica
+
+
+class MegatronOptions(StrictModel):
+    """`training.options` of the backend megatron."""
+
+    transformer_engine: bool = False
+    """Layers of TransformerEngine, which must be installed, instead of Megatron-Core's own."""
+    router_replay: bool = False
+    """Train a mixture on the experts that `infer_batch` chose for the same sequences."""
+
+
+class MegatronEngine(BaseEngine):
+    """`BaseEngine` on Megatron-Core."""
+
+    Options = MegatronOptions
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._layout = Layout.from_config(spec.training)
+        self._replica: Replica | None = None
+        self._stream: Any = None
+        self._staging = StagingBuffers()
+
+    @contextmanager
+    def _library(self) -> Iterator[None]:
+        """Scope of every call into Megatron-Core."""
+        with self.spec.platform.library_scope("megatron"):
+            from engines.training.backends.megatron.parallel import activate
+
+            activate(self._layout, self.spec.training.collective_timeout_s)
+            yield
+
+    @property
+    def replica(self) -> "Replica":
+        """This rank's part of the model.
+
+        Raises:
+            EngineError: `initialize` was not called.
+        """
+        if self._replica is None:
+            raise EngineError("the engine is not initialized: call initialize() first")
+        return self._replica
+
+    def initialize(self, *, load_weights: bool = True) -> None:
+        """Build this rank's part of the model and, when it trains, its optimizer."""
+        training, platform = self.spec.training, self.spec.platform
+        config = AutoConfig.from_pretrained(self.spec.hf_dir, trust_remote_code=False)
+        check_layout(self._layout, config, collectives.world_size())
+        if training.lora is not None and training.options.get("transformer_engine"):
+            raise ConfigError(
+                "training.options.transformer_engine",
+                "got true with training.lora; need one of the two: TransformerEngine's matrices "
+                "hide the output of the norm before them, which an adapter reads; remove one",
+            )
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + collectives.rank())
+        if not dist.is_initialized():
+            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        try:
+            with self._library():
+                self._build(config, load_weights=load_weights)
+        except ImportError as error:
+            raise ConfigError(
+                "training.backend",
+                f"megatron cannot be imported ({error}); pip install 'rlhf-pipeline[megatron]'",
+            ) from error
+
+    def _build(self, config: Any, *, load_weights: bool) -> None:
+        with warnings.catch_warnings():
+            # They announce each optional library that is absent, and each other's old names.
+            warnings.simplefilter("ignore")
+            from engines.training.backends.megatron.architecture import check_architecture
+            from engines.training.backends.megatron.replica import Replica
+            from engines.training.backends.megatron.weights import WeightStream, load_hub_weights
+
+        check_architecture(config)
+        replica = Replica(self.spec, config, self._layout)
+        if load_weights:
+            load_hub_weights(replica.parts, self.spec.hf_dir)
+        self._stream = WeightStream(replica.parts, self.spec.platform.device())
+        if self.spec.optimizer is not None:
+            patterns = self.spec.training.frozen_parameters
+            if patterns:
+                stored = WeightStream(replica.parts, self.spec.platform.device(), "stored")
+                replica.freeze(patterns, stored.names)
+            replica.prepare_training(self.spec.optimizer)
+        else:
+            for chunk in replica.chunks:
+                chunk.requires_grad_(False)
+        self._replica = replica
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different sequences."""
+        return self.replica.place.data_group
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the stages, when there are several."""
+        return self.replica.place.pipeline_group if self._layout.pipeline > 1 else None
+
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """Gradients are summed: Megatron-Core is told to divide by nothing."""
+        return 1.0
+
+    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+        with self._library():
+            return self.replica.pipeline.forward(batch, entropy=entropy)
+
+    def _forward_backward(
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
+    ) -> None:
+        with self._library():
+            self.replica.pipeline.train(
+                batches, scaled_loss, self._activation_scope, entropy=entropy
+            )
+
+    def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
+        with self._library():
+            outputs = self.replica.pipeline.infer(batches, self._activation_scope, entropy=entropy)
+        yield from outputs
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        """Nothing to do: the schedule reduces gradients after its last micro-batch."""
+
+    def _set_training(self, training: bool) -> None:
+        with self._library():
+            self.replica.set_training(training)
+
+    def _set_adapter(self, enabled: bool) -> None:
+        self.replica.set_adapter(enabled)
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        with self._library():
+            return self._optimizer.clip(max_norm)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        with self._library():
+            self._optimizer.step(lr)
+
+    @property
+    def _optimizer(self) -> Any:
+        if self.replica.optimizer is None:
+            raise EngineError("this engine was made without an optimizer: it cannot train")
+        return self.replica.optimizer
+
+    def optimizer_zero_grad(self) -> None:
+        """Zero the gradient buffers."""
+        with self._library():
+            self._optimizer.zero_grad()
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`; an adapter is merged in. Of `training.dtype`; not to be changed."""
+        with self.eval_mode():
+            yield from self._stream.walk(self.replica.merged, self.replica.dtype)
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`."""
+        with self.eval_mode():
+            yield from stream_parts(owned_parts(self._stream.held(self.replica.merged)))
+
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`: checkpoints have the names of the transformers module."""
+        return stored_weights(checkpoint, hf_dir)
+
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move weights, gradients and optimizer state."""
+        with self._library():
+            self.replica.to(torch.device(device), model=model, optimizer=optimizer, grad=grad)
+
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """See `BaseEngine`."""
+        from engines.training.backends.megatron.checkpoint import save_state
+
+        # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
+        with self.eval_mode(), self._library():
+            save_state(path, self.replica)
+        save_engine_state(path, self._scalars(step), self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        from engines.training.backends.megatron.checkpoint import stage_state
+
+        with self.eval_mode(), self._library():
+            write_tensors = stage_state(path, self.replica, self._staging)
+        write_rest = stage_engine_state(
+            path, self._scalars(step), self.spec.platform, self._staging
+        )
+
+        def write() -> None:
+            write_tensors()
+            write_rest()
+
+        return write
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
+
+        Args:
+            path: an existing directory.
+
+        Raises:
+            EngineError: there is no adapter.
+        """
+        from engines.training.backends.megatron.weights import WeightStream
+
+        lora = self.spec.training.lora
+        if lora is None:
+            raise EngineError("this engine trains all weights: there is no adapter to save")
+        with self.eval_mode():
+            own = [part for part in self.replica.parts if is_trained_with_adapter(part.name)]
+            stream = WeightStream(own, self.spec.platform.device(), "stored")
+            whole = dict(
+                stream.walk(lambda part, block: block.read(part.parameter), self.replica.dtype)
+            )
+        if self.rank == 0:
+            save_peft_adapter(path, whole, lora)
+
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
+        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        from engines.training.backends.megatron.checkpoint import load_moments, load_weights
+
+        loaded = read_scalars(path)
+        if optimizer:
+            load_engine_state(path, self._scalars(0), self.spec.platform)
+        with self.eval_mode(), self._library():
+            load_weights(path, self.replica, loaded.lora, fold=not optimizer)
+            if not optimizer:
+                return loaded.step
+            load_moments(path, self.replica, loaded.num_optimizer_steps)
+        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
+        return loaded.step
+
+    def _scalars(self, step: int) -> EngineState:
+        """What is stored beside the tensors, which are written apart."""
+        optimizer = self.replica.optimizer
+        return EngineState(
+            tensors={},
+            step=step,
+            num_steps=self.num_steps,
+            schedule_step=self._schedule_step,
+            num_optimizer_steps=optimizer.num_steps if optimizer is not None else 0,
+            backend=self.spec.training.backend,
+            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
+        )

@@ -1,0 +1,241 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) beside Megatron-Core's fused, cut matrices.
+
+Promises: one pair A, B per weight of the transformers module (q, k, v, gate and up each have
+their own), with the same names, first values and results as PEFT's on that module; so adapters
+move between backends. Only A and B are trained, and the head of a value model.
+Not covered: DoRA, adapters of experts and routers (PEFT has none there either).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engines.config.training import LoraConfig
+from engines.training.backends.megatron.pieces import Block, Part
+from engines.training.backends.transformers.adapters import initialize_adapter, wrapped_name
+from engines.training.spec import VALUE_HEAD
+from infra.errors import ConfigError
+
+_SETTING = "training.lora"
+_COLUMNS_CUT = ("linear_proj.weight", "linear_fc2.weight")
+_ROWS_CUT = ("linear_qkv.weight", "linear_fc1.weight")
+
+
+def _target(block: Block) -> str:
+    """What PEFT calls the module of a weight: q_proj, gate_proj, ..."""
+    return block.name.split(".")[-2]
+
+
+class Adapter(nn.Module):
+    """The pairs of one fused matrix; adds to what the matrix yields.
+
+    Args:
+        part: the matrix.
+        targets: names of modules that get a pair.
+        lora: shape of a pair.
+        sequence_parallel: activations outside of the matrices are cut along the tokens.
+    """
+
+    def __init__(
+        self, part: Part, targets: Sequence[str], lora: LoraConfig, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.enabled = True
+        self.scaling = lora.alpha / lora.rank
+        self._sequence_parallel = sequence_parallel
+        self._is_row_cut = part.name.endswith(_ROWS_CUT)
+        self._blocks = part.stored
+        like = torch.empty(part.parameter.shape, device="meta")
+        # Of each block: (groups, rows of each) or (rows,), as the matrix interleaves them.
+        self._rows = [tuple(block.view(like).shape[:-1]) for block in self._blocks]
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for block in self._blocks:
+            name = _target(block)
+            if name in targets:
+                rows, columns = block.shape
+                self.a[name] = nn.Parameter(part.parameter.new_empty(lora.rank, columns))
+                self.b[name] = nn.Parameter(part.parameter.new_zeros(rows, lora.rank))
+                self._mark(self.a[name], is_cut=not self._is_row_cut)
+                self._mark(self.b[name], is_cut=self._is_row_cut)
+
+    def _mark(self, parameter: Tensor, *, is_cut: bool) -> None:
+        marked = cast(Any, parameter)
+        marked.tensor_model_parallel = is_cut
+        # One that is not cut sees a slice of the tokens on each rank.
+        marked.sequence_parallel = self._sequence_parallel and not is_cut
+
+    def delta(self, x: Tensor) -> Tensor:
+        """What the pairs add.
+
+        Args:
+            x: (S, 1, inputs) as the matrix gets it.
+
+        Returns:
+            As the matrix yields it.
+        """
+        down = self._down_rows if self._is_row_cut else self._down_columns
+        found = {
+            name: linear(down(linear(x, a)), self.b[name]) * self.scaling
+            for name, a in self.a.items()
+        }
+        if not self._is_row_cut:
+            return found[_target(self._blocks[0])]
+        return self._interleaved(found, next(iter(found.values())))
+
+    def _down_rows(self, h: Tensor) -> Tensor:
+        """Before B, whose rows are cut: all tokens; its gradient is a sum over ranks."""
+        if self._sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(h)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(h)
+
+    def _down_columns(self, h: Tensor) -> Tensor:
+        """After A, whose columns are cut: the sum over ranks."""
+        if self._sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(h)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(h)
+
+    def _interleaved(self, found: dict[str, Tensor], like: Tensor) -> Tensor:
+        """Outputs of q, k, v or of gate, up in the order of the fused matrix."""
+        tokens = like.shape[:-1]
+        groups: list[Tensor] = []
+        for block, rows in zip(self._blocks, self._rows, strict=True):
+            part = found.get(_target(block))
+            part = like.new_zeros(*tokens, block.shape[0]) if part is None else part
+            groups.append(part.view(*tokens, *rows))
+        return torch.cat(groups, dim=-1).flatten(len(tokens))
+
+    @torch.no_grad()
+    def merged_into(self, block: Block, weight: Tensor) -> Tensor:
+        """W + scaling * B @ A of one block.
+
+        Args:
+            block: of the matrix.
+            weight: (rows, columns) its values.
+
+        Returns:
+            (rows, columns) float32; the weight itself where no pair stands beside it.
+        """
+        name = _target(block)
+        if name not in self.a:
+            return weight
+        merged = self.b[name].float() @ self.a[name].float()
+        merged *= self.scaling  # in place: the sum takes the memory of the product
+        merged += weight
+        return merged
+
+    def parts(self, part: Part) -> Iterator[Part]:
+        """A and B as parts of the model, by PEFT's names."""
+        for block in self._blocks:
+            name = _target(block)
+            if name not in self.a:
+                continue
+            stem = block.name.removesuffix(".weight")
+            (rows, columns), (row, column) = block.whole, block.offsets
+            a, b = self.a[name], self.b[name]
+            rank = a.shape[0]
+            yield _part(part, f"{stem}.lora_A.default.weight", a, (rank, columns), (0, column))
+            yield _part(part, f"{stem}.lora_B.default.weight", b, (rows, rank), (row, 0))
+
+
+def _part(
+    part: Part, name: str, parameter: nn.Parameter, whole: tuple[int, ...], at: tuple[int, ...]
+) -> Part:
+    block = Block(name, whole, at, tuple(parameter.shape), lambda t: t)
+    is_cut = block.shape != whole
+    # Where the matrix is cut but this one is not, all tensor-parallel ranks hold the same.
+    is_primary = part.is_primary and (is_cut or part.is_first)
+    return Part(name, parameter, (block,), (), False, is_cut, is_primary, part.is_first)
+
+
+def add_adapters(
+    chunks: Sequence[nn.Module], parts: Sequence[Part], lora: LoraConfig, *, sequence_parallel: bool
+) -> tuple[list[Part], dict[nn.Parameter, Adapter]]:
+    """Freeze the weights, but not a value head, and put adapters beside the target matrices.
+
+    Args:
+        chunks: the stage's pieces.
+        parts: their parameters.
+        lora: shape and targets.
+        sequence_parallel: of the layout.
+
+    Returns:
+        The parts, wrapped weights renamed as PEFT does, with those of the adapters; and the
+        adapter of each wrapped matrix.
+
+    Raises:
+        ConfigError: a target is in no layer, or DoRA is asked for.
+    """
+    if lora.use_dora:
+        raise ConfigError(
+            f"{_SETTING}.use_dora", "got true; megatron has no DoRA; use training.backend: fsdp2"
+        )
+    matrices = {p.parameter: p for p in parts if _is_wrappable(p)}
+    known = {_target(block) for part in matrices.values() for block in part.stored}
+    targets = known if lora.target_modules == "all-linear" else set(lora.target_modules)
+    if targets - known:
+        raise ConfigError(
+            f"{_SETTING}.target_modules",
+            f"got {', '.join(sorted(targets - known))}; need some of {', '.join(sorted(known))}",
+        )
+    for part in parts:
+        # A value head starts at 0: frozen, it would let no gradient through.
+        part.parameter.requires_grad_(part.name.startswith(VALUE_HEAD))
+    adapters: dict[nn.Parameter, Adapter] = {}
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        matrix = matrices.get(cast(Any, getattr(module, "weight", None)))
+        if matrix is None or not any(_target(block) in targets for block in matrix.stored):
+            continue
+        adapter = Adapter(matrix, sorted(targets), lora, sequence_parallel=sequence_parallel)
+        module.add_module("lora_adapter", adapter)
+        module.register_forward_hook(_add_delta)
+        adapters[matrix.parameter] = adapter
+    return list(_with_adapters(parts, adapters)), adapters
+
+
+def _is_wrappable(part: Part) -> bool:
+    return part.name.endswith((*_ROWS_CUT, *_COLUMNS_CUT)) and not part.is_expert
+
+
+def _add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    adapter = cast(Any, module).lora_adapter
+    if not adapter.enabled:
+        return output
+    out, bias = output
+    return out + adapter.delta(inputs[0]), bias
+
+
+def _with_adapters(
+    parts: Sequence[Part], adapters: dict[nn.Parameter, Adapter]
+) -> Iterator[Part]:  # fmt: skip
+    for part in parts:
+        adapter = adapters.get(part.parameter)
+        if adapter is None:
+            yield part
+            continue
+        stored = tuple(
+            replace(block, name=wrapped_name(block.name)) if _target(block) in adapter.a else block
+            for block in part.stored
+        )
+        yield replace(part, stored=stored)
+        yield from adapter.parts(part)
+
+
+@torch.no_grad()
+def start_adapters(parts: Sequence[Part], seed: int) -> None:
+    """Give adapters their first values, which leave the model's outputs as they are.
+
+    Args:
+        parts: of this rank.
+        seed: of A, together with each parameter's name.
+    """
+    for part in parts:
+        for block in part.stored if ".lora_" in part.name else ():
+            whole = torch.empty(block.whole)
+            initialize_adapter({block.name: whole}, seed)
+            ends = zip(block.offsets, block.shape, strict=True)
+            block.write(part.parameter, whole[tuple(slice(o, o + n) for o, n in ends)])

@@ -1,0 +1,275 @@
+"""A pipeline stage of a packed language or value model in Megatron-Core.
+
+Promises: sequences of a packed row do not see each other; rotary positions are those within each
+sequence; with context parallelism each rank holds an equal slice of the row and attention
+exchanges heads for tokens (arXiv:2309.14509). The last stage yields log-probabilities (and
+entropies) of the asked positions, or values; whole logits never exist.
+Layers are Megatron-Core's own, or TransformerEngine's; attention is always `packed_attention`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor, nn
+
+from engines.training.backends.megatron.architecture import Architecture, rotary_frequencies
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
+from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
+from engines.training.model.attention import Packing, packed_attention
+from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.training.spec import ModelType
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """What travels through a stage beside the activations.
+
+    Attributes:
+        input_ids_S: (S,) int64, this context rank's slice of the padded row.
+        position_ids_S: (S,) int64.
+        packing: sequences of the whole padded row.
+        rows_N: (N,) int64, places in the slice whose hidden state predicts something.
+        token_ids_N: (N,) int64, what they predict.
+        temperature: of the distribution.
+        entropy: also compute entropies.
+        chunk_elements: logits held at a time.
+        routes: choices of experts to record or repeat; None leaves them to the routers.
+        qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
+        cp_group: the same for context parallelism.
+    """
+
+    input_ids_S: Tensor
+    position_ids_S: Tensor
+    packing: Packing
+    rows_N: Tensor
+    token_ids_N: Tensor
+    temperature: float
+    entropy: bool
+    chunk_elements: int
+    routes: RowRoutes | None = None
+    qkv_format: str = "sbhd"
+    cp_group: None = None
+
+
+class PackedCoreAttention(MegatronModule):
+    """Softmax attention of a packed row, between the projections of a layer."""
+
+    routes: LayerRoutes | None = None
+    """Of the layer's experts, which are told the row they come after."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self._scaling = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedRow,
+        **unused: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (S, 1, heads, head_dim) of this rank.
+            key: (S, 1, kv_heads, head_dim).
+            value: (S, 1, kv_heads, head_dim).
+            attention_mask: None.
+            packed_seq_params: the row.
+            **unused: what Megatron-Core also passes.
+
+        Returns:
+            (S, 1, heads * head_dim).
+        """
+        if self.routes is not None:
+            self.routes.row = packed_seq_params.routes
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out, _ = packed_attention(
+            self, q, k, v, attention_mask, packing=packed_seq_params.packing, scaling=self._scaling
+        )
+        return out.squeeze(0).flatten(1).unsqueeze(1)
+
+
+class RowNorm(nn.RMSNorm):
+    """Root-mean-square norm whose gradient Megatron-Core sums over slices of the sequence."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+class ValueHead(nn.Module):
+    """One number per hidden state; starts at zero."""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(like.new_zeros(1, width))
+        self.bias = nn.Parameter(like.new_zeros(1))
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        """(N, D) to (1, N) float32."""
+        return nn.functional.linear(hidden_ND, self.weight, self.bias).float().T
+
+
+class PackedModel(GPTModel):
+    """One stage, or one of its virtual pieces.
+
+    Args:
+        architecture: settings of the model.
+        layout: active.
+        place: of this rank.
+        model_type: which head the last stage has.
+        first: holds the embedding.
+        last: holds the head.
+        piece: number of the virtual piece; None when there is one.
+        use_transformer_engine: layers of TransformerEngine.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layout: Layout,
+        place: Place,
+        model_type: ModelType,
+        *,
+        first: bool,
+        last: bool,
+        piece: int | None,
+        use_transformer_engine: bool = False,
+    ) -> None:
+        hub, config = architecture.hub, architecture.config
+        is_tied = bool(hub.tie_word_embeddings) and model_type == "language_model"
+        spec = (_engine_layers if use_transformer_engine else _own_layers)(architecture, piece)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=cast(Any, spec),
+            vocab_size=layout.padded_vocabulary(hub.vocab_size),
+            max_sequence_length=cast(Any, hub).max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=is_tied,
+            position_embedding_type="none",
+            vp_stage=piece,
+        )
+        like = next(self.parameters())
+        self._frequencies = rotary_frequencies(hub, like.device)
+        self._place = place
+        self._vocab_size = hub.vocab_size
+        self.score: ValueHead | None = None
+        if last and model_type == "value_model":
+            del self.output_layer
+            self.score = ValueHead(config.hidden_size, like)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        row: PackedRow = kwargs["packed_seq_params"]
+        hidden, _, *rest = super()._preprocess(*args, **kwargs)
+        if hidden is not None:
+            # Plain strides: with others a product takes another path where weights are frozen.
+            hidden = hidden.squeeze(1).unsqueeze(1)
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()  # or recomputed layers over frozen ones train nothing
+        angles = row.position_ids_S[:, None].float() * self._frequencies
+        return hidden, torch.cat([angles, angles], dim=1)[:, None, None, :], *rest
+
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow, **unused: Any
+    ) -> Tensor:
+        """(1 or 2, N) float32 of the last stage; activations of the others."""
+        if not self.post_process:
+            return hidden_states
+        row, config = packed_seq_params, self.config
+        is_value = self.score is not None
+        if config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=not is_value
+            )
+        elif not is_value:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        hidden_ND = hidden_states.squeeze(1)[row.rows_N]
+        if self.score is not None:
+            return self.score(hidden_ND)
+        return self._logprobs(hidden_ND, row)
+
+    def _logprobs(self, hidden_ND: Tensor, row: PackedRow) -> Tensor:
+        weight_VD = self.output_weight
+        first = self._place.tensor * weight_VD.shape[0]
+        num_real = max(0, min(weight_VD.shape[0], self._vocab_size - first))
+        logprobs_N, entropy_N = linear_token_logprobs(
+            hidden_ND,
+            weight_VD[:num_real],
+            row.token_ids_N,
+            temperature=row.temperature,
+            entropy=row.entropy,
+            group=self._place.tensor_group,
+            first_token=first,
+            chunk_elements=row.chunk_elements,
+        )
+        return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
+
+    @property
+    def output_weight(self) -> Tensor:
+        """(V / t, D) rows of the language model's head that this rank holds."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return cast(Any, self.output_layer).weight
+
+
+def _own_layers(architecture: Architecture, piece: int | None) -> TransformerBlockSubmodules:
+    config = architecture.config
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer = cast(Any, spec.submodules)
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=piece)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
+    )
+
+
+def _engine_layers(architecture: Architecture, piece: int | None) -> TransformerBlockSubmodules:
+    config = architecture.config
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    cast(Any, spec.submodules).self_attention.submodules.core_attention = PackedCoreAttention
+    num_layers = get_num_layers_to_build(config, vp_stage=piece)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
+    )

@@ -1,0 +1,192 @@
+"""Forward and backward passes through the pieces of a model, in Megatron-Core's schedules.
+
+Promises: gradients are plain sums over micro-batches and ranks. The loss is computed on the last
+stage, once per micro-batch, on outputs of whole rows; with context parallelism each rank computes
+it and has the gradient of its own tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from engines import collectives
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.model import PackedRow
+from engines.training.backends.megatron.parallel import Place
+from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
+from engines.training.model.attention import Packing
+from engines.training.model.linear_logprobs import tile_elements
+from engines.training.model.ulysses import predicted_positions, slice_sequence
+from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.step.micro_batches import filler
+from engines.types import ModelOutputs, TokenBatch
+
+Scope = Callable[[], AbstractContextManager[None]]
+
+
+class Pipeline:
+    """Runs the pieces of this rank.
+
+    Args:
+        spec: of the engine.
+        layout: active.
+        place: of this rank.
+        chunks: the pieces, wrapped for gradient reduction if they are trained.
+        memory: of the experts that inference chose; None leaves them to the routers.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        layout: Layout,
+        place: Place,
+        chunks: Sequence[nn.Module],
+        memory: RouteMemory | None = None,
+    ) -> None:
+        self._spec, self._layout, self._place = spec, layout, place
+        self._chunks = list(chunks)
+        self._memory = memory
+
+    def forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+        """One forward pass where there is one stage; the batch is on the device."""
+        row, predicted_N = self._row(batch, entropy)
+        return self._outputs(_call(self._chunks[0], row), batch, predicted_N, entropy)
+
+    def train(
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, scope: Scope, *, entropy: bool
+    ) -> None:
+        """Forward and backward passes of all micro-batches, gradients reduced.
+
+        Args:
+            batches: on the CPU.
+            scaled_loss: see `BaseEngine`.
+            scope: of a forward pass.
+            entropy: outputs need entropies.
+        """
+        self._run(batches, scaled_loss, scope, entropy=entropy, forward_only=False)
+
+    def infer(
+        self, batches: Sequence[TokenBatch], scope: Scope, *, entropy: bool
+    ) -> list[ModelOutputs]:
+        """Outputs of each micro-batch on the last stage; nothing on the others.
+
+        Args:
+            batches: on the CPU.
+            scope: of a forward pass.
+            entropy: also yield entropies.
+
+        Returns:
+            In order.
+        """
+        found: list[ModelOutputs] = []
+
+        def keep(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
+            found.append(outputs)
+            return outputs.logprobs_T.new_zeros(())
+
+        if self._memory is not None:
+            self._memory.begin_inference()
+        num_fillers = self._run(batches, keep, scope, entropy=entropy, forward_only=True)
+        return found[num_fillers:]
+
+    def _run(
+        self,
+        batches: Sequence[TokenBatch],
+        on_outputs: ScaledLoss,
+        scope: Scope,
+        *,
+        entropy: bool,
+        forward_only: bool,
+    ) -> int:
+        """Run the schedule; returns how many fillers came first."""
+        # The interleaved schedule takes a multiple of the stages.
+        missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
+        batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
+        device = self._spec.platform.device()
+
+        def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
+            batch = next(iterator).to(device)
+            row, predicted_N = self._row(batch, entropy)
+            piece = self._chunks.index(chunk)
+            row = self._with_routes(row, piece, batch, record=forward_only)
+            with scope():
+                out = _call(chunk, row)
+            if self._memory is not None and row.routes is not None and forward_only:
+                self._memory.record(piece, batch, row.routes)
+
+            def loss(output: Tensor) -> Any:
+                outputs = self._outputs(output, batch, predicted_N, entropy)
+                return (
+                    on_outputs(outputs, batch),
+                    torch.zeros((), dtype=torch.int, device=device),
+                    {},
+                )
+
+            return out, loss
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(batches),
+            seq_length=1,  # shapes are communicated: every micro-batch has its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return missing
+
+    def _row(self, batch: TokenBatch, entropy: bool) -> tuple[PackedRow, Tensor]:
+        """This context rank's slice, and the positions in the batch that it predicts."""
+        size = self._layout.context
+        part = slice_sequence(
+            batch, self._place.context, size, multiple=self._layout.tokens_multiple
+        )
+        predicted_N = predicted_positions(batch, part)
+        row = PackedRow(
+            part.input_ids_S,
+            part.position_ids_S,
+            Packing.from_cu_seqlens(
+                part.cu_seqlens, self._place.context_group if size > 1 else None
+            ),
+            predicted_N - 1 - part.start,
+            batch.input_ids_T[predicted_N],
+            self._spec.temperature,
+            entropy,
+            tile_elements(chunked=self._spec.training.chunked_logprobs),
+        )
+        return row, predicted_N
+
+    def _with_routes(
+        self, row: PackedRow, piece: int, batch: TokenBatch, *, record: bool
+    ) -> PackedRow:
+        if self._memory is None:
+            return row
+        num_local = row.input_ids_S.numel()
+        routes = RowRoutes() if record else self._memory.repeated(piece, batch, num_local)
+        return replace(row, routes=routes)
+
+    def _outputs(
+        self, columns: Tensor, batch: TokenBatch, predicted_N: Tensor, entropy: bool
+    ) -> ModelOutputs:
+        """Columns of the slices to those of the whole row."""
+        whole = columns.new_zeros(columns.shape[0], batch.num_tokens)
+        whole = whole.index_copy(1, predicted_N, columns)
+        if self._layout.context > 1:
+            whole = cast(Tensor, collectives.SumOverRanks.apply(whole, self._place.context_group))
+        if self._spec.model_type == "value_model":
+            return ModelOutputs(torch.zeros_like(whole[0]), None, whole[0])
+        return ModelOutputs(whole[0], whole[1] if entropy else None)
+
+
+def _call(chunk: nn.Module, row: PackedRow) -> Tensor:
+    return chunk(
+        input_ids=row.input_ids_S.unsqueeze(0),
+        position_ids=row.position_ids_S.unsqueeze(0),
+        attention_mask=None,
+        packed_seq_params=row,
+    )

@@ -1,0 +1,210 @@
+"""This rank's part of a model in Megatron-Core: built, frozen in parts, adapted, moved.
+
+To be imported and used inside the platform's scope for Megatron-Core, with its layout active.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from engines.config.training import OptimizerConfig
+from engines.training.backends.megatron.architecture import Architecture
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.lora import Adapter, add_adapters, start_adapters
+from engines.training.backends.megatron.model import PackedModel
+from engines.training.backends.megatron.optimizer import ShardedAdamW
+from engines.training.backends.megatron.parallel import Place, current_place
+from engines.training.backends.megatron.pieces import Block, Part, parts_of
+from engines.training.backends.megatron.pipeline import Pipeline
+from engines.training.backends.megatron.router_replay import RouteMemory
+from engines.training.backends.megatron.upstream_fixes import define_missing_names
+from engines.training.backends.transformers.adapters import base_name
+from engines.training.spec import EngineSpec
+from infra.errors import ConfigError
+
+
+class Replica:
+    """The model's pieces on this rank, and what runs them.
+
+    Args:
+        spec: of the engine.
+        config: of the model, checked.
+        layout: active, checked.
+    """
+
+    def __init__(self, spec: EngineSpec, config: PretrainedConfig, layout: Layout) -> None:
+        define_missing_names()
+        self._spec, self._layout = spec, layout
+        self.place: Place = current_place()
+        self.dtype: torch.dtype = getattr(torch, spec.training.dtype)
+        self.architecture = Architecture(
+            config, layout, self.dtype, recompute=spec.training.gradient_checkpointing
+        )
+        _seed_without_trace(spec)
+        self.chunks = [self._chunk(piece, spec.training.options) for piece in range(layout.virtual)]
+        self.parts: list[Part] = parts_of(
+            cast(list[nn.Module], self.chunks), self.architecture, layout, self.place
+        )
+        self._adapters: dict[nn.Parameter, Adapter] = {}
+        for part in self.parts:
+            parameter = cast(Any, part.parameter)
+            # Megatron-Core tells it only weights that it initializes; the gradient norm asks.
+            parameter.tensor_model_parallel = part.is_cut
+            # With tensor parallelism whole experts are on ranks that see different tokens.
+            parameter.allreduce = not part.is_expert
+        if spec.optimizer is not None and spec.training.lora is not None:
+            self.parts, self._adapters = add_adapters(
+                cast(list[nn.Module], self.chunks),
+                self.parts,
+                spec.training.lora,
+                sequence_parallel=layout.sequence_parallel,
+            )
+            self.start_adapters()
+        self._is_adapted = True
+        self._memory: RouteMemory | None = None
+        if spec.training.options.get("router_replay") and spec.optimizer is not None:
+            self._memory = self._route_memory()
+        self.wrapped: list[Any] = list(self.chunks)
+        self.optimizer: ShardedAdamW | None = None
+
+    def _chunk(self, piece: int, options: dict[str, Any]) -> PackedModel:
+        is_first = self.place.pipeline == 0 and piece == 0
+        is_last = (
+            self.place.pipeline == self._layout.pipeline - 1 and piece == self._layout.virtual - 1
+        )
+        chunk = PackedModel(
+            self.architecture,
+            self._layout,
+            self.place,
+            self._spec.model_type,
+            first=is_first,
+            last=is_last,
+            piece=piece if self._layout.virtual > 1 else None,
+            use_transformer_engine=options.get("transformer_engine", False),
+        )
+        return chunk.to(self._spec.platform.device())
+
+    def start_adapters(self) -> None:
+        """Give the adapters, if there are any, their first values."""
+        start_adapters(self.parts, self._spec.seed)
+
+    def set_adapter(self, enabled: bool) -> None:
+        """Whether forward passes go through the adapters."""
+        self._is_adapted = enabled
+        for adapter in self._adapters.values():
+            adapter.enabled = enabled
+
+    @torch.no_grad()
+    def merged(self, part: Part, block: Block) -> Tensor:
+        """A block of a parameter with its adapter merged in, in the parameters' dtype."""
+        weight = block.read(part.parameter.detach())
+        adapter = self._adapters.get(part.parameter)
+        return weight if adapter is None else adapter.merged_into(block, weight).to(self.dtype)
+
+    def freeze(self, patterns: Sequence[str], names: Sequence[str]) -> None:
+        """Exclude what fits one of the patterns from training.
+
+        Args:
+            patterns: as in a shell, of names in the transformers module.
+            names: of all ranks.
+
+        Raises:
+            ConfigError: a pattern fits nothing, or a part of a fused matrix.
+        """
+        for pattern in patterns:
+            if not any(fnmatch(base_name(name), pattern) for name in names):
+                raise ConfigError("training.frozen_parameters", f"{pattern!r} fits no parameter")
+            for part in self.parts:
+                fitting = [fnmatch(base_name(block.name), pattern) for block in part.stored]
+                if any(fitting) and not all(fitting):
+                    raise ConfigError(
+                        "training.frozen_parameters",
+                        f"{pattern!r} fits some of {', '.join(b.name for b in part.stored)}, "
+                        "which are one matrix in Megatron-Core; name all of them",
+                    )
+                if any(fitting):
+                    part.parameter.requires_grad_(False)
+
+    def prepare_training(self, optimizer: OptimizerConfig) -> None:
+        """Wrap the pieces for gradient reduction and make the optimizer, once weights are there.
+
+        Args:
+            optimizer: of the engine.
+        """
+        config = self.architecture.config
+        cast(Any, config).finalize_model_grads_func = _finalize
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        self.wrapped = [
+            DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = ShardedAdamW(self.wrapped, optimizer, self.dtype)
+
+    @torch.no_grad()
+    def to(
+        self, device: torch.device, *, model: bool, optimizer: bool, grad: bool
+    ) -> None:  # fmt: skip
+        """Move weights, gradients and optimizer state; gradients that leave are lost."""
+        is_home = device == self._spec.platform.device()
+        for chunk in self.wrapped:
+            for buffer in _buffers(chunk):
+                move = buffer.reload_from_cpu if is_home else buffer.offload_to_cpu
+                move(move_params=model, move_grads=grad)
+        if model:
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    if not parameter.requires_grad:  # the others lie in the buffers
+                        parameter.data = parameter.data.to(device)
+        if optimizer and self.optimizer is not None:
+            self.optimizer.to(device)
+
+    def set_training(self, training: bool) -> None:
+        """Switch between training and evaluation behaviour."""
+        for chunk in self.wrapped:
+            chunk.train(training)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs the pieces."""
+        # The reference, which is the model without its adapter, leaves no routes behind.
+        memory = self._memory if self._is_adapted else None
+        return Pipeline(self._spec, self._layout, self.place, self.wrapped, memory)
+
+    def _route_memory(self) -> RouteMemory:
+        if not self.architecture.is_mixture:
+            raise ConfigError(
+                "training.options.router_replay",
+                f"got true; {self.architecture.hub.model_type} has no experts; set it to false",
+            )
+        return RouteMemory(cast(list[nn.Module], self.chunks), self._layout, self.place)
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*getattr(chunk, "buffers", []), *chunk.expert_parallel_buffers] if isinstance(
+        chunk, DistributedDataParallel
+    ) else []  # fmt: skip
+
+
+def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Reduce gradients; what they are divided by is in the loss already."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def _seed_without_trace(spec: EngineSpec) -> None:
+    """Megatron-Core wants seeded generators to build layers; nothing random is drawn from them."""
+    before = spec.platform.rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(spec.seed, force_reset_rng=True)
+    spec.platform.set_rng_state(before)

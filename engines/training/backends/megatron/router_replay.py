@@ -1,0 +1,171 @@
+"""Experts that inference chose, chosen again in training (router replay, arXiv:2510.11370).
+
+The old log-probabilities and the update then speak of the same experts, so that their ratio is
+not moved by a router whose scores are close. Kept by sequence: rows may be packed differently.
+Promises: gradients reach the router through the scores of the repeated choice; recomputed layers
+repeat it too. Inference after an optimizer step starts a new memory; a sequence that is not in
+this rank's memory is routed anew.
+Not covered: the choices of a rollout engine; sequences inferred on another data-parallel rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engines import collectives
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
+from engines.types import TokenBatch
+
+_FREE = -1
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass
+class RowRoutes:
+    """Choices for the tokens that one rank routes of one row, in one piece of the model.
+
+    Attributes:
+        repeated: (S, layers, k) int64; negative where the router chooses. None records.
+        recorded: layer -> (S, k) int64.
+    """
+
+    repeated: Tensor | None = None
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+
+
+class LayerRoutes:
+    """Stands where Megatron-Core's router asks for the best experts, in one layer.
+
+    Args:
+        layer: its number in the piece.
+
+    Attributes:
+        row: what the layer's attention, which comes first, was just given.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.row: RowRoutes | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, best: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts of each token, chosen, recorded or repeated.
+
+        Args:
+            scores: (S, experts).
+            topk: experts of a token.
+            num_groups: see Megatron-Core.
+            group_topk: see Megatron-Core.
+            best: the router's own choice.
+
+        Returns:
+            (S, topk) scores, and (S, topk) int64 experts.
+        """
+        own_scores, own = best(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.row is None:
+            return own_scores, own
+        if self.row.repeated is None:
+            self.row.recorded[self._layer] = own.detach()
+            return own_scores, own
+        repeated = self.row.repeated[:, self._layer]
+        chosen = torch.where(repeated == _FREE, own, repeated)
+        return scores.gather(1, chosen), chosen
+
+
+def watch_routers(chunk: nn.Module) -> int:
+    """Put a `LayerRoutes` into each layer.
+
+    Args:
+        chunk: a piece of a mixture.
+
+    Returns:
+        How many layers there are.
+    """
+    layers = cast(Any, chunk).decoder.layers
+    for number, layer in enumerate(layers):
+        routes = LayerRoutes(number)
+        layer.mlp.router.router_replay = routes
+        layer.self_attention.core_attention.routes = routes
+    return len(layers)
+
+
+class RouteMemory:
+    """Choices of the sequences that were inferred, by piece of this rank.
+
+    Args:
+        chunks: the pieces.
+        layout: of the model.
+        place: of this rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], layout: Layout, place: Place) -> None:
+        self._layout, self._place = layout, place
+        self._topk = int(cast(Any, chunks[0]).config.moe_router_topk)
+        self._num_layers = [watch_routers(chunk) for chunk in chunks]
+        self._known: list[dict[bytes, Tensor]] = [{} for _ in chunks]
+        self._is_used = False
+
+    def begin_inference(self) -> None:
+        """Forget what an optimizer step has used."""
+        if self._is_used:
+            self._known = [{} for _ in self._known]
+            self._is_used = False
+
+    def record(self, piece: int, batch: TokenBatch, row: RowRoutes) -> None:
+        """Keep the choices of a row. Collective over the ranks that share it.
+
+        Args:
+            piece: number of the piece.
+            batch: the whole row.
+            row: choices of this rank's tokens.
+        """
+        local = torch.stack([row.recorded[i] for i in range(self._num_layers[piece])], dim=1)
+        row.recorded.clear()
+        if self._layout.sequence_parallel:
+            local = _concatenated(local, self._place.tensor_group)
+        if self._layout.context > 1:
+            local = _concatenated(local, self._place.context_group)
+        whole = local[: batch.num_tokens].to("cpu", torch.int16)
+        for key, routes in zip(_keys(batch), whole.split(batch.lengths_B.tolist()), strict=True):
+            self._known[piece][key] = routes
+
+    def repeated(self, piece: int, batch: TokenBatch, num_local: int) -> RowRoutes:
+        """What this rank's tokens shall repeat.
+
+        Args:
+            piece: number of the piece.
+            batch: the whole row.
+            num_local: tokens of this context rank's slice of the padded row.
+
+        Returns:
+            With negative entries where nothing is known.
+        """
+        self._is_used = True
+        size = (num_local * self._layout.context, self._num_layers[piece], self._topk)
+        whole = torch.full(size, _FREE, dtype=torch.int64)
+        start = 0
+        for key, length in zip(_keys(batch), batch.lengths_B.tolist(), strict=True):
+            routes = self._known[piece].get(key)
+            if routes is not None:
+                whole[start : start + length] = routes
+            start += length
+        own = whole.chunk(self._layout.context)[self._place.context]
+        if self._layout.sequence_parallel:
+            own = own.chunk(self._layout.tensor)[self._place.tensor]
+        return RowRoutes(own.to(batch.input_ids_T.device))
+
+
+def _keys(batch: TokenBatch) -> list[bytes]:
+    """The tokens of each sequence: equal ones are routed alike."""
+    ids = batch.input_ids_T.cpu()
+    return [part.numpy().tobytes() for part in ids.split(batch.lengths_B.tolist())]
+
+
+def _concatenated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.cat(collectives.all_gather(local, group))

@@ -1,0 +1,292 @@
+"""The TorchTitan engine: TorchTitan's decoder, its FSDP2 and its tensor parallelism.
+
+Promises: TorchTitan's tensors are read and written by the names of the Hugging Face model, so
+its checkpoints hold what those of fsdp2 hold and each continues the other's; logits are never
+gathered over tensor-parallel ranks. Gradients are sums over data-parallel ranks.
+Not covered: pipeline, context and expert parallelism, value models and adapters.
+Training needs the job environment torchtitan; reading a checkpoint's weights does not.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from engines import collectives
+from engines.checkpoint.engine_state import (
+    MODEL_PREFIX,
+    EngineState,
+    load_engine_state,
+    save_engine_state,
+    stage_engine_state,
+)
+from engines.checkpoint.sharded import load_sharded
+from engines.checkpoint.staging import StagingBuffers
+from engines.config.base import StrictModel
+from engines.errors import CheckpointError, EngineError
+from engines.training.backends.transformers.adapters import whole_tensor
+from engines.training.backends.transformers.folding import load_folded, stored_weights
+from engines.training.backends.transformers.optimizer import make_adamw
+from engines.training.base import BaseEngine
+from engines.training.model.attention import Packing
+from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
+from engines.training.model.ulysses import predicted_positions
+from engines.training.spec import EngineSpec
+from engines.training.step.gradients import clip_across_meshes
+from engines.training.weight_shards import (
+    HeldPart,
+    WeightShard,
+    local_place,
+    local_values,
+    owned_parts,
+    stream_parts,
+)
+from engines.types import ModelOutputs, TokenBatch
+from infra.errors import ConfigError
+
+
+class TorchTitanOptions(StrictModel):
+    """`training.options` of the backend torchtitan, named as TorchTitan names them."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether a layer's gathered weights are freed after its forward pass."""
+
+
+class TorchTitanEngine(BaseEngine):
+    """`BaseEngine` on TorchTitan."""
+
+    Options = TorchTitanOptions
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._model: Any = None
+        self._mesh: DeviceMesh | None = None
+        self._hub_names: list[str] = []
+        self._optimizer: torch.optim.AdamW | None = None
+        self._staging = StagingBuffers()
+        self._wanted: tuple[Tensor, Tensor, bool] | None = None
+
+    def initialize(self, *, load_weights: bool = True) -> None:
+        """Build and shard the decoder and, when it trains, its optimizer."""
+        training, platform = self.spec.training, self.spec.platform
+        if training.frozen_parameters:
+            raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + collectives.rank())
+        if not dist.is_initialized():
+            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        tensor = training.tensor_parallel_size
+        self._mesh = collectives.make_mesh(
+            platform.device_name,
+            (dist.get_world_size() // tensor, tensor),
+            ("data", "tensor"),
+            training.collective_timeout_s,
+        )
+        try:
+            with platform.library_scope("torchtitan"):
+                from engines.training.backends.torchtitan.parallel import sharded_decoder
+
+                self._model, self._hub_names = sharded_decoder(
+                    self.spec, self._options.fsdp_reshard_after_forward
+                )
+        except ImportError as error:
+            raise ConfigError(
+                "training.backend", f"torchtitan cannot be imported ({error})"
+            ) from error
+        collectives.limit_waits(training.collective_timeout_s)
+        self._model.lm_head.forward = self._head_forward
+        if load_weights:
+            self._load_weights()
+        if self.spec.optimizer is None:
+            self._model.requires_grad_(False)
+        else:
+            named = self._named_parameters()
+            decayed = {name for name, parameter in named.items() if parameter.dim() > 1}
+            self._optimizer = make_adamw(named.items(), decayed, self.spec.optimizer)
+
+    @property
+    def _options(self) -> TorchTitanOptions:
+        return TorchTitanOptions.model_validate(self.spec.training.options)
+
+    def _load_weights(self) -> None:
+        try:
+            load_sharded(self.spec.hf_dir, self._named_state())
+        except CheckpointError as error:
+            raise ConfigError("model.path", f"does not fit its own config: {error}") from error
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """By hub name."""
+        return dict(zip(self._hub_names, self._model.parameters(), strict=True))
+
+    def _named_state(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._named_parameters().items()}
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different data."""
+        return self._mesh.get_group("data") if self._mesh is not None else None
+
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """TorchTitan's FSDP sums gradients already."""
+        return 1.0
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        self._model.set_requires_gradient_sync(enabled)
+
+    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+        predicted_N = predicted_positions(batch)
+        idle = predicted_N.numel() == 0
+        if idle:
+            # Every weight must be touched all the same: the ranks run the same collectives.
+            predicted_N = predicted_N.new_ones(1)
+        targets_N = batch.input_ids_T[predicted_N.clamp(max=batch.num_tokens - 1)]
+        self._wanted = (predicted_N - 1, targets_N, entropy)
+        try:
+            columns = self._model(
+                batch.input_ids_T.unsqueeze(0),
+                positions=batch.position_ids_T.unsqueeze(0),
+                attention_masks=Packing.from_cu_seqlens(batch.cu_seqlens),
+            )[0].T
+        finally:
+            self._wanted = None
+        if idle:
+            predicted_N, columns = predicted_N.clamp(max=batch.num_tokens - 1), columns * 0.0
+        whole = columns.new_zeros(2, batch.num_tokens).index_copy(1, predicted_N, columns)
+        return ModelOutputs(whole[0], whole[1] if entropy else None)
+
+    def _head_forward(self, hidden: Tensor) -> Tensor:
+        """(1, T, D) hidden states to (1, N, 2): log-probability and entropy.
+
+        Called by the model where its head would be, with the head's weight at hand.
+        """
+        if self._wanted is None:
+            raise EngineError("the head computes log-probabilities of chosen tokens only")
+        rows_N, targets_N, entropy = self._wanted
+        weight, group, first_token = self._model.lm_head.weight, None, 0
+        if isinstance(weight, DTensor):
+            group = weight.device_mesh.get_group()
+            _, (first_token, _) = compute_local_shape_and_global_offset(
+                weight.shape, weight.device_mesh, weight.placements
+            )
+            weight = weight.to_local()
+        if isinstance(hidden, DTensor):
+            hidden = hidden.to_local(grad_placements=[Partial()])
+        logprobs_N, entropy_N = linear_token_logprobs(
+            hidden[0, rows_N],
+            weight,
+            targets_N,
+            temperature=self.spec.temperature,
+            entropy=entropy,
+            chunk_elements=tile_elements(chunked=self.spec.training.chunked_logprobs),
+            group=group,
+            first_token=first_token,
+        )
+        entropy_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
+        # Not a view: FSDP hangs its hooks on what the model returns.
+        return torch.stack([logprobs_N[None], entropy_N[None]], dim=-1)
+
+    def _set_training(self, training: bool) -> None:
+        self._model.train(training)
+
+    def _end_inference(self) -> None:
+        # FSDP keeps gathered weights for a backward pass that does not come.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        return clip_across_meshes(self._model.parameters(), max_norm)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        if self._optimizer is None:
+            raise EngineError("this engine was made without an optimizer: it cannot train")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Free all gradients."""
+        self._model.zero_grad(set_to_none=True)
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`. Tensors must not be changed."""
+        with self.eval_mode():
+            for name, tensor in self._named_state().items():
+                yield name, whole_tensor(tensor).detach()
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`."""
+        with self.eval_mode():
+            parts = [
+                HeldPart(local_place(name, tensor), lambda tensor=tensor: local_values(tensor))
+                for name, tensor in self._named_state().items()
+            ]
+            yield from stream_parts(owned_parts(parts))
+
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`."""
+        return stored_weights(checkpoint, hf_dir)
+
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move weights (gradients go with them) and optimizer state."""
+        if model:
+            if not grad:
+                self.optimizer_zero_grad()
+            nn.Module.to(self._model, device)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.to(device)
+
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """See `BaseEngine`."""
+        save_engine_state(path, self._state(step), self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        return stage_engine_state(path, self._state(step), self.spec.platform, self._staging)
+
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
+        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        with self.eval_mode():
+            if not optimizer:
+                return load_folded(path, self._named_state(), self.spec)
+            loaded = load_engine_state(path, self._state(0), self.spec.platform)
+        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
+        for state in self._adam().values():
+            state["step"].fill_(float(loaded.num_optimizer_steps))
+        return loaded.step
+
+    def _adam(self) -> dict[str, dict[str, Tensor]]:
+        """Adam's tensors by hub name."""
+        if self._optimizer is None:
+            return {}
+        states: dict[Any, dict[str, Tensor]] = dict(self._optimizer.state)
+        return {name: states[parameter] for name, parameter in self._named_parameters().items()}
+
+    def _state(self, step: int) -> EngineState:
+        tensors = {MODEL_PREFIX + name: tensor for name, tensor in self._named_state().items()}
+        adam = self._adam()
+        for name, values in adam.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.{key}.{name}"] = values[key]
+        first = next(iter(adam.values()), None)
+        return EngineState(
+            tensors=tensors,
+            step=step,
+            num_steps=self.num_steps,
+            schedule_step=self._schedule_step,
+            num_optimizer_steps=int(first["step"]) if first else 0,
+            backend=self.spec.training.backend,
+        )

@@ -1,0 +1,339 @@
+"""Engines whose model is a transformers module with plain or DTensor parameters.
+
+Promises: float32 master weights, computation in `training.dtype`; equal calls give equal bits on
+a CPU. One AdamW, one forward pass, one streaming export, one checkpoint format and one adapter
+for every backend that shards such a module; a backend brings `_build_model` and says how it
+reduces gradients.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from engines import collectives
+from engines.checkpoint.engine_state import (
+    MODEL_PREFIX,
+    EngineState,
+    load_engine_state,
+    save_engine_state,
+    stage_engine_state,
+)
+from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.staging import StagingBuffers
+from engines.errors import EngineError
+from engines.training.backends.transformers.adapters import (
+    is_trained_with_adapter,
+    merged_state,
+    save_peft_adapter,
+    set_adapter_enabled,
+    whole_tensor,
+)
+from engines.training.backends.transformers.build import (
+    build_on_meta,
+    enable_activation_checkpointing,
+)
+from engines.training.backends.transformers.folding import load_folded, stored_weights
+from engines.training.backends.transformers.head import LogprobHead, Targets
+from engines.training.backends.transformers.optimizer import (
+    decayed_names,
+    make_adamw,
+    states_by_name,
+)
+from engines.training.backends.transformers.shards import (
+    SlotsByParameter,
+    held_parts,
+    slots_by_parameter,
+)
+from engines.training.backends.transformers.vision import Vision, sees_images
+from engines.training.base import BaseEngine
+from engines.training.model.attention import Packing
+from engines.training.model.image_layout import ImageLayout
+from engines.training.model.ulysses import SequenceSlice, predicted_positions, slice_sequence
+from engines.training.spec import EngineSpec
+from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
+from engines.types import ModelOutputs, TokenBatch
+
+_DATA, _ULYSSES = "data", "ulysses"
+
+
+class TransformersModelEngine(BaseEngine):
+    """`BaseEngine` over a transformers module."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._model: PreTrainedModel | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._mesh: DeviceMesh | None = None
+        self._staging = StagingBuffers()
+        self._names: HubNames | None = None
+        self._slots: SlotsByParameter | None = None
+        self._head: LogprobHead | None = None
+        self._vision: Vision | None = None
+
+    @abstractmethod
+    def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
+        """Build the model on this rank; when it is sharded, over all ranks."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers module.
+
+        Raises:
+            EngineError: `initialize` was not called.
+        """
+        if self._model is None:
+            raise EngineError("the engine is not initialized: call initialize() first")
+        return self._model
+
+    def initialize(self, *, load_weights: bool = True) -> None:
+        """Build the model and, when it trains, its optimizer."""
+        training, platform = self.spec.training, self.spec.platform
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + collectives.rank())
+        if self._needs_process_group() and not dist.is_initialized():
+            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        if dist.is_initialized():
+            ranks = collectives.world_size() // training.ulysses_size
+            self._mesh = collectives.make_mesh(
+                platform.device_name,
+                (ranks, training.ulysses_size),
+                (_DATA, _ULYSSES),
+                training.collective_timeout_s,
+            )
+        self._model = self._build_model(load_weights=load_weights)
+        collectives.limit_waits(training.collective_timeout_s)
+        if training.gradient_checkpointing:
+            enable_activation_checkpointing(self._model)
+        if sees_images(self._model.config):
+            self._vision = Vision(self._model)
+        if self.spec.model_type == "language_model":
+            self._head = LogprobHead(self._model, chunked=self._chunked_logprobs)
+        if self.spec.optimizer is not None:
+            named = list(self._named_parameters())
+            self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters as they are held, by their names in the model."""
+        return self.model.named_parameters()
+
+    def _decayed_names(self) -> set[str]:
+        return decayed_names(self.model)
+
+    @property
+    def _image_layout(self) -> ImageLayout | None:
+        return self._vision.layout if self._vision is not None else None
+
+    def _needs_process_group(self) -> bool:
+        return False
+
+    @property
+    def _chunked_logprobs(self) -> bool:
+        return self.spec.training.chunked_logprobs
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different data; ranks that share sequences are not in it twice."""
+        return self._mesh.get_group(_DATA) if self._mesh is not None else None
+
+    @property
+    def _ulysses_group(self) -> dist.ProcessGroup | None:
+        if self._mesh is None or self.spec.training.ulysses_size == 1:
+            return None
+        return self._mesh.get_group(_ULYSSES)
+
+    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+        group = self._ulysses_group
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        part = slice_sequence(batch, rank, size)
+        predicted_N = predicted_positions(batch, part)
+        idle = predicted_N.numel() == 0
+        if idle:
+            # Every weight must be touched all the same: the ranks run the same collectives.
+            predicted_N = predicted_N.new_full((1,), part.start + 1)
+        columns = self._outputs(batch, part, predicted_N, entropy=entropy)
+        if idle:
+            predicted_N, columns = predicted_N.clamp(max=batch.num_tokens - 1), columns * 0.0
+        whole = columns.new_zeros(columns.shape[0], batch.num_tokens)
+        whole = whole.index_copy(1, predicted_N, columns)
+        if group is not None:
+            whole = collectives.SumOverRanks.apply(whole, group)
+        if self.spec.model_type == "value_model":
+            return ModelOutputs(torch.zeros_like(whole[0]), None, whole[0])
+        return ModelOutputs(whole[0], whole[1] if entropy else None)
+
+    def _outputs(
+        self, batch: TokenBatch, part: SequenceSlice, predicted_N: Tensor, *, entropy: bool
+    ) -> Tensor:
+        """(1 or 2, N) float32: values, or log-probabilities and, if asked for, entropies."""
+        inputs = {
+            "input_ids": part.input_ids_S.unsqueeze(0),
+            "position_ids": part.position_ids_S.unsqueeze(0),
+            "attention_mask": None,
+            "use_cache": False,
+            "packing": Packing.from_cu_seqlens(part.cu_seqlens, self._ulysses_group),
+        }
+        if self._vision is not None:
+            inputs |= self._vision.inputs(batch)
+        rows_N = predicted_N - 1 - part.start
+        if self._head is None:
+            return self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
+        last = batch.num_tokens - 1
+        targets = Targets(
+            batch.input_ids_T[predicted_N.clamp(max=last)], self.spec.temperature, entropy
+        )
+        logprobs_N, entropy_N = self._head(rows_N, targets, **inputs)
+        return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
+
+    def _set_training(self, training: bool) -> None:
+        self.model.train(training)
+
+    def _set_adapter(self, enabled: bool) -> None:
+        set_adapter_enabled(self.model, enabled)
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        if self._optimizer is None:
+            raise EngineError("this engine was made without an optimizer: it cannot train")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Free all gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
+        if self._names is None:
+            self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
+        with self.eval_mode():
+            named = dict(self._named_state())
+            yield from self._names.stream(merged_state(named, self._adapter_scaling))
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """See `BaseEngine`; a weight with an adapter is gathered and merged for its part."""
+        if self._slots is None:
+            self._slots = slots_by_parameter(build_on_meta(self.spec.hf_dir, self.spec.model_type))
+        with self.eval_mode():
+            named = dict(self._named_state())
+            parts = held_parts(named, self._slots, self._adapter_scaling)
+            yield from stream_parts(owned_parts(parts))
+
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`."""
+        return stored_weights(checkpoint, hf_dir)
+
+    @property
+    def _adapter_scaling(self) -> float:
+        lora = self.spec.training.lora
+        return lora.alpha / lora.rank if lora is not None else 0.0
+
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move weights (gradients go with them) and optimizer state."""
+        if model:
+            if not grad:
+                self.optimizer_zero_grad()
+            torch.nn.Module.to(self.model, device)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.to(device)
+
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """See `BaseEngine`."""
+        with self._state_scope():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            save_engine_state(path, state, self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        with self._state_scope():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            return stage_engine_state(path, state, self.spec.platform, self._staging)
+
+    @torch.no_grad()
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
+
+        Args:
+            path: an existing directory.
+
+        Raises:
+            EngineError: there is no adapter.
+        """
+        lora = self.spec.training.lora
+        if lora is None:
+            raise EngineError("this engine trains all weights: there is no adapter to save")
+        with self._state_scope():
+            whole = {
+                name: whole_tensor(tensor)
+                for name, tensor in self._named_state()
+                if is_trained_with_adapter(name)
+            }
+        if self.rank == 0:
+            save_peft_adapter(path, whole, lora)
+
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
+        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        with self._state_scope(), self._loading() as (model, states):
+            if not optimizer:
+                return load_folded(path, dict(model), self.spec)
+            state = self._state_of(model, states, 0)
+            loaded = load_engine_state(path, state, self.spec.platform)
+            for values in states.values():
+                values["step"].fill_(float(loaded.num_optimizer_steps))
+        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
+        return loaded.step
+
+    def _state_scope(self) -> AbstractContextManager[None]:
+        """Scope in which weights and optimizer states can be read and written whole."""
+        return self.eval_mode()
+
+    @contextmanager
+    def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
+        """Scope that yields weights and optimizer states to be filled in place."""
+        yield self._named_state(), self._optimizer_states()
+
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, sharded as they are held. Collective."""
+        return named_state(self.model)
+
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """Adam's tensors by parameter name, sharded as they are held. Collective."""
+        if self._optimizer is None:
+            return {}
+        return states_by_name(self.model, self._optimizer)
+
+    def _state_of(
+        self, model: list[tuple[str, Tensor]], states: dict[str, dict[str, Tensor]], step: int
+    ) -> EngineState:
+        tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
+        for name, values in states.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.{key}.{name}"] = values[key]
+        first = next(iter(states.values()), None)
+        return EngineState(
+            tensors=tensors,
+            step=step,
+            num_steps=self.num_steps,
+            schedule_step=self._schedule_step,
+            num_optimizer_steps=int(first["step"]) if first else 0,
+            backend=self.spec.training.backend,
+            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
+        )

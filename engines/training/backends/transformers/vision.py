@@ -1,0 +1,132 @@
+"""What an engine does for a model that sees: images into the forward pass, positions, placement.
+
+Promises: the packed row's positions are those the model gives each sequence alone; every rank runs
+the vision tower once in each forward pass, image or not, so sharded ranks with and without images
+run the same collectives; images that do not fit are refused before the forward pass.
+Does not cover: video and audio, Ulysses (it would cut images), value models.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from engines.training.model.attention import ATTENTION_NAME
+from engines.training.model.image_layout import ImageLayout
+from engines.types import TokenBatch
+
+_DUMMY = "dummy_image"
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether the configuration is that of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def attention_names(config: PretrainedConfig) -> str | dict[str, str]:
+    """`attn_implementation` of a model: the language model's is packed, a tower keeps its own."""
+    if not sees_images(config):
+        return ATTENTION_NAME
+    names = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+    return {name: value for name, value in names.items() if not name or name in config.sub_configs}
+
+
+def language_model_prefix(model: PreTrainedModel) -> str:
+    """Prefix of the names of the language model's modules inside a model; "" when it is all."""
+    if not sees_images(model.config):
+        return ""
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder) + "."
+
+
+class Vision:
+    """Feeds images to a vision-language model; its vision tower runs in every forward pass.
+
+    Args:
+        model: sharded or not; gets a hook.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        vision = config.vision_config
+        self.layout = ImageLayout(
+            token_id=config.image_token_id,
+            merge_size=vision.spatial_merge_size,
+            patch_width=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        )
+        # Both without a wrapper of their own: only single layers and the root are sharded units.
+        self._inner: Any = model.model
+        language_model: nn.Module = self._inner.language_model
+        language_model.register_forward_pre_hook(self._add_dummy_image, with_kwargs=True)
+
+    def inputs(self, batch: TokenBatch) -> dict[str, Any]:
+        """What the forward pass takes besides the tokens.
+
+        Args:
+            batch: on the device of the model.
+
+        Returns:
+            Keyword arguments of the model, `position_ids` (3, 1, T) among them.
+        """
+        images = batch.images
+        inputs: dict[str, Any] = {"position_ids": self._position_ids(batch)}
+        if images is None:
+            return inputs | {_DUMMY: True}
+        return inputs | {
+            "pixel_values": images.pixel_values_PD,
+            "image_grid_thw": images.grid_thw_I3,
+        }
+
+    def _position_ids(self, batch: TokenBatch) -> Tensor:
+        """(3, 1, T) int64: along time, height and width, each sequence from 0.
+
+        Without a fourth row, of plain positions, the model looks for no packing of its own.
+        """
+        images = batch.images
+        plain_T = batch.position_ids_T
+        if images is None:
+            return plain_T.expand(3, 1, -1)
+        # On the host: the model walks through a sequence's images one by one.
+        counts = images.num_images_B.tolist()
+        grids = images.grid_thw_I3.cpu().split(counts)
+        lengths = batch.lengths_B.tolist()
+        ids = batch.input_ids_T.cpu().split(lengths)
+        rows = list(plain_T.cpu().expand(3, 1, -1).split(lengths, dim=2))
+        for i, count in enumerate(counts):
+            if count:
+                row = ids[i].unsqueeze(0)
+                rows[i], _ = self._inner.get_rope_index(
+                    row,
+                    mm_token_type_ids=(row == self.layout.token_id).int(),
+                    image_grid_thw=grids[i],
+                )
+        return torch.cat(rows, dim=2).to(plain_T.device)
+
+    def _add_dummy_image(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let a micro-batch without images take the way of one with images, to the same result.
+
+        Each layer of the tower is gathered by a collective of its own when it runs, and reduces
+        its gradients by another; a rank that left the tower out would leave the ranks that
+        have images waiting forever, or answer them with another layer's weights. So the tower
+        runs here, between the embedding and the first decoder layer, as it does with images; its
+        features count zero times, which gives each of its weights a gradient of 0.
+        """
+        del module
+        kwargs = dict(kwargs)
+        if not kwargs.pop(_DUMMY, False):
+            return args, kwargs
+        embeds: Tensor = kwargs["inputs_embeds"]
+        size = self.layout.merge_size
+        grid_thw_I3 = torch.tensor([[1, size, size]], device=embeds.device)
+        pixel_values_PD = embeds.new_zeros(size * size, self.layout.patch_width)
+        seen = self._inner.get_image_features(pixel_values_PD, grid_thw_I3, return_dict=True)
+        # Qwen3-VL also hands features of inner blocks to its first decoder layers.
+        deep = getattr(seen, "deepstack_features", None) or ()
+        features = [*seen.pooler_output, *(feature for layer in deep for feature in layer)]
+        zero = torch.stack([feature.float().sum() for feature in features]).sum() * 0.0
+        kwargs["inputs_embeds"] = embeds + zero.to(embeds.dtype)
+        return args, kwargs

@@ -1,0 +1,126 @@
+"""The VeOmni engine: VeOmni's own model code and its FSDP2, on any platform that VeOmni knows.
+
+Promises: the model is VeOmni's patched class with this project's packed attention; weights are
+read slice by slice, and a missing one is an error (VeOmni itself would leave it random).
+Ulysses sequence parallelism is that of the packed attention, not VeOmni's, which needs
+flash-attn. Not covered: expert parallelism (VeOmni's fused kernels need a GPU) and its
+architectures that are not causal text models.
+Needs the job environment veomni.
+"""
+
+import logging
+from typing import Literal, cast
+
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from engines.config.base import StrictModel
+from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.transformers.build import build_model
+from engines.training.model.attention import ATTENTION_NAME
+from infra.errors import ConfigError
+
+
+class VeOmniOptions(StrictModel):
+    """`training.options` of the backend veomni; the kernels are named as VeOmni names them."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
+    rms_norm: Literal["eager", "liger_kernel", "npu"] = "eager"
+    swiglu_mlp: Literal["eager", "liger_kernel"] = "eager"
+    rotary_pos_emb: Literal["eager", "liger_kernel", "npu"] = "eager"
+
+
+class VeOmniEngine(FSDP2Engine):
+    """`BaseEngine` on VeOmni's models and `parallelize_model_fsdp2`."""
+
+    Options = VeOmniOptions
+
+    def _is_sharded(self) -> bool:
+        return True
+
+    def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
+        _set_parallel_state(self.spec.platform.device_name, self.spec.training.replicate_size)
+        return build_model(
+            self.spec, self._shard, load_weights=load_weights, architecture=self._architecture
+        )
+
+    def _architecture(self, config: PretrainedConfig) -> PreTrainedModel:
+        """VeOmni's class for the configuration, without memory."""
+        from veomni.models import build_foundation_model
+        from veomni.models.loader import MODELING_REGISTRY
+
+        if config.model_type not in MODELING_REGISTRY.valid_keys():
+            known = ", ".join(sorted(MODELING_REGISTRY.valid_keys()))
+            raise ConfigError("model.path", f"got a {config.model_type}; veomni has: {known}")
+        head = "TokenClassification" if self.spec.model_type == "value_model" else "CausalLM"
+        config.architectures = [f"For{head}"]
+        return cast(
+            PreTrainedModel,
+            build_foundation_model(
+                config,
+                torch_dtype="float32",
+                init_device="meta",
+                ops_implementation=_kernels(self._options),
+            ),
+        )
+
+    @property
+    def _options(self) -> VeOmniOptions:
+        return VeOmniOptions.model_validate(self.spec.training.options)
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        """VeOmni's FSDP2: one unit per decoder layer, one for the rest."""
+        # `build_parallelize_model` would leave a single rank without FSDP and its casts.
+        from veomni.arguments import MixedPrecisionConfig
+        from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
+
+        parallelize_model_fsdp2(
+            model,
+            weights_path=None,
+            should_skip_hf_weight_load=True,
+            enable_reshard_after_forward=self._options.reshard_after_forward,
+            mixed_precision=MixedPrecisionConfig(
+                param_dtype=self.spec.training.dtype, reduce_dtype="float32"
+            ),
+            init_device="meta",
+        )
+
+
+def _set_parallel_state(device_name: str, replicate_size: int) -> None:
+    """Tell VeOmni, which keeps it in a global, how the ranks are laid out."""
+    # It announces itself when it is imported, and then warns of what is done here anyway: other
+    # attention than its own, and buffers that are filled after it.
+    logging.disable(logging.WARNING)
+    try:
+        from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
+    finally:
+        logging.disable(logging.NOTSET)
+    logging.getLogger("veomni").setLevel(logging.ERROR)
+    # A layout it remembers may belong to a process group that is closed by now.
+    clear_parallel_state()
+    size = dist.get_world_size()
+    init_parallel_state(
+        dp_size=size,
+        dp_replicate_size=replicate_size,
+        dp_shard_size=size // replicate_size,
+        dp_mode="fsdp2",
+        device_type=device_name,
+    )
+
+
+def _kernels(options: VeOmniOptions) -> object:
+    """VeOmni's choice of kernels: plain ones, but for what the options name."""
+    from dataclasses import fields
+
+    from veomni.arguments.arguments_types import OpsImplementationConfig
+
+    kept = {"attn_implementation", "qat_implementation"}
+    names = {field.name for field in fields(OpsImplementationConfig)} - kept
+    chosen = dict.fromkeys((name for name in names if name.endswith("_implementation")), "eager")
+    chosen |= {
+        "rms_norm_implementation": options.rms_norm,
+        "swiglu_mlp_implementation": options.swiglu_mlp,
+        "rotary_pos_emb_implementation": options.rotary_pos_emb,
+    }
+    return OpsImplementationConfig(attn_implementation=ATTENTION_NAME, **chosen)

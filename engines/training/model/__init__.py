@@ -1,0 +1,1 @@
+"""The forward pass that the backends share: attention, log-probabilities, memory."""

@@ -1,0 +1,182 @@
+"""Causal attention over packed sequences: `rl_varlen`, the only attention the trainers use.
+
+T tokens of B sequences stand end to end in one row; no token sees another sequence, and no
+padding or T x T mask exists. The layout travels as the keyword argument `packing` through the
+transformers model. On CPU (and for float32 on a GPU) neighbouring sequences of equal length are
+one batched causal SDPA call, so sequences sorted by length cost few calls; on a GPU in
+bf16/fp16 it is `torch.nn.attention.varlen.varlen_attn`.
+Dropout is ignored: training and inference must see the same log-probabilities.
+Does not cover: soft-capping, sinks and position biases (refused), chunked or linear attention.
+Always call the model with `use_cache=False, attention_mask=None`.
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from engines.training.model.ulysses import heads_for_tokens, repeated_kv, tokens_for_heads
+from infra.errors import ConfigError
+
+ATTENTION_NAME = "rl_varlen"
+_REFUSED = ("softcap", "s_aux", "position_bias", "cache")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each sequence of a packed row begins and ends.
+
+    Attributes:
+        cu_seqlens: (B + 1,) int32 on the model's device.
+        runs: (number of neighbouring sequences of equal length, that length), in order.
+        max_length: of any sequence.
+        ulysses_group: ranks that hold equal slices of the row, or None: the row is whole.
+    """
+
+    cu_seqlens: Tensor
+    runs: tuple[tuple[int, int], ...]
+    max_length: int
+    ulysses_group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def from_cu_seqlens(
+        cu_seqlens: Tensor, ulysses_group: dist.ProcessGroup | None = None
+    ) -> "Packing":
+        """Derive the layout; the only place that copies lengths to the host."""
+        lengths: Sequence[int] = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        runs = tuple((len(list(same)), length) for length, same in groupby(lengths) if length)
+        return Packing(cu_seqlens, runs, max(lengths, default=0), ulysses_group)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function in transformers' sense.
+
+    Args:
+        module: the calling attention layer; not used.
+        query: (1, heads, T, head_dim); T is the length of this rank's slice when there is a group.
+        key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
+        value: (1, kv_heads, T, head_dim).
+        attention_mask: must be None; the layout is `packing`.
+        packing: the sequences of the row.
+        scaling: factor of the scores; None is 1 / sqrt(head_dim).
+        sliding_window: each token sees at most so many, itself included.
+        **kwargs: what else the model passes; refused where it would change the result.
+
+    Returns:
+        (1, T, heads, head_dim), and no attention weights.
+
+    Raises:
+        ConfigError: the architecture needs a feature of attention that is not there.
+    """
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if refused or attention_mask is not None or query.shape[0] != 1:
+        raise ConfigError(
+            "model.path",
+            f"its attention needs {', '.join(refused) or 'a mask'}, "
+            f"which {ATTENTION_NAME} has not; choose another architecture",
+        )
+    group = packing.ulysses_group
+    if group is not None:
+        key, value = repeated_kv(key, group), repeated_kv(value, group)
+        query, key, value = (heads_for_tokens(x, group) for x in (query, key, value))
+    rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    window = sliding_window if sliding_window and sliding_window < packing.max_length else None
+    if query.device.type != "cpu" and query.dtype != torch.float32:
+        out_THD = _varlen(rows, packing, scaling, window)
+    else:
+        out_THD = _batched_runs(rows, packing, scaling, window)  # pyright: ignore[reportCallIssue]
+    out = out_THD.unsqueeze(0)
+    return out if group is None else tokens_for_heads(out, group), None
+
+
+# Every batch has other runs: traced into a compiled layer, they would compile it anew each time.
+@torch.compiler.disable
+def _batched_runs(
+    rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """One SDPA call per run of equal lengths; (T, heads, head_dim) in and out."""
+    sizes = [count * length for count, length in packing.runs]
+    outputs: list[Tensor] = []
+    for (count, length), *parts in zip(
+        packing.runs, *(row.split(sizes) for row in rows), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
+        mask = _window_mask(length, window, q.device) if window and window < length else None
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """(length, length) bool: causal, and at most `window` tokens back, itself included."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(
+    rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """The fused kernel of the GPU build; (T, heads, head_dim) in and out."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = _varlen_parameters()
+    q, k, v = rows
+    options: dict[str, Any] = {}
+    if "scale" in parameters:
+        options["scale"] = scaling
+    elif scaling is not None:
+        # The kernel scales by 1 / sqrt(head_dim) itself; the rest goes into the queries.
+        q = q * (scaling * math.sqrt(q.shape[-1]))
+    if "window_size" in parameters:
+        options["window_size"] = (window - 1 if window else -1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ConfigError("model.path", "its sliding window needs torch >= 2.12; upgrade torch")
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in parameters:
+            options["enable_gqa"] = True
+        else:
+            groups = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    bounds, longest = packing.cu_seqlens, packing.max_length
+    return cast(Tensor, varlen_attn(q, k, v, bounds, bounds, longest, longest, **options))
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """Names the installed `varlen_attn` takes: its signature differs between torch releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def register_packed_attention() -> None:
+    """Make `rl_varlen` known to transformers; harmless when repeated."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

@@ -1,0 +1,100 @@
+"""Cut one rank's batch into micro-batches under a token budget.
+
+Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
+budget unless it is a single sequence; costs are as nearly equal as `balanced_partition` makes
+them; sequences stand shortest first, and equal lengths together, which is what makes packed
+attention cheap. Does not promise the smallest possible number of micro-batches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.training.step.balance import balanced_partition, fewest_parts
+from engines.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch that goes through the model at once.
+
+    Attributes:
+        batch: its sequences.
+        token_index_T: (T,) int64 places of its tokens in the batch it was cut from; None for a
+            filler, whose outputs count nowhere.
+    """
+
+    batch: TokenBatch
+    token_index_T: Tensor | None
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    min_num: int = 1,
+    *,
+    costs: Sequence[float] | None = None,
+) -> list[list[int]]:
+    """Assign sequences to micro-batches of nearly equal cost.
+
+    Args:
+        lengths: tokens of each sequence.
+        max_tokens: budget of one micro-batch.
+        min_num: make at least so many, as far as there are sequences.
+        costs: of each sequence, in any unit, such as `ModelFlops.sequence_costs`; None balances
+            tokens.
+
+    Returns:
+        For each micro-batch its sequence indices, shortest sequence first; micro-batches from the
+        cheapest to the costliest, so that ranks with equally many meet with those of like cost.
+    """
+    if not lengths:
+        return []
+    costs = lengths if costs is None else costs
+    num = min(max(min_num, fewest_parts(lengths, max_tokens)), len(lengths))
+    parts = balanced_partition(costs, num, sizes=lengths, max_size=max_tokens)
+    parts.sort(key=lambda part: (math.fsum(costs[i] for i in part), part))
+    return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts]
+
+
+def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    """The micro-batches of a plan."""
+    return [_take(batch, sequences) for sequences in plan]
+
+
+def filler(batch: TokenBatch) -> MicroBatch:
+    """A micro-batch that trains on nothing: the shortest sequence with its loss mask at 0.
+
+    Ranks must run equally many micro-batches, for each is a set of collectives; a rank with
+    too few sequences runs fillers.
+    """
+    shortest = int(torch.argmin(batch.lengths_B))
+    micro = batch.select([shortest])
+    mask = torch.zeros(micro.num_tokens, dtype=torch.float32, device=micro.input_ids_T.device)
+    return MicroBatch(micro.with_columns(loss_mask=mask), None)
+
+
+def _take(batch: TokenBatch, sequences: Sequence[int]) -> MicroBatch:
+    device = batch.input_ids_T.device
+    if list(sequences) == list(range(batch.num_sequences)):
+        return MicroBatch(batch, torch.arange(batch.num_tokens, device=device))
+    chosen = torch.tensor(list(sequences), dtype=torch.int64, device=device)
+    lengths_B = batch.lengths_B[chosen].to(torch.int64)
+    cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths_B, 0, out=cu_seqlens[1:])
+    shift_B = batch.cu_seqlens[:-1][chosen].to(torch.int64) - cu_seqlens[:-1]
+    index_T = torch.arange(int(cu_seqlens[-1]), device=device) + shift_B.repeat_interleave(
+        lengths_B
+    )
+    return MicroBatch(
+        TokenBatch(
+            batch.input_ids_T[index_T],
+            cu_seqlens.to(torch.int32),
+            {name: column[index_T] for name, column in batch.columns.items()},
+            batch.images.select(sequences) if batch.images is not None else None,
+        ),
+        index_T,
+    )

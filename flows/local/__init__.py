@@ -1,0 +1,1 @@
+"""A run in this process, watched from a terminal."""

@@ -1,0 +1,98 @@
+"""A pipeline run on the terminal: one line per step, a bar per stage, a table at the end.
+
+Promises: plain, readable lines when the output is no terminal; nothing here can fail a run.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flows.report.report import StageReport
+from infra.tracking.journal import JournalRecord
+from tasks.runner.run import StageResult, headline_metric
+
+DIGEST_DIGITS = 12
+LABEL_WIDTH = 12
+
+
+class TerminalDisplay:
+    """A `tasks.runner.stage.StageObserver` on the terminal.
+
+    Args:
+        console: where to write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:>12}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """A stage is looked up; its bar appears with its first progress record."""
+        self._end_bar()
+
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
+        self._say(label, text)
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """One journal record of a running stage: its message as a line, its progress as a bar."""
+        if record.message:
+            self._say(label, record.message)
+        if record.kind == "progress" and record.done is not None and record.total:
+            self._show_bar(label, record.done, record.total)
+
+    def stage_finished(self, result: StageResult) -> None:
+        """One line that sums the stage up."""
+        self._end_bar()
+        done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
+        parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
+        self._say(result.label, ", ".join(part for part in parts if part))
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        self._end_bar()
+        self._progress.stop()
+
+    def _say(self, label: str, message: str) -> None:
+        self._console.print(
+            f"{label:>{LABEL_WIDTH}}  {message}", highlight=False, markup=False, soft_wrap=True
+        )
+
+    def _show_bar(self, label: str, done: int, total: int) -> None:
+        if self._bar is None:
+            self._progress.start()
+            self._bar = self._progress.add_task(label, total=total)
+        self._progress.update(self._bar, completed=done, total=total)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._bar = None
+            self._progress.stop()
+
+
+def summary_table(stages: Sequence[StageReport]) -> Table:
+    """Stage, ran or reused, seconds, digest, headline metric."""
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("stage", "", "seconds", "digest", "metric"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for stage in stages:
+        table.add_row(
+            stage.name,
+            "reused" if stage.reused else "ran",
+            f"{stage.seconds:.1f}",
+            stage.digest[:DIGEST_DIGITS],
+            headline_metric(stage.metrics),
+        )
+    return table

@@ -1,0 +1,145 @@
+"""The pipeline's flow in this process, watched from a terminal."""
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+from rich.console import Console
+
+from flows.local.display import TerminalDisplay, summary_table
+from flows.plan import Planner
+from flows.recipe.recipe import Recipe
+from flows.report.report import REPORT_MD, Report
+from flows.rlhf_pipeline import rlhf_pipeline, run_stages
+from flows.run.lazy_cluster import LazyCluster
+from flows.run.pipeline_run import SURROUNDINGS, Surroundings, tracking_uri
+from infra.errors import ConfigError
+from infra.redact import RedactingFilter
+from infra.store.storage import open_storage
+
+DRAIN_DEADLINE_S = 10.0
+
+
+def run_locally(
+    recipe: Recipe,
+    force: Sequence[str],
+    console: Console,
+    wait_for_prefect: Callable[[], None],
+) -> Report:
+    """Run the flow here; Ray starts beside Prefect if some stage has to run.
+
+    Args:
+        recipe: what to run.
+        force: labels of stages to run again.
+        console: where the run is shown.
+        wait_for_prefect: returns when the Prefect server answers.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ConfigError: a forced stage is none of the recipe's, or a job refused its input.
+    """
+    # A new token for every run: the same one would find the stage committed under it.
+    token = datetime.now(UTC).isoformat(timespec="microseconds")
+    tokens = dict.fromkeys(force, token)
+    planner = Planner(open_storage(recipe.store_uri), tokens)
+    run_stages(recipe, planner)
+    labels = [stage.label for stage in planner.stages]
+    for label in force:
+        if label not in labels:
+            raise ConfigError("--force", f"got {label!r}; need one of {', '.join(labels)}")
+    cluster = LazyCluster(recipe.home)
+    if not planner.all_hit:
+        cluster.start_in_background()
+    display = TerminalDisplay(console)
+    show_warnings(console)
+    resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
+    detached = False
+    try:
+        wait_for_prefect()
+        return rlhf_pipeline(recipe, force=tokens)
+    except BaseException as error:
+        # SIGTERM is no Exception: a job that was not cancelled goes on, and needs its cluster.
+        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        raise
+    finally:
+        SURROUNDINGS.reset(resetter)
+        display.close()
+        drain_prefect()
+        cluster.release(keep_running_jobs=detached)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Log records as lines above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.addFilter(RedactingFilter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        text = f"{record.levelname.lower():>12}  {record.getMessage()}"
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_warnings(console: Console) -> None:
+    """Print our own warnings: Prefect's logging, set to be quiet here, would swallow them.
+
+    Args:
+        console: where to print.
+    """
+    for package in ("engines", "flows", "infra", "tasks"):
+        logger = logging.getLogger(package)
+        logger.handlers = [_ConsoleHandler(console)]
+        logger.propagate = False
+
+
+def drain_prefect() -> None:
+    """Send what Prefect still holds back, while its server is there to take it."""
+    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+    APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+
+
+def print_outcome(
+    report: Report, recipe: Recipe, prefect_url: str | None, console: Console
+) -> None:
+    """The table of stages, the accuracies, and where to look.
+
+    Args:
+        report: of the finished run.
+        recipe: what was run.
+        prefect_url: API address of a server that is still there; None if it was for this run.
+        console: where to print.
+    """
+    directory = recipe.home / "runs" / report.run
+    console.print()
+    console.print(summary_table(report.stages))
+    console.print()
+    accuracy = ", ".join(f"{name} {value:.1%}" for name, value in report.accuracy.items())
+    lines = [
+        f"accuracy    {accuracy}" if accuracy else "",
+        f"time        {report.seconds:.1f} s",
+        f"report      {directory / REPORT_MD}",
+        f"MLflow      {mlflow_hint(recipe)}",
+        f"Prefect     {prefect_hint(recipe, prefect_url)}",
+    ]
+    for line in lines:
+        if line:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def mlflow_hint(recipe: Recipe) -> str:
+    """How to look at the run in MLflow."""
+    uri = tracking_uri(recipe)
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
+    """How to look at the run in Prefect."""
+    if prefect_url:
+        return prefect_url.removesuffix("/api")
+    return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"

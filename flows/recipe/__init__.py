@@ -1,0 +1,1 @@
+"""The recipe: loaded, overlaid, validated."""

@@ -1,0 +1,247 @@
+"""The recipe: one strict, frozen description of a whole pipeline run.
+
+Promises: `load_recipe` either returns a recipe whose fields agree with each other, or raises one
+`ConfigError` line in well under a second, without torch. The recipe's stage configurations are
+exactly what the stages' fingerprints are made from.
+Does not promise: that data and models are well formed inside; the jobs check that in preflight.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from engines.config.base import StrictModel
+from engines.config.data import DataConfig
+from engines.config.model import ModelConfig
+from engines.config.rollout import RolloutConfig
+from engines.config.stages import (
+    CheckpointConfig,
+    EvaluateStageConfig,
+    EvaluationConfig,
+    MergeStageConfig,
+    PreprocessStageConfig,
+    PromoteConfig,
+    PromoteStageConfig,
+    RLConfig,
+    RLRoundStageConfig,
+    SFTConfig,
+    SFTStageConfig,
+)
+from engines.config.training import HardwareConfig, TrainingConfig
+from flows.recipe.errors import refuse_secrets, to_config_error
+from flows.recipe.source import read_recipe
+from flows.recipe.validation import check_recipe
+from infra import env
+from infra.store.canonical import sha256_json
+from tasks.runner.identity import reward_file
+
+RUN_NAME_DIGITS = 8
+
+
+class MergeConfig(StrictModel):
+    """The Hugging Face directory that the last policy becomes."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
+    """Largest size of one safetensors file, and of what merging holds in memory."""
+
+
+class LocationConfig(StrictModel):
+    """Where a run keeps things. Changing these re-runs nothing that the new place already holds."""
+
+    home: str | None = None
+    """Directory of the store, work files and reports; null uses RLHF_HOME."""
+    store: str | None = None
+    """Artifact store, a directory or a URI; null uses `<home>/store`."""
+    tracking_uri: str | None = None
+    """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`."""
+    experiment: str = "rlhf"
+    """MLflow experiment."""
+
+
+class Recipe(StrictModel):
+    """One pipeline run: data, model, and what every stage does with them."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """Name of the recipe; part of the run's name."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """All randomness of the run derives from it."""
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig = TrainingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sft: SFTConfig | None = SFTConfig()
+    """null starts RL from the model itself."""
+    rl: RLConfig = RLConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    merge: MergeConfig = MergeConfig()
+    promote: PromoteConfig = PromoteConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    location: LocationConfig = LocationConfig()
+
+    @property
+    def run_name(self) -> str:
+        """Name of this run: equal recipes share it, whatever machine or directory they use."""
+        identity = self.model_dump(mode="json", exclude={"location"})
+        return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
+
+    @property
+    def home(self) -> Path:
+        """Directory of everything a run keeps, absolute."""
+        home = self.location.home
+        return Path(home).expanduser().absolute() if home else env.home()
+
+    @property
+    def store_uri(self) -> str:
+        """The artifact store."""
+        return self.location.store or str(self.home / "store")
+
+    def preprocess_stage(self) -> PreprocessStageConfig:
+        """Configuration of the stage `preprocess`."""
+        return PreprocessStageConfig(data=self.data, model=self.model)
+
+    def sft_stage(self) -> SFTStageConfig:
+        """Configuration of the stage `sft`; the recipe must have one."""
+        if self.sft is None:
+            raise ValueError("the recipe has no SFT stage")
+        return SFTStageConfig(
+            model=self.model,
+            training=self.training,
+            sft=self.sft,
+            checkpoint=self.checkpoint,
+            rollout=self.rollout,
+            reward=self.rl.reward,
+            evaluation=self._evaluation(),
+        )
+
+    def rl_round_stage(self, number: int) -> RLRoundStageConfig:
+        """Configuration of RL round `number`, counted from 1."""
+        rl = self.rl
+        return RLRoundStageConfig(
+            round=number,
+            model=self.model,
+            training=self.training,
+            rollout=self.rollout,
+            num_steps=rl.num_steps_per_round,
+            batch_size_prompts=rl.batch_size_prompts,
+            group_size=rl.group_size,
+            mini_batch_size_prompts=rl.mini_batch_size_prompts or rl.batch_size_prompts,
+            num_epochs=rl.num_epochs,
+            sampling=rl.sampling,
+            optimizer=rl.optimizer,
+            algorithm=rl.algorithm,
+            reward=rl.reward,
+            max_logprob_diff=rl.max_logprob_diff,
+            checkpoint=self.checkpoint,
+            evaluation=self._evaluation(),
+        )
+
+    def merge_stage(self) -> MergeStageConfig:
+        """Configuration of the stage `merge`."""
+        return MergeStageConfig(
+            model=self.model,
+            dtype=self.merge.dtype,
+            max_shard_bytes=self.merge.max_shard_bytes,
+        )
+
+    def evaluate_stage(self) -> EvaluateStageConfig:
+        """Configuration of the stage `evaluate`."""
+        return EvaluateStageConfig(
+            evaluation=self._evaluation(), rollout=self.rollout, reward=self.rl.reward
+        )
+
+    def promote_stage(self) -> PromoteStageConfig:
+        """Configuration of the stage `promote`."""
+        return PromoteStageConfig(promote=self.promote)
+
+    def _evaluation(self) -> EvaluationConfig:
+        """The evaluation with its length limit spelled out: a job sees no more of the recipe."""
+        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
+        return self.evaluation.model_copy(update={"max_new_tokens": limit})
+
+
+def parse_recipe(data: Any) -> Recipe:
+    """Validate plain data as a recipe.
+
+    Args:
+        data: nested mappings, as YAML or JSON gives them.
+
+    Returns:
+        The recipe; its fields agree with each other.
+
+    Raises:
+        ConfigError: one line about what is wrong.
+    """
+    refuse_secrets(data)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise to_config_error(error, Recipe) from None
+    return prepare_recipe(recipe)
+
+
+def prepare_recipe(recipe: Recipe) -> Recipe:
+    """Check a recipe's fields against each other, and make its local paths absolute.
+
+    Jobs run in directories of their own, so a relative path is one of the caller's directory.
+
+    Args:
+        recipe: a recipe whose fields are valid one by one, as a Prefect parameter is.
+
+    Returns:
+        The recipe that runs.
+
+    Raises:
+        ConfigError: one line about what is wrong.
+    """
+    check_recipe(recipe)
+    model = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
+    data = recipe.data.model_copy(
+        update={
+            split: tuple(
+                source.model_copy(update={"path": _absolute(source.path)})
+                for source in getattr(recipe.data, split)
+            )
+            for split in ("sft", "rl", "evaluation")
+        }
+    )
+    file = reward_file(recipe.rl.reward)
+    if file is None:
+        return recipe.model_copy(update={"model": model, "data": data})
+    function = f"{_absolute(file)}:{recipe.rl.reward.function.rpartition(':')[2]}"
+    reward = recipe.rl.reward.model_copy(update={"function": function})
+    rl = recipe.rl.model_copy(update={"reward": reward})
+    return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
+
+
+def _absolute(path: str | None) -> str | None:
+    """An existing local path in full; a hub id, or nothing, as it is."""
+    if path is None:
+        return None
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() else path
+
+
+def load_recipe(
+    name_or_path: str, overrides: Sequence[str] = (), *, seed: int | None = None
+) -> Recipe:
+    """Load, overlay and validate a recipe.
+
+    Args:
+        name_or_path: a shipped name (`quickstart`) or a YAML file.
+        overrides: `path.to.key=value`, applied in order, the value in YAML.
+        seed: replaces the recipe's seed; None keeps it.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ConfigError: one line about what is wrong.
+    """
+    data = read_recipe(name_or_path, overrides)
+    if seed is not None:
+        data["seed"] = seed
+    return parse_recipe(data)

@@ -1,0 +1,230 @@
+"""Recipe files as plain data: strict YAML, `extends`, and dotted overlays.
+
+Promises: a duplicate key is refused with both line numbers, a tag or an oversized, over-deep or
+alias-bombed document is refused, nothing in a file can run code, and an overlay that names no
+key of the recipe is left for the schema to refuse. Numbers such as `1e-5` are numbers.
+Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
+"""
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.errors import ConfigError
+
+RECIPES_DIR = Path(__file__).resolve().parents[1] / "recipes"
+MAX_FILE_BYTES = 256 * 1024
+MAX_DEPTH = 20
+MAX_NODES = 10_000
+MAX_EXTENDS = 5
+
+_ALLOWED_TAGS = frozenset(
+    f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader without dates, and with `1e-5` as a number (YAML 1.2)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with this project."""
+    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a shipped recipe or of a path.
+
+    Args:
+        name_or_path: a shipped name, or anything with a suffix or a directory.
+
+    Returns:
+        An existing file.
+
+    Raises:
+        ConfigError: neither a shipped name nor a file.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        if not path.is_file():
+            raise ConfigError("recipe", f"{name_or_path} does not exist (cwd is {Path.cwd()})")
+        return path.resolve()
+    names = recipe_names()
+    if name_or_path not in names:
+        nearest = get_close_matches(name_or_path, names, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "or give the path of a .yaml file"
+        raise ConfigError("recipe", f"no {name_or_path!r}; known: {', '.join(names)}; {hint}")
+    return RECIPES_DIR / f"{name_or_path}.yaml"
+
+
+def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A recipe as plain data, with what it extends below it and the overlays on top.
+
+    Args:
+        name_or_path: a shipped name (`quickstart`) or a YAML file.
+        overrides: `path.to.key=value`, the value in YAML.
+
+    Returns:
+        Nested mappings, sequences and scalars.
+
+    Raises:
+        ConfigError: the file, what it extends, or an overlay cannot be read.
+    """
+    data = _read_with_bases(find_recipe(name_or_path), seen=())
+    for override in overrides:
+        _apply_override(data, override)
+    return data
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Parse one YAML document into plain data.
+
+    Args:
+        text: the document.
+        name: how error lines call it.
+
+    Returns:
+        Nested dicts, lists and scalars; None for an empty document.
+
+    Raises:
+        ConfigError: not YAML, too large or too deep, a duplicate key, a tag.
+    """
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_FILE_BYTES:
+        raise ConfigError(name, f"larger than {MAX_FILE_BYTES // 1024} KiB; this is no recipe")
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            return None if node is None else _Builder(loader, name).build(node, depth=0)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(where, f"not YAML ({error.problem or error.context})") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(name, f"not YAML ({str(error).splitlines()[0]})") from None
+
+
+class _Builder:
+    """Turns a node graph into data, counting nodes through aliases."""
+
+    def __init__(self, loader: _Loader, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        self._num_nodes = 0
+
+    def build(self, node: yaml.Node, depth: int) -> Any:
+        where = f"{self._name}:{node.start_mark.line + 1}"
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise ConfigError(where, f"more than {MAX_NODES} values after expanding its aliases")
+        if depth > MAX_DEPTH:
+            raise ConfigError(where, f"nested deeper than {MAX_DEPTH} levels")
+        if node.tag not in _ALLOWED_TAGS:
+            raise ConfigError(where, f"tag not allowed: {node.tag}; write a plain value")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(child, depth + 1) for child in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, depth)
+        return self._loader.construct_object(node)
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[Hashable, Any]:
+        data: dict[Hashable, Any] = {}
+        first_lines: dict[Hashable, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = self.build(key_node, depth + 1)
+            if not isinstance(key, str):
+                raise ConfigError(f"{self._name}:{line}", f"key {key!r} is not text; quote it")
+            if key in first_lines:
+                raise ConfigError(
+                    f"{self._name}:{line}",
+                    f"duplicate key {key!r} (first on line {first_lines[key]}); remove one",
+                )
+            first_lines[key] = line
+            data[key] = self.build(value_node, depth + 1)
+        return data
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path in seen or len(seen) >= MAX_EXTENDS:
+        chain = " -> ".join(each.name for each in (*seen, path))
+        raise ConfigError(f"{path.name}: extends", f"a circle or too long a chain: {chain}")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path.name, f"byte {error.start} is not UTF-8") from None
+    data = parse_yaml(text, path.name)
+    if not isinstance(data, dict):
+        raise ConfigError(path.name, "need a mapping of recipe fields; see `rlhf recipes`")
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path.name}: extends", f"got {base!r}; need a recipe name or a path")
+    beside = path.parent / base
+    below = _read_with_bases(
+        beside.resolve() if beside.is_file() else find_recipe(base), (*seen, path)
+    )
+    return overlay(below, data)
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above` put over it; mappings merge, everything else replaces."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            merged[key] = overlay(under, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    """Put `path.to.key=value` into `data`, making the mappings on the way."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError("--set", f"got {dotted!r}; need path.to.key=value")
+    value = parse_yaml(text, f"--set {dotted}")
+    level: Any = data
+    for depth, key in enumerate(keys):
+        if isinstance(level, list):
+            level = _descend_list(level, key, ".".join(keys[:depth]), keys[depth + 1 :], value)
+            if level is None:
+                return
+        elif depth == len(keys) - 1:
+            level[key] = value
+        else:
+            if not isinstance(level.get(key), dict | list):
+                level[key] = {}
+            level = level[key]
+
+
+def _descend_list(
+    items: list[Any], key: str, path: str, rest: Sequence[str], value: Any
+) -> Any | None:
+    """The list element that `key` numbers, or None after setting it as the last step."""
+    if not key.isdigit() or int(key) >= len(items):
+        raise ConfigError(f"{path}.{key}", f"{path} has {len(items)} entries; need one's number")
+    if rest:
+        return items[int(key)]
+    items[int(key)] = value
+    return None

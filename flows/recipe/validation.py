@@ -1,0 +1,215 @@
+"""Rules that no single field can check: sizes that must divide, names that must exist.
+
+Promises: every rule names the field, what it got, what it needs and what to do; nothing here
+imports torch or reads more of a file than its name.
+Does not promise: the content of files, or devices; the jobs check those in preflight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.config.backends import check_layout
+from engines.config.data import SourceConfig
+from engines.config.plugins import check_plugin
+from engines.config.rl_rules import check_rl_settings
+from infra.errors import ConfigError
+from tasks.runner.identity import reward_file
+
+if TYPE_CHECKING:
+    from flows.recipe.recipe import Recipe
+
+DATA_SUFFIXES = frozenset({".parquet", ".json", ".jsonl"})
+NUM_SIMILAR_FILES = 3
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check a recipe's fields against each other and against what is installed.
+
+    Args:
+        recipe: a recipe whose fields are valid one by one.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    _check_plugins(recipe)
+    check_layout(recipe.training)
+    _check_group_size(recipe)
+    if recipe.rl.num_rounds:
+        check_rl_settings(recipe.rl)
+    _check_batch_sizes(recipe)
+    _check_lengths(recipe)
+    _check_data(recipe)
+    _check_model(recipe)
+    if recipe.sft is None and recipe.rl.num_rounds == 0:
+        raise ConfigError(
+            "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
+        )
+
+
+def _check_plugins(recipe: Recipe) -> None:
+    algorithm = recipe.rl.algorithm
+    check_plugin("backend", recipe.training.backend, "training.backend")
+    check_plugin("rollout", recipe.rollout.engine, "rollout.engine")
+    check_plugin("adv_estimator", algorithm.adv_estimator, "rl.algorithm.adv_estimator")
+    check_plugin("loss_mode", algorithm.loss_mode, "rl.algorithm.loss_mode")
+    check_plugin(
+        "kl_loss_type", algorithm.kl_loss_type.removesuffix("+"), "rl.algorithm.kl_loss_type"
+    )
+    file = reward_file(recipe.rl.reward)
+    if file is not None:
+        if not Path(file).expanduser().is_file():
+            raise ConfigError("rl.reward.function", f"{file} does not exist (cwd is {Path.cwd()})")
+    else:
+        check_plugin("reward", recipe.rl.reward.function, "rl.reward.function")
+
+
+def _check_group_size(recipe: Recipe) -> None:
+    name = recipe.rl.algorithm.adv_estimator
+    plugin = check_plugin("adv_estimator", name, "rl.algorithm.adv_estimator")
+    if recipe.rl.num_rounds and plugin and plugin.group_relative and recipe.rl.group_size < 2:
+        raise ConfigError(
+            "rl.group_size",
+            f"got {recipe.rl.group_size}; {name} needs >= 2 (the advantage would be 0 for every "
+            "sample)",
+        )
+
+
+def _check_batch_sizes(recipe: Recipe) -> None:
+    ranks = recipe.training.data_parallel_size
+    mini = recipe.rl.mini_batch_size_prompts or recipe.rl.batch_size_prompts
+    if recipe.sft:
+        _check_divides("sft.batch_size_sequences", recipe.sft.batch_size_sequences, ranks)
+    if recipe.rl.num_rounds:
+        _check_divides(
+            "rl.mini_batch_size_prompts"
+            if mini != recipe.rl.batch_size_prompts
+            # The unset mini-batch is the whole batch, which is what the user can change.
+            else "rl.batch_size_prompts",
+            mini,
+            ranks,
+        )
+
+
+def _check_divides(path: str, size: int, ranks: int) -> None:
+    if size % ranks == 0:
+        return
+    below, above = size // ranks * ranks, -(-size // ranks) * ranks
+    use = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
+    )
+
+
+def _check_lengths(recipe: Recipe) -> None:
+    prompt, limit = recipe.data.max_prompt_length, recipe.model.max_length
+    lengths = [("rl.sampling.max_new_tokens", recipe.rl.sampling.max_new_tokens)]
+    if recipe.evaluation.max_new_tokens:
+        lengths.append(("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens))
+    for path, response in lengths:
+        if prompt + response > limit:
+            lower = limit - prompt
+            remedy = (
+                f"lower it to {lower}" if lower > 0 else f"lower data.max_prompt_length {prompt}"
+            )
+            raise ConfigError(
+                path,
+                f"{prompt} (data.max_prompt_length) + {response} = {prompt + response} tokens "
+                f"exceeds model.max_length {limit}; {remedy}",
+            )
+    overlong = recipe.rl.algorithm.overlong
+    if overlong.enable and overlong.buffer_length > recipe.rl.sampling.max_new_tokens:
+        raise ConfigError(
+            "rl.algorithm.overlong.buffer_length",
+            f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens "
+            f"{recipe.rl.sampling.max_new_tokens}; lower it",
+        )
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.arithmetic is None:
+        for path, sources, needed in (
+            ("data.sft", data.sft, recipe.sft is not None),
+            ("data.rl", data.rl, recipe.rl.num_rounds > 0),
+            ("data.evaluation", data.evaluation, True),
+        ):
+            if needed and not sources:
+                raise ConfigError(
+                    path, "missing; the recipe has a stage that reads it; add a source"
+                )
+            for index, source in enumerate(sources):
+                _check_source(f"{path}.{index}.path", source)
+    elif data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
+        raise ConfigError(
+            "evaluation.num_problems",
+            f"got {recipe.evaluation.num_problems}; data.arithmetic.num_eval makes "
+            f"{data.arithmetic.num_eval}; raise that or lower this",
+        )
+
+
+def _check_source(path: str, source: SourceConfig) -> None:
+    """A source that is written as a file must be one; anything else may be a hub id."""
+    file = Path(source.path).expanduser()
+    if file.is_dir():
+        if not any(each.suffix in DATA_SUFFIXES for each in file.rglob("*")):
+            raise ConfigError(path, f"{source.path} holds no .parquet, .json or .jsonl file")
+        return
+    if looks_like_path(source.path) and not file.is_file():
+        near = sorted(each.name for each in file.parent.glob("*") if each.suffix in DATA_SUFFIXES)
+        similar = ", ".join(near[:NUM_SIMILAR_FILES]) or "no data files"
+        raise ConfigError(
+            path,
+            f"{source.path} does not exist (cwd is {Path.cwd()}; beside it: {similar})",
+        )
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text can only be a path: a hub id is `owner/name`, without a suffix or dots."""
+    path = Path(text)
+    return (
+        text.startswith(("/", "./", "../", "~"))
+        or path.suffix in DATA_SUFFIXES
+        or len(path.parts) > 2
+    )
+
+
+def _check_model(recipe: Recipe) -> None:
+    if recipe.model.path is None:
+        return
+    directory = Path(recipe.model.path).expanduser()
+    if directory.is_dir():
+        check_model_directory(directory)
+    elif looks_like_path(recipe.model.path):
+        raise ConfigError("model.path", f"{recipe.model.path} does not exist (cwd is {Path.cwd()})")
+
+
+def check_model_directory(directory: Path) -> None:
+    """Check by file names that a directory can be a model; reads no weights.
+
+    Args:
+        directory: an existing directory.
+
+    Raises:
+        ConfigError: no config.json, or no safetensors weights.
+    """
+    names = sorted(each.name for each in directory.iterdir())
+    if "config.json" not in names:
+        inner = [name for name in names if (directory / name / "config.json").is_file()]
+        holds = ", ".join(names[:6]) or "nothing"
+        remedy = f"; pass {directory / inner[0]}" if inner else ""
+        raise ConfigError(
+            "model.path",
+            f"{directory} is not a model directory: no config.json; it holds: {holds}{remedy}",
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        raise ConfigError(
+            "model.path",
+            f"{directory} holds only {pickles[0]} (pickle can run code); need safetensors; "
+            "convert it with transformers' save_pretrained on a machine that may run it",
+        )
+    raise ConfigError("model.path", f"{directory} holds no .safetensors weights")

@@ -1,0 +1,45 @@
+"""The report on the Prefect run page: a table of the stages, and the plots in one page.
+
+Promises: nothing here can fail a run that has its results already.
+"""
+
+import logging
+from pathlib import Path
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from flows.report.report import Report, markdown
+from tasks.runner.run import headline_metric
+
+MAX_PAGE_BYTES = 1_000_000
+
+_log = logging.getLogger(__name__)
+
+
+def show_report(report: Report, directory: Path) -> None:
+    """Create the artifacts of a finished run.
+
+    Args:
+        report: the run's report.
+        directory: holds its plots.
+    """
+    key = report.recipe.replace(".", "-").replace("_", "-")
+    rows = [
+        {
+            "stage": stage.name,
+            "": "reused" if stage.reused else "ran",
+            "seconds": round(stage.seconds, 1),
+            "digest": stage.digest[:12],
+            "fingerprint": stage.fingerprint[:12],
+            "metric": headline_metric(stage.metrics),
+        }
+        for stage in report.stages
+    ]
+    page = markdown(report, directory, embed=True)
+    if len(page) > MAX_PAGE_BYTES:
+        page = f"{markdown(report, directory)}\nThe plots are in `{directory}`."
+    try:
+        create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
+        create_markdown_artifact(markdown=page, key=f"report-{key}", description=report.run)
+    except Exception as error:  # noqa: BLE001  the page is a courtesy; the report is on disk
+        _log.warning("the report is not shown on the run page: %s", error)

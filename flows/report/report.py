@@ -1,0 +1,248 @@
+"""The report of a pipeline run: what ran, what came out, where the time went.
+
+`<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
+as SVG and PNG, and `recipe.json`, the resolved recipe. A run that reuses every stage rewrites
+the first two and leaves plots alone that were drawn from the same stages.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flows.recipe.recipe import Recipe
+from flows.report.plots import Bar, Curve, PlotData, draw_plots
+from infra.store.atomic import atomic_write_bytes
+from infra.store.canonical import canonical_json
+from infra.tracking.journal import JournalRecord, read_records
+from tasks.runner.run import StageResult, headline_metric
+
+REPORT_JSON = "report.json"
+REPORT_MD = "report.md"
+RECIPE_JSON = "recipe.json"
+PLOT_TITLES = {
+    "accuracy": "Held-out accuracy",
+    "reward": "Reward",
+    "loss": "Supervised loss",
+    "lengths": "Response length",
+    "time": "Time",
+}
+
+
+class StageReport(BaseModel):
+    """One stage in `report.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    reused: bool
+    seconds: float
+    """Seconds this run spent on the stage."""
+    digest: str
+    fingerprint: str
+    metrics: dict[str, float]
+    job_seconds: dict[str, float]
+    """Seconds of the job's phases when it was computed."""
+
+
+class Report(BaseModel):
+    """`report.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    recipe: str
+    seed: int
+    finished_at: str
+    """UTC, ISO 8601."""
+    seconds: float
+    """Wall seconds of this run, from its first stage to the end of its last."""
+    stages: list[StageReport]
+    accuracy: dict[str, float]
+    """Held-out accuracy by stage, in order; the last is `final`."""
+    promoted: bool
+
+    @property
+    def identity(self) -> list[str]:
+        """What plots depend on."""
+        return [stage.fingerprint for stage in self.stages]
+
+
+def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float) -> Report:
+    """Sum up a finished run.
+
+    Args:
+        recipe: what was run.
+        results: its stages, in order.
+        seconds: wall seconds of the run.
+
+    Returns:
+        The report.
+    """
+    accuracy = {
+        "final" if result.label == "evaluate" else result.label: result.accuracy
+        for result in results
+        if result.accuracy is not None and result.label != "promote"
+    }
+    return Report(
+        run=recipe.run_name,
+        recipe=recipe.name,
+        seed=recipe.seed,
+        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=seconds,
+        stages=[
+            StageReport(
+                name=result.label,
+                reused=result.reused,
+                seconds=result.wall_s,
+                digest=result.digest,
+                fingerprint=result.fingerprint,
+                metrics=result.metrics,
+                job_seconds=result.job_seconds,
+            )
+            for result in results
+        ],
+        accuracy=accuracy,
+        promoted=any(result.metrics.get("promoted", 0.0) > 0 for result in results),
+    )
+
+
+def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
+    """Write the report's files.
+
+    Args:
+        report: what to write.
+        recipe: stored beside it.
+        home: holds the run directories and the stages' journals.
+
+    Returns:
+        The run directory.
+    """
+    directory = home / "runs" / report.run
+    directory.mkdir(parents=True, exist_ok=True)
+    if not _plots_are_current(report, directory):
+        draw_plots(plot_data(report, home), directory)
+    atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
+    atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
+    atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
+    return directory
+
+
+def _plots_are_current(report: Report, directory: Path) -> bool:
+    """Whether the last report here was drawn from the same stages."""
+    try:
+        last = Report.model_validate_json((directory / REPORT_JSON).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return False
+    return last.identity == report.identity and (directory / "accuracy.svg").exists()
+
+
+def plot_data(report: Report, home: Path) -> PlotData:
+    """What the journals and commit records say, ready to be drawn."""
+    journals = {
+        stage.name: read_records(home / "work" / stage.fingerprint / "journal.jsonl")[0]
+        for stage in report.stages
+    }
+    rounds = [journals[name] for name in journals if name.startswith("rl_round")]
+    return PlotData(
+        loss=_curve([journals.get("sft", [])], "train/loss"),
+        reward=_curve(rounds, "critic/score/mean"),
+        lengths=_curve(rounds, "response_length/mean"),
+        accuracy=_bars(report),
+        seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
+    )
+
+
+def _curve(journals: Sequence[Sequence[JournalRecord]], metric: str) -> Curve:
+    """One metric over all stages; steps go on counting from stage to stage."""
+    steps: list[float] = []
+    values: list[float] = []
+    bounds: list[float] = []
+    for journal in journals:
+        points = {
+            record.step: record.values[metric]
+            for record in journal
+            if record.step is not None and metric in record.values
+        }
+        # A round counts its steps anew, or goes on from the round before: both read the same.
+        shift = len(steps)
+        if steps and points:
+            bounds.append(shift + 1)
+        for index, step in enumerate(sorted(points), start=1):
+            steps.append(shift + index)
+            values.append(points[step])
+    return Curve(steps, values, bounds)
+
+
+def _bars(report: Report) -> list[Bar]:
+    metrics = {
+        "final" if stage.name == "evaluate" else stage.name: stage.metrics
+        for stage in report.stages
+    }
+    return [
+        Bar(
+            name.replace("rl_round_", "round "),
+            value,
+            _bound(metrics[name], "low"),
+            _bound(metrics[name], "high"),
+        )
+        for name, value in report.accuracy.items()
+    ]
+
+
+def _bound(metrics: Mapping[str, float], end: str) -> float | None:
+    names = (f"val-core/accuracy/{end}", f"val-core/accuracy_{end}", f"accuracy_{end}")
+    return next((metrics[name] for name in names if name in metrics), None)
+
+
+def _phases(stage: StageReport) -> dict[str, float]:
+    """Phases of a job, and what lies between them as `other`."""
+    phases = {name: value for name, value in stage.job_seconds.items() if name != "total"}
+    rest = stage.job_seconds.get("total", 0.0) - sum(phases.values())
+    return phases | ({"other": rest} if rest > 0.0 else {})
+
+
+def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
+    """The report for people.
+
+    Args:
+        report: what to show.
+        directory: holds the plots.
+        embed: put the plots into the text itself, for a page that cannot reach the files.
+
+    Returns:
+        Markdown.
+    """
+    lines = [
+        f"# {report.run}",
+        "",
+        _verdict(report),
+        "",
+        "| stage | | seconds | digest | metric |",
+        "|---|---|---:|---|---|",
+        *(
+            f"| {stage.name} | {'reused' if stage.reused else 'ran'} | {stage.seconds:.1f} "
+            f"| `{stage.digest[:12]}` | {headline_metric(stage.metrics)} |"
+            for stage in report.stages
+        ),
+        "",
+    ]
+    for name, title in PLOT_TITLES.items():
+        path = directory / f"{name}.svg"
+        if path.exists():
+            source = _data_uri(path) if embed else path.name
+            lines += [f"![{title}]({source})", ""]
+    return "\n".join(lines)
+
+
+def _verdict(report: Report) -> str:
+    parts = [f"{name.replace('_', ' ')} {value:.1%}" for name, value in report.accuracy.items()]
+    accuracy = f"Held-out accuracy: {', '.join(parts)}. " if parts else ""
+    promoted = "The model was promoted." if report.promoted else "The model was not promoted."
+    return f"{accuracy}{promoted} Wall time {report.seconds:.0f} s, seed {report.seed}."
+
+
+def _data_uri(path: Path) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

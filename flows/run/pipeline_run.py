@@ -1,0 +1,186 @@
+"""What a pipeline run stands on: its home, store, cluster, tracking and display.
+
+Promises: the Ray cluster is started only if some stage has to run, by whoever needs it first,
+and ended only by the run that started it; a run that is ended from outside without having been
+cancelled leaves the cluster and its job to the next run.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prefect.context import FlowRunContext
+
+from engines.config.stages import Runtime
+from flows.recipe.recipe import Recipe
+from flows.report.page import show_report
+from flows.report.report import Report, build_report, write_report
+from flows.run.lazy_cluster import LazyCluster, living_cluster
+from infra import env
+from infra.errors import PipelineError
+from infra.ray.jobs import RayJobs
+from infra.services.stack import running_mlflow_url
+from infra.store.storage import open_storage
+from infra.tracking.journal import JournalRecord
+from infra.tracking.tracker import Tracker
+from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.run import StageResult
+from tasks.runner.stage import StageContext, StageObserver
+
+STOP_DEADLINE_S = 20.0
+
+_log = logging.getLogger(__name__)
+
+
+class SilentObserver:
+    """Sees stages and says nothing: the run page shows everything already."""
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """A stage is looked up."""
+
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """A stage wrote to its journal."""
+
+    def stage_finished(self, result: StageResult) -> None:
+        """A stage has its result."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the command line brings to a flow that it runs in its own process.
+
+    Attributes:
+        observer: sees stages while they run.
+        cluster: may have been started while Prefect was still loading.
+    """
+
+    observer: StageObserver = field(default_factory=SilentObserver)
+    cluster: LazyCluster | None = None
+
+
+SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", default=None)
+"""Set by whoever runs the flow in its own process and wants to watch it."""
+
+
+class PipelineRun:
+    """One run of the pipeline.
+
+    Args:
+        recipe: what is run.
+        home: directory of everything the run keeps.
+        stages: runs the stages.
+        recorder: keeps the lineage.
+        orchestrated: whether Prefect shows the run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        home: Path,
+        stages: StageContext,
+        recorder: Recorder,
+        orchestrated: bool,
+    ) -> None:
+        self.stages = stages
+        self._recipe = recipe
+        self._home = home
+        self._recorder = recorder
+        self._orchestrated = orchestrated
+        self._started = time.monotonic()
+
+    def finish(self) -> Report:
+        """Write the report, and show it where the run is shown."""
+        seconds = time.monotonic() - self._started
+        report = build_report(self._recipe, self.stages.results, seconds)
+        directory = write_report(report, self._recipe, self._home)
+        metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
+        self._recorder.run_finished(directory, metrics)
+        if self._orchestrated:
+            show_report(report, directory)
+        return report
+
+
+@contextmanager
+def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
+    """Everything a run needs, for as long as it runs.
+
+    Args:
+        recipe: what is run.
+        force: by stage label, a token that makes the stage run anew.
+
+    Yields:
+        PipelineRun: the run.
+    """
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    home = recipe.home
+    surroundings = SURROUNDINGS.get() or Surroundings()
+    borrowed = surroundings.cluster
+    cluster = borrowed or LazyCluster(home)
+    metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
+    recorder = Recorder(
+        lambda: Tracker.open(home, tracking_uri(recipe), recipe.location.experiment),
+        recipe.run_name,
+        recipe.model_dump(mode="json", exclude={"location"}),
+        {"recipe": recipe.name, "seed": str(recipe.seed), **metadata},
+    )
+    stages = StageContext(
+        home=home,
+        storage=open_storage(recipe.store_uri),
+        ray_jobs=cluster.jobs,
+        recorder=recorder,
+        observer=surroundings.observer,
+        runtime=Runtime(platform=recipe.hardware.platform),
+        orchestrated=flow_run is not None,
+        force=force,
+        metadata=metadata,
+    )
+    detached = False
+    try:
+        yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
+    except BaseException as error:
+        # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
+        # not, the job must go on, and needs its cluster.
+        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        recorder.run_ended(end_status(error))
+        raise
+    finally:
+        recorder.close()
+        if borrowed is None:
+            cluster.release(keep_running_jobs=detached)
+
+
+def tracking_uri(recipe: Recipe) -> str:
+    """The MLflow of a run: asked for, or started by `rlhf up`, or a database in the home."""
+    return (
+        recipe.location.tracking_uri
+        or env.MLFLOW_TRACKING_URI.get()
+        or running_mlflow_url(recipe.home)
+        or f"sqlite:///{recipe.home / 'mlflow.db'}"
+    )
+
+
+def stop_jobs_of(flow_run_id: str, home: Path) -> None:
+    """Stop every job of a flow run.
+
+    Args:
+        flow_run_id: as the jobs' metadata holds it.
+        home: of the run.
+    """
+    try:
+        cluster = living_cluster(home)
+        if cluster is None:
+            return
+        jobs = RayJobs(cluster)
+        for job in jobs.find({"flow_run_id": flow_run_id}):
+            if not job.is_terminal:
+                jobs.stop(job.submission_id, STOP_DEADLINE_S)
+    except PipelineError as error:
+        _log.warning("jobs of flow run %s may still run: %s", flow_run_id, error)

@@ -1,0 +1,1 @@
+"""Processes, ports and records of this machine."""

@@ -1,0 +1,278 @@
+"""Child processes that outlive us, known by more than their pid, and ended to the last one.
+
+Promises: a started process leads its own session, inherits no ignored SIGINT and no file mode
+that others can read; a record names one process and never another that got its pid later;
+`stop` ends the whole family (session, process group, descendants, and whoever inherited the
+family's mark and moved to a session of its own) and touches nobody else; every wait here has a
+deadline and says what it waits for.
+Does not promise: to find a process that left the session AND overwrote its environment AND
+lost its parent.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from infra import env
+from infra.errors import DeadlineError, ServiceError
+from infra.host.records import log_tail
+
+# SIGINT that our parent ignores would be ignored by the child for good: a Prefect worker that
+# was started from a shell with `&` then never stops. `preexec_fn` is unsafe beside threads, so
+# a first interpreter of a few milliseconds repairs it and becomes the program.
+_BOOTSTRAP = (
+    "import os, signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "signal.pthread_sigmask(signal.SIG_SETMASK, ())\n"
+    "os.umask(0o077)\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])\n"
+)
+
+_FIRST_PORT = 20_000
+"""Ray's workers take 10,002 to 19,999."""
+_NUM_PORT_TRIES = 100
+# Another process must not make the same choices; nothing that a run computes depends on them.
+_dice = random.SystemRandom()
+
+_children: dict[int, subprocess.Popen[bytes]] = {}
+"""Our own children, kept so that `is_alive` can reap them: a zombie looks alive to others."""
+
+
+class ProcessIdentity(BaseModel):
+    """One process, and never another one that got the same pid later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pid: int
+    started: str
+    """When it started, in ticks of this boot; equal only for the same process."""
+
+
+class ProcessRecord(ProcessIdentity):
+    """A process that we started with `start_detached`; also its session and group id."""
+
+    mark: str
+    """Value of RLHF_PROCESS_MARK in the environment of the whole family."""
+    argv: tuple[str, ...]
+    log_path: Path
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """The living process with this pid; None if there is none or it is a zombie."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return ProcessIdentity(pid=pid, started=_start_stamp(process))
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def own_identity() -> ProcessIdentity:
+    """This process."""
+    return ProcessIdentity(pid=os.getpid(), started=_start_stamp(psutil.Process()))
+
+
+def is_alive(process: ProcessIdentity) -> bool:
+    """Whether that very process still runs."""
+    child = _children.get(process.pid)
+    if child is not None and child.poll() is not None:
+        del _children[process.pid]
+    found = identify(process.pid)
+    return found is not None and found.started == process.started
+
+
+def start_detached(
+    argv: Sequence[str],
+    log_path: Path,
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+) -> ProcessRecord:
+    """Start a program as the leader of a new session; it survives us.
+
+    Args:
+        argv: program and arguments.
+        log_path: gets its output, appended; its directory is created.
+        environment: the whole environment of the program.
+        cwd: its working directory; ours by default.
+
+    Returns:
+        What names the process from now on, also for other processes.
+
+    Raises:
+        ServiceError: it ended at once.
+    """
+    mark = uuid.uuid4().hex
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**environment, env.RLHF_PROCESS_MARK.name: mark},
+            cwd=cwd,
+        )
+    _children[child.pid] = child
+    found = identify(child.pid)
+    if found is None:
+        raise ServiceError(f"{argv[0]} ended at once; its log is {log_path}{log_tail(log_path)}")
+    return ProcessRecord(
+        pid=child.pid, started=found.started, mark=mark, argv=tuple(argv), log_path=log_path
+    )
+
+
+def stop(record: ProcessRecord, deadline_s: float = 10.0) -> None:
+    """End a process and its family; see `stop_all`."""
+    stop_all([record], deadline_s)
+
+
+def stop_all(records: Sequence[ProcessRecord], deadline_s: float) -> None:
+    """End processes and their families: SIGTERM, and SIGKILL after half of the deadline.
+
+    Args:
+        records: may be dead already; what is left of their families still ends.
+        deadline_s: for all of them together, in seconds.
+
+    Raises:
+        DeadlineError: some process survived.
+    """
+    started = time.monotonic()
+    known: set[psutil.Process] = set()
+    signalled: set[psutil.Process] = set()
+    while True:
+        # Again each time: a family may fork while it is being ended, and descendants can no
+        # longer be told once their parent is gone.
+        known |= _families(records)
+        living = {process for process in known if _is_running(process)}
+        if not living:
+            return
+        waited_s = time.monotonic() - started
+        if waited_s >= deadline_s:
+            pids = sorted(process.pid for process in living)
+            raise DeadlineError(f"processes {pids} to end", deadline_s)
+        if waited_s >= deadline_s / 2:
+            _signal(living, signal.SIGKILL)
+        else:
+            _signal(living - signalled, signal.SIGTERM)
+            signalled |= living
+        time.sleep(0.05)
+
+
+def pick_ports(count: int) -> list[int]:
+    """TCP ports of the loopback interface that are free now, all different.
+
+    They lie below those that the operating system hands out by itself, if it leaves room there:
+    a server may take seconds to bind its port, and until then nobody shall get it by chance.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(_bound_socket()) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _bound_socket() -> socket.socket:
+    end = _first_ephemeral_port()
+    for _ in range(_NUM_PORT_TRIES if end > _FIRST_PORT else 0):
+        found = socket.socket()
+        try:
+            found.bind(("127.0.0.1", _dice.randrange(_FIRST_PORT, end)))
+        except OSError:
+            found.close()
+        else:
+            return found
+    found = socket.socket()
+    found.bind(("127.0.0.1", 0))
+    return found
+
+
+def _first_ephemeral_port() -> int:
+    """The first port that the operating system hands out by itself; IANA's outside Linux."""
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return 49_152
+    return int(text.split()[0])
+
+
+def pick_port(preferred: int) -> int:
+    """`preferred` if it is free on the loopback interface now, else another one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            return pick_ports(1)[0]
+    return preferred
+
+
+def _start_stamp(process: psutil.Process) -> str:
+    """Start time in ticks since boot, with the boot's id: a clock that jumps changes neither.
+
+    Outside Linux, the creation time that psutil knows.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return f"{process.create_time():.2f}"
+    # The program's name, in parentheses, may itself hold spaces and parentheses.
+    stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return f"{boot_id}:{stat.rpartition(')')[2].split()[19]}"
+
+
+def _families(records: Sequence[ProcessRecord]) -> set[psutil.Process]:
+    """Every living process that belongs to one of the records."""
+    # A session keeps its number while it has members. Only if another process has the leader's
+    # pid now was the number given away; its members are then strangers.
+    sessions = set()
+    for record in records:
+        holder = identify(record.pid)
+        if (holder is None or holder.started == record.started) and _same_boot(record):
+            sessions.add(record.pid)
+    marks = {record.mark for record in records}
+    members = {p for p in psutil.process_iter() if _belongs(p, sessions, marks)}
+    for process in tuple(members):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.update(process.children(recursive=True))
+    return {process for process in members if process.pid != os.getpid()}
+
+
+def _belongs(process: psutil.Process, sessions: set[int], marks: set[str]) -> bool:
+    try:
+        if os.getsid(process.pid) in sessions or os.getpgid(process.pid) in sessions:
+            return True
+        return process.environ().get(env.RLHF_PROCESS_MARK.name) in marks
+    except (psutil.Error, ProcessLookupError, PermissionError, OSError):
+        return False  # it is gone, or another user's and so not ours
+
+
+def _same_boot(record: ProcessRecord) -> bool:
+    return record.started.partition(":")[0] == own_identity().started.partition(":")[0]
+
+
+def _is_running(process: psutil.Process) -> bool:
+    child = _children.get(process.pid)
+    if child is not None:
+        child.poll()
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(processes: set[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        # psutil compares the start time first, so a reused pid is not hit.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)

@@ -1,0 +1,1 @@
+"""What makes a stage the stage it is."""

@@ -1,0 +1,302 @@
+"""The identity of a stage: one digest over everything that can change what it yields.
+
+Promises: equal (stage, schema version, configuration, input digests, seed, sources, environment)
+give an equal fingerprint on every machine, and a change of any of them another one.
+Sources are the bytes of our modules that the job's modules reach by `import` statements, read
+with `ast` and never executed, so that the control plane needs none of the job's libraries.
+Does not promise: to follow what is imported by name at run time (a registry's "module:Class").
+The caller passes the modules of the chosen plugins as further roots.
+"""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from platform import python_version_tuple
+from typing import Any
+
+from infra.errors import ConfigError
+from infra.identity.job_environments import installed_distributions
+from infra.plugins import external_module_names, import_external_modules, outside_plugins
+from infra.store.canonical import sha256_file, sha256_json
+from infra.store.stage_spec import Artifact
+
+OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_FILE_PREFIX = "file:"
+
+
+def stage_fingerprint(
+    stage: str,
+    schema_version: int,
+    config: Any,
+    inputs: Mapping[str, Artifact],
+    seed: int,
+    sources_digest: str,
+    environment_digest: str,
+    force: str = "",
+) -> str:
+    """The fingerprint of one stage.
+
+    Args:
+        stage: its name.
+        schema_version: of the stage; raised when its output changes its layout.
+        config: the resolved configuration; a pydantic model or plain JSON values.
+        inputs: by name; only their digests count, not where they lie or who made them.
+        seed: of all randomness in the stage.
+        sources_digest: of `sources_digest`.
+        environment_digest: of `environment_digest`.
+        force: any other text gives another identity, to compute a finished stage again.
+
+    Returns:
+        sha256, 64 hex digits.
+    """
+    return sha256_json(
+        {
+            "stage": stage,
+            "schema_version": schema_version,
+            "config": config,
+            "inputs": {name: artifact.digest for name, artifact in inputs.items()},
+            "seed": seed,
+            "sources": sources_digest,
+            "environment": environment_digest,
+            "force": force,
+        }
+    )
+
+
+def source_closure(
+    modules: Sequence[str], packages: Sequence[str] = OUR_PACKAGES
+) -> dict[str, str]:
+    """Every module of ours that importing some modules can execute.
+
+    Imports inside functions count; those under `if TYPE_CHECKING:` do not. The `__init__` of
+    every package on the way counts, since an import executes it.
+
+    Args:
+        modules: dotted names, or paths that end in `.py` (their key is `file:<name>`).
+        packages: imports are followed into these top-level packages, and into those of
+            `modules`; everything else is the environment's.
+
+    Returns:
+        sha256 of each file by module name, sorted.
+
+    Raises:
+        ConfigError: a root does not exist, or a reached file is not Python.
+    """
+    roots = [name for name in modules if not name.endswith(".py")]
+    followed = {*packages, *(name.partition(".")[0] for name in roots)}
+    closure: dict[str, str] = {}
+    pending = []
+    for name in modules:
+        pending.extend(_root_sources(name))
+    while pending:
+        source = pending.pop()
+        if source.name in closure:
+            continue
+        closure[source.name] = sha256_file(source.path)
+        for name in _imported_names(source):
+            if name.partition(".")[0] in followed:
+                pending.extend(_executed_by(name))
+    return dict(sorted(closure.items()))
+
+
+def sources_digest(modules: Sequence[str]) -> str:
+    """sha256 of the source closure of `modules`."""
+    return sha256_json(source_closure(modules))
+
+
+def environment_digest(
+    distributions: Sequence[str],
+    outside: Mapping[str, Any] | None = None,
+    interpreter: Path | None = None,
+) -> str:
+    """sha256 of Python's minor version, the installed versions of distributions, and plugins.
+
+    Args:
+        distributions: by name; one that is not installed counts as absent.
+        outside: of `outside_code`; None or empty where no plugin is installed.
+        interpreter: of the job environment that the job runs in: all that is installed there
+            counts instead. None: it runs in this one.
+
+    Returns:
+        64 hex digits.
+    """
+    environment: dict[str, Any] = {
+        "python": ".".join(python_version_tuple()[:2]),
+        "distributions": {name: _installed_version(name) for name in distributions}
+        if interpreter is None
+        else installed_distributions(interpreter),
+    }
+    if outside:
+        environment["outside"] = dict(outside)
+    return sha256_json(environment)
+
+
+def outside_code() -> dict[str, Any]:
+    """What identifies the code of other people's plugins; empty without any.
+
+    A version alone would miss an editable installation: the sources of each plugin's own package
+    that its module reaches count too. A module that cannot be found or read counts as absent,
+    since a broken plugin may only stop whoever asks for it. A listed module that cannot be imported
+    is another identity than the same one repaired, even if only its surroundings were.
+
+    Returns:
+        Owners and source digests, as plain JSON values.
+    """
+    plugins = outside_plugins()
+    modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})
+    if not modules:
+        return {}
+    code: dict[str, Any] = {
+        "owners": sorted({plugin.owner for plugin in plugins}),
+        "sources": {module: _own_sources_digest(module) for module in modules},
+    }
+    broken = sorted(module.name for module in import_external_modules())
+    return {**code, "broken": broken} if broken else code
+
+
+def _own_sources_digest(module: str) -> str | None:
+    try:
+        return sha256_json(source_closure([module], packages=()))
+    except ConfigError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One module and its file."""
+
+    name: str
+    path: Path
+
+    @property
+    def package(self) -> str:
+        """What a relative import in it starts from."""
+        if self.path.name == "__init__.py":
+            return self.name
+        return self.name.rpartition(".")[0]
+
+
+def _root_sources(name: str) -> list[_Source]:
+    if name.endswith(".py"):
+        path = Path(name).expanduser().absolute()
+        if not path.is_file():
+            raise ConfigError(name, f"{path} does not exist; give another path")
+        return [_Source(_FILE_PREFIX + path.name, path)]
+    if _module_file(name) is None:
+        raise ConfigError(name, "no such module; install the package that holds it")
+    return list(_executed_by(name))
+
+
+def _executed_by(name: str) -> Iterator[_Source]:
+    """The sources that `import name` executes: its packages from the top, then itself."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        module = ".".join(parts[:length])
+        path = _module_file(module)
+        if path is not None and path.is_file():
+            yield _Source(module, path)
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module, or the directory of a namespace package; nothing is imported."""
+    top, *rest = name.split(".")
+    for directory in _package_directories(top):
+        base = directory.joinpath(*rest)
+        candidates = (base / "__init__.py", base.with_name(f"{base.name}.py") if rest else base)
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+        if base.is_dir():
+            return base
+    return _single_file(top) if not rest else None
+
+
+def _package_directories(top: str) -> list[Path]:
+    """Where a top-level package lies: ours beside this one, others where Python finds them."""
+    ours = _PROJECT_ROOT / top
+    if top in OUR_PACKAGES and ours.is_dir():
+        return [ours]
+    spec = _top_level_spec(top)
+    locations = spec.submodule_search_locations if spec else None
+    return [Path(location) for location in locations or ()]
+
+
+def _single_file(top: str) -> Path | None:
+    """The file of a top-level module that is no package."""
+    spec = _top_level_spec(top)
+    if spec is None or spec.submodule_search_locations is not None or not spec.has_location:
+        return None
+    return Path(spec.origin) if spec.origin else None
+
+
+def _top_level_spec(top: str) -> Any:
+    # For a name without dots, `find_spec` looks without importing anything.
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # a module put into sys.modules by hand, without a spec
+        return None
+
+
+def _imported_names(source: _Source) -> tuple[str, ...]:
+    status = source.path.stat()
+    return _parsed_imports(source, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[str, ...]:
+    """Absolute names a file may import; `a.b` of `from a import b` may turn out to be no module.
+
+    `mtime_ns` and `size_bytes` only make an edited file a new key.
+    """
+    try:
+        tree = ast.parse(source.path.read_bytes(), filename=str(source.path))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(str(source.path), f"not Python: {error}") from error
+    names: set[str] = set()
+    for node in _executed_nodes(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute_base(node, source.package)
+            if base:
+                names.add(base)
+                names.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+    return tuple(sorted(names))
+
+
+def _absolute_base(node: ast.ImportFrom, package: str) -> str:
+    """The module that `from ... import` names, without leading dots; empty if there is none."""
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    kept = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*kept, *([node.module] if node.module else [])]) if package else ""
+
+
+def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node`, except the bodies of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for other in child.orelse:
+                yield other
+                yield from _executed_nodes(other)
+            continue
+        yield child
+        yield from _executed_nodes(child)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Ray as a place where jobs run: clusters, the job server, jobs as attempts."""

@@ -1,0 +1,105 @@
+"""What goes to and comes from Ray's job server, typed.
+
+Promises: everything outside `infra.ray.jobs` sees these types and never a raw answer; texts that
+Ray gives us are free of known secrets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.redact import redact
+
+
+class JobState(StrEnum):
+    """Ray's states of a job."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+class JobRequest(NamedTuple):
+    """What to run."""
+
+    argv: Sequence[str]
+    """The program by absolute path (`sys.executable`), and its arguments."""
+    env: Mapping[str, str]
+    """Variables on top of the cluster's environment. Everyone who may list jobs can read them:
+    no secrets."""
+    metadata: Mapping[str, str]
+    """Travels with the job; `RayJobs.find` searches it."""
+    cwd: Path | None = None
+    """Working directory; by default the caller's, if the job's host has it."""
+
+
+@dataclass(frozen=True)
+class JobHandle:
+    """The attempt that stands for the work now.
+
+    Attributes:
+        attempt: its number.
+        submission_id: Ray's name of it.
+        attached: someone else submitted it.
+    """
+
+    attempt: int
+    submission_id: str
+    attached: bool
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What Ray says about a job.
+
+    Attributes:
+        submission_id: its name.
+        state: one of Ray's states.
+        message: Ray's words; for a failed job the tail of its log.
+        exit_code: of the entry point, -9 after SIGKILL; None while it runs or if stopped.
+        error_type: Ray's class of failure, if any.
+        started_at: seconds since the epoch when it was accepted.
+        ended_at: seconds since the epoch, None while it runs.
+        metadata: as submitted.
+    """
+
+    submission_id: str
+    state: JobState
+    message: str
+    exit_code: int | None
+    error_type: str | None
+    started_at: float | None
+    ended_at: float | None
+    metadata: Mapping[str, str]
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended."""
+        return self.state not in {JobState.PENDING, JobState.RUNNING}
+
+
+def was_submitted(job: Mapping[str, Any]) -> bool:
+    """Drivers that connected by themselves are listed too, without a submission id."""
+    return bool(job.get("submission_id"))
+
+
+def parse_status(job: Mapping[str, Any]) -> JobStatus:
+    """A job as the job server lists it."""
+    return JobStatus(
+        submission_id=job["submission_id"],
+        state=JobState(job["status"]),
+        message=redact(job.get("message") or ""),
+        exit_code=job.get("driver_exit_code"),
+        error_type=job.get("error_type"),
+        started_at=_seconds(job.get("start_time")),
+        ended_at=_seconds(job.get("end_time")),
+        metadata=dict(job.get("metadata") or {}),
+    )
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -1,0 +1,250 @@
+"""Ray jobs as attempts of one piece of work: submit or attach, watch, stop.
+
+Promises: the submission id is the claim: of any number of callers with the same key exactly one
+submits and the others attach to its job, also when the answer to a submission is lost; an
+attempt that ended, or that Ray calls running while its heartbeat has stopped, is followed by the
+next attempt, never by the same one.
+Does not promise: that Ray's status is the truth about the work. The caller's commit record is.
+"""
+
+import shlex
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.errors import DeadlineError, JobSubmitError
+from infra.ray.api import RayResponseError, RayUnreachableError
+from infra.ray.cluster import Cluster
+from infra.ray.job_types import (
+    JobHandle,
+    JobRequest,
+    JobState,
+    JobStatus,
+    parse_status,
+    was_submitted,
+)
+from infra.redact import redact
+from infra.waiting import wait_for
+
+SUBMIT_DEADLINE_S = 30.0
+"""A fresh head refuses jobs until its agent is up; a busy one may drop a connection."""
+NO_AGENT = "No available agent"
+ALREADY_EXISTS = "already exists"
+STOP_DEADLINE_S = 15.0
+PENDING_LIMIT_S = 900.0
+"""Ray itself fails a job that is pending for so long; before, it cannot be stopped."""
+MAX_POLL_S = 1.0
+
+
+class RayJobs:
+    """The job server of a cluster.
+
+    Args:
+        cluster: where the jobs run.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._api = cluster.api
+
+    def ensure(
+        self,
+        key: str,
+        build_attempt: Callable[[int], JobRequest],
+        is_alive: Callable[[int], bool],
+        *,
+        first_attempt: int = 0,
+        max_attempts: int = 100,
+        start_grace_s: float = 60.0,
+    ) -> JobHandle:
+        """Attach to the running attempt, or submit the next one.
+
+        Args:
+            key: names the work; equal work collides on purpose.
+            build_attempt: called just before an attempt is submitted.
+            is_alive: whether an attempt that Ray calls running shows signs of life; not asked
+                during `start_grace_s` after its submission.
+            first_attempt: the first number to use. The job server forgets with its head, so
+                numbers that the caller knows to be over are left out here; one of them that is
+                only stalled is stopped, or two attempts would run when it wakes.
+            max_attempts: how many numbers to look at.
+            start_grace_s: seconds that a running job has until its first sign of life.
+
+        Returns:
+            The attempt that runs now, and whether it is someone else's.
+
+        Raises:
+            JobSubmitError: Ray refused the job, cannot be reached, or every number is used up.
+        """
+        for over in range(first_attempt):
+            status = self._look(f"{key}-a{over}")
+            if status is not None and not status.is_terminal:
+                self._stop_dead(f"{key}-a{over}")
+        for attempt in range(first_attempt, first_attempt + max_attempts):
+            submission_id = f"{key}-a{attempt}"
+            status = self._look(submission_id)
+            if status is None and self._submit(submission_id, build_attempt(attempt)):
+                return JobHandle(attempt, submission_id, attached=False)
+            if status is None:
+                status = self.status(submission_id)  # someone was faster
+            if status.is_terminal:
+                continue
+            if _in_grace(status, start_grace_s) or is_alive(attempt):
+                return JobHandle(attempt, submission_id, attached=True)
+            self._stop_dead(submission_id)
+        raise JobSubmitError(f"{key}: all of {max_attempts} attempts from {first_attempt} ended")
+
+    def submit(self, submission_id: str, request: JobRequest) -> None:
+        """Submit one job.
+
+        Args:
+            submission_id: a name that no job has had on this cluster.
+            request: what to run.
+
+        Raises:
+            JobSubmitError: the id is taken, Ray refused the job or cannot be reached.
+        """
+        if not self._submit(submission_id, request):
+            raise JobSubmitError(f"a job {submission_id} already exists")
+
+    def status(self, submission_id: str) -> JobStatus:
+        """What Ray says about a job now.
+
+        Args:
+            submission_id: of the job.
+
+        Returns:
+            Its status.
+
+        Raises:
+            JobSubmitError: there is no such job, or Ray cannot be reached.
+        """
+        status = self._look(submission_id)
+        if status is None:
+            raise JobSubmitError(f"Ray at {self._cluster.jobs_url} knows no job {submission_id}")
+        return status
+
+    def find(self, metadata: Mapping[str, str]) -> list[JobStatus]:
+        """The submitted jobs whose metadata holds all of these entries."""
+        jobs = [
+            parse_status(job) for job in self._api.call("GET", "/api/jobs/") if was_submitted(job)
+        ]
+        return [job for job in jobs if metadata.items() <= dict(job.metadata).items()]
+
+    def follow(self, submission_id: str, deadline_s: float) -> Iterator[JobStatus]:
+        """Yield the status at growing intervals, up to and including the last one.
+
+        Args:
+            submission_id: of the job.
+            deadline_s: how long the job may take from now on, in seconds.
+
+        Yields:
+            JobStatus: each one that was read.
+
+        Raises:
+            DeadlineError: the job still runs.
+            JobSubmitError: there is no such job, or Ray cannot be reached.
+        """
+        ends_at = time.monotonic() + deadline_s
+        poll_s = 0.1
+        while True:
+            status = self.status(submission_id)
+            yield status
+            if status.is_terminal:
+                return
+            if time.monotonic() >= ends_at:
+                raise DeadlineError(f"job {submission_id} to end", deadline_s)
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 1.3, MAX_POLL_S)
+
+    def wait(self, submission_id: str, deadline_s: float) -> JobStatus:
+        """The last status of a job; raises as `follow` does."""
+        return deque(self.follow(submission_id, deadline_s), maxlen=1).pop()
+
+    def logs(self, submission_id: str) -> str:
+        """Everything the job printed, secrets masked."""
+        answer = self._api.call("GET", f"/api/jobs/{submission_id}/logs")
+        return redact(str(answer.get("logs", "")))
+
+    def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
+        """The last lines the job printed, secrets masked."""
+        return "\n".join(self.logs(submission_id).splitlines()[-num_lines:])
+
+    def stop(self, submission_id: str, deadline_s: float = STOP_DEADLINE_S) -> JobStatus:
+        """Stop a job: SIGTERM to its processes, SIGKILL after Ray's grace.
+
+        Args:
+            submission_id: of the job.
+            deadline_s: how long to wait for its end, in seconds.
+
+        Returns:
+            Its last status.
+
+        Raises:
+            DeadlineError: it has not ended, as a job that cannot be scheduled does not.
+            JobSubmitError: there is no such job, or Ray cannot be reached.
+        """
+        self._api.call("POST", f"/api/jobs/{submission_id}/stop")
+
+        def ended() -> JobStatus | None:
+            status = self.status(submission_id)
+            return status if status.is_terminal else None
+
+        return wait_for(ended, f"job {submission_id} to stop", deadline_s)
+
+    def _look(self, submission_id: str) -> JobStatus | None:
+        try:
+            return parse_status(self._api.call("GET", f"/api/jobs/{submission_id}"))
+        except RayResponseError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _submit(self, submission_id: str, request: JobRequest) -> bool:
+        """Claim the id; False if it is taken."""
+        request = JobRequest(*request)
+        body: dict[str, Any] = {
+            "entrypoint": _entrypoint(request),
+            "submission_id": submission_id,
+            "metadata": dict(request.metadata),
+            "runtime_env": {"env_vars": dict(request.env)},
+        }
+        # Sent again after a lost connection, a submission that did arrive reads "already
+        # exists": then the job is there, and the caller attaches to it.
+        ends_at = time.monotonic() + SUBMIT_DEADLINE_S
+        while True:
+            try:
+                self._api.call("POST", "/api/jobs/", body)
+            except (RayResponseError, RayUnreachableError) as error:
+                if ALREADY_EXISTS in str(error):
+                    return False
+                transient = isinstance(error, RayUnreachableError) or NO_AGENT in error.reason
+                if not transient or time.monotonic() >= ends_at:
+                    raise
+            else:
+                return True
+            time.sleep(0.2)
+
+    def _stop_dead(self, submission_id: str) -> None:
+        """Ray may refuse, having lost the job with a crashed head; its attempt is over anyway."""
+        try:
+            self.stop(submission_id, STOP_DEADLINE_S)
+        except (JobSubmitError, DeadlineError):
+            return
+
+
+def _entrypoint(request: JobRequest) -> str:
+    """A shell line that becomes the program, so that its exit code and signals are the job's."""
+    cwd = shlex.quote(str(request.cwd or Path.cwd()))
+    enter = f"cd {cwd}" if request.cwd else f"cd {cwd} 2>/dev/null"
+    separator = " && " if request.cwd else "; "
+    return f"{enter}{separator}exec {shlex.join(request.argv)}"
+
+
+def _in_grace(status: JobStatus, start_grace_s: float) -> bool:
+    if status.started_at is None:
+        return True
+    limit_s = PENDING_LIMIT_S if status.state == JobState.PENDING else start_grace_s
+    return time.time() - status.started_at < limit_s

@@ -1,0 +1,1 @@
+"""What `rlhf up` starts."""

@@ -1,0 +1,277 @@
+"""What an artifact is: a directory of regular files, and a manifest that vouches for each byte.
+
+Promises: equal content has an equal digest, whoever wrote it, wherever it lies; `verify_directory`
+catches flipped bits, truncation, swapped, missing and extra files, and links out of the
+directory; a read error stays an `OSError` and is never taken for an absent or a damaged file.
+Does not promise: anything about file modes, times or empty directories; they are not content.
+The digest covers (schema, kind, files), so nothing that varies between equal runs may be in them.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
+
+from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
+from infra.faults import fault
+from infra.store.canonical import canonical_json, sha256_json
+from infra.store.stage_spec import Artifact
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_SCHEMA = 1
+EXTERNAL_KIND = "external"
+
+
+def _check_name(name: str) -> str:
+    """Refuse every name that could mean a file outside the directory, or two things at once."""
+    parts = PurePosixPath(name).parts
+    if (
+        not name
+        or name.startswith("/")
+        or "/".join(parts) != name
+        or ".." in parts
+        or "\\" in name
+        or not name.isprintable()
+        or name == MANIFEST_NAME
+    ):
+        raise ValueError(f"{name!r} is not a plain relative path")
+    return name
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+RelativePath = Annotated[str, AfterValidator(_check_name)]
+Kind = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
+
+
+class FileEntry(BaseModel):
+    """Size and digest of one file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    size_bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Manifest(BaseModel):
+    """The list of an artifact's files; written last, so its presence means the rest is there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
+    kind: Kind
+    files: Mapping[RelativePath, FileEntry]
+    """By path relative to the directory, with forward slashes; without the manifest itself."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of (schema, kind, files): the artifact's identity."""
+        return sha256_json(self._canonical())
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """The text of the manifest file."""
+        return canonical_json(self._canonical()) + b"\n"
+
+    def _canonical(self) -> dict[str, object]:
+        return {"schema": self.schema_version, "kind": self.kind, "files": dict(self.files)}
+
+
+def build_manifest(directory: Path, kind: str) -> Manifest:
+    """Hash every file of a directory, except a manifest of its own.
+
+    Args:
+        directory: what will be published.
+        kind: of the artifact; lower case.
+
+    Returns:
+        The manifest, not yet written.
+
+    Raises:
+        ArtifactError: there is no file, or an entry is not a regular file (a symlink, a socket)
+            or has a name that other systems could not hold.
+    """
+    files = {}
+    for name, entry in _walk(directory):
+        if name == MANIFEST_NAME:
+            continue
+        if not entry.is_file(follow_symlinks=False):
+            raise ArtifactError(f"{entry.path} is not a regular file; an artifact holds only these")
+        files[name] = _hash_regular(Path(entry.path))
+    if not files:
+        raise ArtifactError(f"{directory} holds no file; an empty artifact is a mistake")
+    fault("artifacts.before_manifest")
+    try:
+        return Manifest(kind=kind, files=files)
+    except ValidationError as error:
+        raise ArtifactError(f"{directory}: {error.errors()[0]['msg']}") from error
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest file, durably, into a complete directory that nobody can see yet.
+
+    In place: a temporary file that a killed process left would be content the next time.
+    """
+    with (directory / MANIFEST_NAME).open("wb") as file:
+        file.write(manifest.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest as written; the files are not looked at.
+
+    Args:
+        directory: what was published.
+
+    Returns:
+        The manifest, well-formed and of a schema that this code knows.
+
+    Raises:
+        ArtifactNotFoundError: there is no manifest, so nothing was published here.
+        ArtifactCorruptError: the manifest does not parse.
+        ArtifactError: a newer version of this program wrote it.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ArtifactNotFoundError(f"{directory} has no {MANIFEST_NAME}") from None
+    try:
+        values = json.loads(data)
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if isinstance(schema, int) and schema > MANIFEST_SCHEMA:
+            raise ArtifactError(f"{path} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}")
+        return Manifest.model_validate(values)
+    except (ValueError, RecursionError) as error:  # ValidationError and JSON errors are ValueErrors
+        reason = str(error).splitlines()[0]
+        raise ArtifactCorruptError(f"{path} is not a manifest: {reason}") from error
+
+
+def verify_directory(directory: Path) -> Manifest:
+    """Read every byte and compare it with the manifest.
+
+    Args:
+        directory: what was published.
+
+    Returns:
+        The manifest, which is true of the directory now.
+
+    Raises:
+        ArtifactNotFoundError: there is no manifest.
+        ArtifactCorruptError: a file is altered, missing, extra or not regular; names it.
+        OSError: something could not be read; nothing is known about the content then.
+    """
+    manifest = read_manifest(directory)
+    present = set()
+    for name, entry in _walk(directory):
+        if name == MANIFEST_NAME and entry.is_file(follow_symlinks=False):
+            continue
+        expected = manifest.files.get(name)
+        if expected is None:
+            raise ArtifactCorruptError(f"{entry.path} is not in the manifest")
+        if not entry.is_file(follow_symlinks=False):
+            raise ArtifactCorruptError(f"{entry.path} is no longer a regular file")
+        _check_file(Path(entry.path), expected)
+        present.add(name)
+    missing = sorted(set(manifest.files) - present)
+    if missing:
+        raise ArtifactCorruptError(
+            f"{directory} lacks {len(missing)} of {len(manifest.files)} files: {missing[0]}"
+        )
+    return manifest
+
+
+def external_artifact(path: Path, field: str | None = None) -> Artifact:
+    """A handle to a user's file or directory that lies outside the store.
+
+    The digest is of the content: where it lies, and what a single file is called, do not
+    count. Inside a directory, entries whose name starts with a dot are skipped (a hub download
+    keeps times there) and links to files are followed (a hub cache is made of them).
+
+    Args:
+        path: a file or a directory.
+        field: the configuration field that named it, for the error; the path itself if None.
+
+    Returns:
+        An artifact of kind `external` whose uri is the absolute path.
+
+    Raises:
+        ConfigError: nothing is there, it holds no file, or a link in it leads to a directory.
+    """
+    path = path.expanduser().absolute()
+    where = field or str(path)
+    if not path.exists():
+        raise ConfigError(where, f"{path} does not exist (cwd is {Path.cwd()}); give another path")
+    single = path.is_file()
+    files = {"": _hash_regular(path)} if single else dict(_external_files(path, where))
+    if not files:
+        raise ConfigError(where, f"{path} holds no file; give another path")
+    digest = sha256_json({"schema": MANIFEST_SCHEMA, "kind": EXTERNAL_KIND, "files": files})
+    return Artifact(kind=EXTERNAL_KIND, uri=str(path), digest=digest)
+
+
+def _external_files(directory: Path, where: str) -> Iterator[tuple[str, FileEntry]]:
+    for name, entry in _walk(directory, hidden=False):
+        if entry.is_dir():
+            raise ConfigError(where, f"{entry.path} is a link to a directory; copy or name it")
+        if not entry.is_file():
+            raise ConfigError(where, f"{entry.path} is not a readable file; remove it")
+        yield name, _hash_regular(Path(entry.path))
+
+
+def _walk(
+    directory: Path, prefix: str = "", hidden: bool = True
+) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """Everything below `directory` that is not a directory, by relative name, sorted."""
+    with os.scandir(directory) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        if not hidden and entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", hidden)
+        else:
+            yield f"{prefix}{entry.name}", entry
+
+
+def _hash_regular(path: Path) -> FileEntry:
+    # Non-blocking, so that a pipe that took the file's place cannot hold us forever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ArtifactError(f"{path} is not a regular file")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(size_bytes=file.tell(), sha256=digest)
+
+
+def _check_file(path: Path, expected: FileEntry) -> None:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != expected.size_bytes:
+            raise ArtifactCorruptError(
+                f"{path} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
+            )
+        found = _hash_regular(path)
+    except FileNotFoundError:
+        raise ArtifactCorruptError(f"{path} vanished while it was verified") from None
+    if found != expected:
+        raise ArtifactCorruptError(
+            f"{path}: sha256 {found.sha256} != {expected.sha256} of the manifest"
+        )

@@ -1,0 +1,1 @@
+"""What a run did, kept in journals and shipped to MLflow."""

@@ -1,0 +1,232 @@
+"""A stage's append-only record of metrics, progress and log lines: one strict JSON line each.
+
+Promises: a record that was returned from survives any kill and any power loss (fsync before
+return); opening cuts a torn tail; a metric of a step is recorded once, so a stage that resumes
+from an older checkpoint and repeats steps doubles nothing; times never run backwards.
+Does not promise: two writers at once (one attempt of a stage runs at a time). Any number of
+readers may follow with `read_records`.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
+
+from infra.errors import JournalError
+from infra.faults import fault
+from infra.store.atomic import fsync_directory
+from infra.store.canonical import canonical_json
+
+RecordKind = Literal["metrics", "progress", "log"]
+
+
+class JournalRecord(BaseModel):
+    """One line of a journal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: RecordKind
+    time_ms: int
+    """Milliseconds since the epoch, UTC; never less than in the record before."""
+    step: int | None = None
+    """`metrics`: the step that the values belong to."""
+    values: Mapping[str, float] = {}
+    """`metrics`: by name; may be NaN or infinite, as JSON strings in the file."""
+    done: int | None = None
+    """`progress`: units done."""
+    total: int | None = None
+    """`progress`: units there are."""
+    message: str = ""
+    """`progress` and `log`: one line for people."""
+
+    @field_serializer("values")
+    def _strict_json(self, values: Mapping[str, float]) -> dict[str, float | str]:
+        return {name: _encode(value) for name, value in values.items()}
+
+    def to_line(self) -> bytes:
+        """The record as it stands in the file, line end included."""
+        values = self.model_dump(exclude_none=True)
+        return canonical_json({k: v for k, v in values.items() if v not in ({}, "")}) + b"\n"
+
+
+class Journal:
+    """The one writer of a journal file.
+
+    Args:
+        path: created, with its directory, if absent; otherwise its torn tail is cut.
+
+    Raises:
+        JournalError: the file is damaged before its last record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._recorded: dict[int, set[str]] = {}
+        self._time_ms = 0
+        try:
+            records, self._end = read_records(path, 0)
+            os.ftruncate(self._descriptor, self._end)
+            os.fsync(self._descriptor)
+            fsync_directory(path.parent)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        for record in records:
+            self._remember(record)
+
+    @property
+    def last_step(self) -> int | None:
+        """The largest step with metrics; None before the first."""
+        return max(self._recorded, default=None)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> bool:
+        """Record the metrics of a step.
+
+        Names that the step already has are left as they are: a repeated step is bitwise the
+        first one, and only its timings differ.
+
+        Args:
+            step: not negative.
+            values: by name; anything `float` takes.
+
+        Returns:
+            False, and nothing is written, if the step already has all of these names.
+        """
+        have = self._recorded.get(step, set())
+        fresh = {name: float(value) for name, value in values.items() if name not in have}
+        if not fresh:
+            return False
+        self._append(JournalRecord(kind="metrics", time_ms=self._now(), step=step, values=fresh))
+        return True
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """Record how far the stage is."""
+        self._append(
+            JournalRecord(
+                kind="progress", time_ms=self._now(), done=done, total=total, message=message
+            )
+        )
+
+    def log(self, message: str) -> None:
+        """Record a line for people."""
+        self._append(JournalRecord(kind="log", time_ms=self._now(), message=message))
+
+    def close(self) -> None:
+        """Close the file; the journal is of no use afterwards. A second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, record: JournalRecord) -> None:
+        """Write one record durably, or leave the file as it was and raise."""
+        line = record.to_line()
+        fault("journal.before_write")
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+            fault("journal.after_write")
+            os.fsync(self._descriptor)
+        except OSError:
+            # Half a line in the middle of the file would be damage that no reader forgives.
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += len(line)
+        self._remember(record)
+
+    def _remember(self, record: JournalRecord) -> None:
+        self._time_ms = max(self._time_ms, record.time_ms)
+        if record.step is not None:
+            self._recorded.setdefault(record.step, set()).update(record.values)
+
+    def _now(self) -> int:
+        return max(self._time_ms, time.time_ns() // 1_000_000)
+
+
+def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]:
+    """The complete records from a byte offset on.
+
+    Args:
+        path: a journal; one that is absent has no records.
+        offset: 0, or what an earlier call returned.
+
+    Returns:
+        The records, and the offset behind the last of them.
+
+    Raises:
+        JournalError: a line that is not the last is damaged, or the file is shorter than
+            `offset`, so it is not the journal that was read before.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            if size_bytes < offset:
+                raise JournalError(f"{path} has {size_bytes} bytes, {offset} were already read")
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        if offset:
+            raise JournalError(f"{path} is gone, {offset} bytes were already read") from None
+        return [], 0
+    records = []
+    lines = list(_complete_lines(data))
+    for number, line in enumerate(lines):
+        try:
+            records.append(_parse(line))
+        except ValueError as error:
+            # After a power loss the last line may have its end and lack its middle.
+            if number == len(lines) - 1:
+                break
+            reason = str(error).splitlines()[0]
+            raise JournalError(f"{path}: damaged record at byte {offset}: {reason}") from error
+        offset += len(line)
+    return records, offset
+
+
+def _complete_lines(data: bytes) -> Iterator[bytes]:
+    for line in data.split(b"\n")[:-1]:
+        yield line + b"\n"
+
+
+def _parse(line: bytes) -> JournalRecord:
+    """One record; a ValueError if the line is none."""
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    try:
+        return JournalRecord.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
+
+
+def _encode(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as strings, which pydantic reads back."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

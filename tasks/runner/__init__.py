@@ -1,0 +1,1 @@
+"""How a stage comes to its result."""

@@ -1,0 +1,78 @@
+"""The two boundary types of the task floor: what runs stages, and what a stage yields."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from engines.config.stages import PromoteConfig
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import StageRequest
+
+ACCURACY_METRICS = ("val-core/accuracy", "accuracy")
+"""Names under which stages report held-out accuracy, the preferred one first."""
+
+COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "size_bytes")
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
+    """Held-out accuracy among a stage's metrics, if it was measured."""
+    return next((metrics[name] for name in ACCURACY_METRICS if name in metrics), None)
+
+
+def headline_metric(metrics: Mapping[str, float]) -> str:
+    """The one number of a stage that people compare; empty if it has none."""
+    if "promoted" in metrics:
+        return "promoted" if metrics["promoted"] else "not promoted"
+    accuracy = accuracy_of(metrics)
+    if accuracy is not None:
+        return f"accuracy {accuracy:.1%}"
+    return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
+
+
+class StageResult(BaseModel):
+    """What a finished stage hands on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    """Name of the stage within the run (`rl_round_2`)."""
+    fingerprint: str
+    artifact: Artifact
+    reused: bool
+    """Whether the output was there before this run asked for it."""
+    wall_s: float
+    """Seconds this run spent on the stage, looking it up included."""
+    metrics: dict[str, float]
+    """Headline metrics from the commit record."""
+    job_seconds: dict[str, float]
+    """Wall seconds of the job's phases, from the commit record."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the output artifact."""
+        return self.artifact.digest
+
+    @property
+    def accuracy(self) -> float | None:
+        """Held-out accuracy at the end of the stage, if it was measured."""
+        return accuracy_of(self.metrics)
+
+
+class StageRunner(Protocol):
+    """Whatever can bring a stage to its result."""
+
+    @property
+    def orchestrated(self) -> bool:
+        """Whether each stage is to be a Prefect task run."""
+        ...
+
+    def run(self, request: StageRequest) -> StageResult:
+        """Run one stage, or find that it is done."""
+        ...
+
+    def register_model(
+        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
+    ) -> None:
+        """Enter a model that passed the gate into the registry, once."""
+        ...

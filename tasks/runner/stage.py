@@ -1,0 +1,172 @@
+"""How a stage comes to its result: fingerprint, reuse, attach or submit, follow, verify, record.
+
+Promises: a committed fingerprint is never computed again; two runs that want one stage at the
+same time share one Ray job; a run that dies leaves the job alone and the next run attaches to
+it; a cancelled run stops it within seconds; a wrong configuration found by the job comes out as
+the same one line. This is the only code that knows how.
+Does not promise: to retry a failed job. The next run does, from its newest step checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from engines.config.stages import PromoteConfig, Runtime
+from infra.ray.jobs import RayJobs
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.storage import Storage
+from infra.tracking.journal import JournalRecord
+from tasks.runner.following import JobFollower
+from tasks.runner.identity import StageRequest
+from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.run import StageResult
+from tasks.runner.run_page import RunPage
+from tasks.runner.submission import Submission
+
+
+class StageObserver(Protocol):
+    """Whoever wants to see stages while they run: a terminal, a test."""
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """A stage is looked up."""
+        ...
+
+    def message(self, label: str, text: str) -> None:
+        """Something happened to a stage's job."""
+        ...
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """A stage that runs wrote to its journal."""
+        ...
+
+    def stage_finished(self, result: StageResult) -> None:
+        """A stage has its result."""
+        ...
+
+
+class StageContext:
+    """Everything the stages of one pipeline run share; a `tasks.runner.run.StageRunner`.
+
+    Args:
+        home: directory of the work files.
+        storage: the store of artifacts and commit records.
+        ray_jobs: gives the job client, starting a cluster if need be; not called while every
+            stage is reused.
+        recorder: sends metrics and lineage to MLflow.
+        observer: sees stages while they run.
+        runtime: what jobs need but does not change their output.
+        orchestrated: whether each stage is to be a Prefect task run.
+        force: by stage label, a token that makes the stage run anew.
+        metadata: travels with each Ray job (`flow_run_id`).
+    """
+
+    def __init__(
+        self,
+        *,
+        home: Path,
+        storage: Storage,
+        ray_jobs: Callable[[], RayJobs],
+        recorder: Recorder,
+        observer: StageObserver,
+        runtime: Runtime,
+        orchestrated: bool,
+        force: Mapping[str, str],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._home = home
+        self._storage = storage
+        self._ray_jobs = ray_jobs
+        self._recorder = recorder
+        self._observer = observer
+        self._runtime = runtime
+        self._orchestrated = orchestrated
+        self._force = force
+        self._metadata = metadata
+        self.results: list[StageResult] = []
+
+    @property
+    def orchestrated(self) -> bool:
+        """Whether each stage is to be a Prefect task run."""
+        return self._orchestrated
+
+    def run(self, request: StageRequest) -> StageResult:
+        """Bring one stage to its result.
+
+        Args:
+            request: the stage.
+
+        Returns:
+            Its output, computed or found.
+
+        Raises:
+            ConfigError: the job refused its configuration or its input.
+            JobFailedError: the job ended without committing; carries the tail of its log.
+            ArtifactError: the committed output does not verify any more.
+        """
+        started = time.monotonic()
+        request = request.forced(self._force.get(request.label, ""))
+        self._observer.stage_started(request.label, request.fingerprint)
+        record = self._storage.committed(request.fingerprint)
+        reused = record is not None
+        if record is None:
+            record = self._compute(request)
+        else:
+            self._recorder.stage_reused(request, record)
+            RunPage(request.label).log(
+                f"{request.label} {request.fingerprint[:12]} is committed: "
+                f"{record.artifact.digest[:12]} is reused"
+            )
+        result = StageResult(
+            label=request.label,
+            fingerprint=request.fingerprint,
+            artifact=record.artifact,
+            reused=reused,
+            wall_s=time.monotonic() - started,
+            metrics=record.metrics,
+            job_seconds=record.seconds,
+        )
+        self.results.append(result)
+        self._observer.stage_finished(result)
+        return result
+
+    def register_model(
+        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
+    ) -> None:
+        """Enter a model that passed the gate into the registry, once per gate and model."""
+        marker = self._home / "registered" / f"{gate.model_name}-{gate.alias}-{model.digest}"
+        if not marker.exists():
+            self._recorder.register_model(gate, model, metrics, marker)
+
+    def _compute(self, request: StageRequest) -> CommitRecord:
+        """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
+        page = RunPage(request.label)
+        submission = Submission(
+            request=request,
+            work_dir=self._home / "work" / request.fingerprint,
+            store_uri=self._storage.uri,
+            runtime=self._runtime,
+            metadata=self._metadata,
+        )
+        self._recorder.stage_started(request)
+        follower = JobFollower(
+            label=request.label,
+            fingerprint=request.fingerprint,
+            submission=submission,
+            storage=self._storage,
+            page=page,
+            say=lambda text: self._observer.message(request.label, text),
+        )
+
+        def on_record(record: JournalRecord) -> None:
+            self._observer.record(request.label, record)
+            self._recorder.ship(request.label, submission.journal_path)
+
+        try:
+            record = follower.follow(self._ray_jobs(), on_record)
+        except BaseException as error:
+            self._recorder.stage_ended(request.label, submission.journal_path, end_status(error))
+            raise
+        self._recorder.stage_finished(request.label, submission.journal_path, record)
+        page.close()
+        return record

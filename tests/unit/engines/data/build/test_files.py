@@ -1,0 +1,99 @@
+"""Which files a source means."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.config.data import SourceConfig
+from engines.data.build.files import resolve_source
+from infra.errors import ConfigError
+
+
+def make(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("{}", encoding="utf-8")
+    return root
+
+
+def chosen(root: Path, subset: str | None = None, default: str | None = None, **more: str):
+    source = SourceConfig.model_validate({"path": str(root), "subset": subset, **more})
+    found = resolve_source(source, "data.rl.0", default)
+    return [path.relative_to(root).as_posix() for path in found.files]
+
+
+def test_a_directory_without_split_names_is_read_whole(tmp_path: Path) -> None:
+    make(tmp_path, "b.jsonl", "a.parquet", "sub/c.json", "README.md", ".cache/x.jsonl")
+    assert chosen(tmp_path) == ["a.parquet", "b.jsonl", "sub/c.json"]
+
+
+def test_only_the_split_asked_for_is_read(tmp_path: Path) -> None:
+    make(tmp_path, "data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet")
+    make(tmp_path, "data/test-00000-of-00001.parquet")
+    assert chosen(tmp_path, split="test") == ["data/test-00000-of-00001.parquet"]
+    assert chosen(tmp_path) == [f"data/train-0000{i}-of-00002.parquet" for i in (0, 1)]
+    with pytest.raises(ConfigError, match=r"data\.rl\.0\.split: got 'validation'; no file under"):
+        chosen(tmp_path, split="validation")
+
+
+def test_split_folders(tmp_path: Path) -> None:
+    make(tmp_path, "train/algebra/1.json", "train/algebra/2.json", "test/algebra/1.json")
+    assert chosen(tmp_path) == ["train/algebra/1.json", "train/algebra/2.json"]
+
+
+def test_test_rows_never_slip_into_training(tmp_path: Path) -> None:
+    make(tmp_path, "rows.jsonl", "test.jsonl")
+    with pytest.raises(ConfigError, match="no file under .* is named after it"):
+        chosen(tmp_path)
+
+
+def test_subsets(tmp_path: Path) -> None:
+    make(tmp_path, "main/train.parquet", "socratic/train.parquet")
+    assert chosen(tmp_path) == ["main/train.parquet", "socratic/train.parquet"]
+    assert chosen(tmp_path, default="main") == ["main/train.parquet"]
+    assert chosen(tmp_path, subset="socratic", default="main") == ["socratic/train.parquet"]
+    with pytest.raises(ConfigError, match=r"data\.rl\.0\.subset: no \.parquet"):
+        chosen(tmp_path, subset="other")
+
+
+def test_absent_file_names_the_directory_and_what_is_similar(tmp_path: Path) -> None:
+    make(tmp_path, "train.jsonl")
+    with pytest.raises(ConfigError) as error:
+        resolve_source(SourceConfig(path=str(tmp_path / "trains.jsonl")), "data.sft.1", None)
+    assert str(error.value) == (
+        f"data.sft.1.path: {tmp_path}/trains.jsonl does not exist (cwd is {Path.cwd()}; "
+        "1 similar: train.jsonl)"
+    )
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    make(tmp_path, "train.csv")
+    with pytest.raises(ConfigError, match=r"train\.csv'; need a \.parquet, \.json, \.jsonl file"):
+        chosen(tmp_path / "train.csv")
+
+
+def test_a_hub_id_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The real client against a port where nobody listens.
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'some-owner/some-data' is no local path .* the hub"):
+        resolve_source(SourceConfig(path="some-owner/some-data"), "data.rl.0", None)
+
+
+def test_a_downloaded_hub_data_set_is_found_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    commit = "c" * 40
+    root = tmp_path / "datasets--owner--name"
+    make(root / "snapshots" / commit, "main/train-00000-of-00001.parquet", "main/test.parquet")
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit, encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found = resolve_source(SourceConfig(path="owner/name"), "data.rl.0", "main")
+    assert [path.name for path in found.files] == ["train-00000-of-00001.parquet"]
+    assert found.revision == commit

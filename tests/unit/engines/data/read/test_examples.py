@@ -1,0 +1,63 @@
+"""Rows to token ids, under length limits."""
+
+import pytest
+
+from engines.config.model import TokenizerConfig
+from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.read.examples import rl_prompts, sft_examples
+from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
+from engines.data.read.tokenizer import DirectoryTokenizer
+from infra.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> DirectoryTokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    return DirectoryTokenizer.load(
+        train_tokenizer(TokenizerConfig(), ["0123456789"], directory, max_length=99)
+    )
+
+
+def rl_row(question: str) -> RLRow:
+    return RLRow("d", (Message("user", question),), "", RewardModel("rule", "1"))
+
+
+SFT_ROWS = [
+    SFTRow((Message("user", "1" * n), Message("assistant", "2" * m))) for n, m in ((3, 1), (5, 2))
+]
+
+
+def test_sft_counts(tokenizer: DirectoryTokenizer) -> None:
+    result = sft_examples(SFT_ROWS, tokenizer, max_length=10)
+    # Three tokens of template: user, assistant, end.
+    assert [len(example.input_ids) for example in result.examples] == [7, 10]
+    assert (result.num_tokens, result.num_loss_tokens, result.num_overlong) == (17, 2 + 3, 0)
+
+
+def test_overlong_conversations(tokenizer: DirectoryTokenizer) -> None:
+    with pytest.raises(ConfigError) as error:
+        sft_examples(SFT_ROWS, tokenizer, max_length=9)
+    assert str(error.value) == (
+        "model.max_length: 1 of 2 conversations exceed 9 tokens (the longest, row 1, has 10); "
+        "data.on_overlong is 'error'; raise the limit or set data.on_overlong=drop"
+    )
+    kept = sft_examples(SFT_ROWS, tokenizer, max_length=9, on_overlong="drop")
+    assert (kept.indices, kept.num_overlong) == ((0,), 1)
+
+
+def test_prompts_keep_the_index_of_their_row(tokenizer: DirectoryTokenizer) -> None:
+    rows = [rl_row("1" * n) for n in (2, 9, 4)]
+    result = rl_prompts(rows, tokenizer, max_prompt_length=6, on_overlong="drop")
+    assert [(prompt.index, prompt.row) for prompt in result.prompts] == [(0, rows[0]), (2, rows[2])]
+    assert (result.num_overlong, result.max_length) == (1, 6)
+    assert result.prompts[0].prompt_ids == (4, 7, 7, 5)
+
+
+def test_overlong_prompts(tokenizer: DirectoryTokenizer) -> None:
+    rows = [rl_row("1" * n) for n in (2, 9, 4)]
+    with pytest.raises(
+        ConfigError, match=r"data\.max_prompt_length: 2 of 3 prompts exceed 5 tokens"
+    ):
+        rl_prompts(rows, tokenizer, max_prompt_length=5)
+    with pytest.raises(ConfigError, match="0 of 3 prompts have at most 1 tokens"):
+        rl_prompts(rows, tokenizer, max_prompt_length=1, on_overlong="drop")

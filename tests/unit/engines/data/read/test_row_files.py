@@ -1,0 +1,107 @@
+"""Rows written are rows read; equal rows are equal bytes."""
+
+import hashlib
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.data.read.row_files import (
+    read_rl_rows,
+    read_sft_rows,
+    rl_row,
+    write_rl_rows,
+    write_sft_rows,
+)
+from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow
+from infra.errors import ConfigError
+
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+words = text.filter(str.strip)
+json_values = st.recursive(
+    st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
+rl_rows = st.builds(
+    RLRow,
+    data_source=words,
+    prompt=words.map(lambda content: (Message("user", content),)),
+    ability=st.just("") | words,
+    reward_model=st.builds(RewardModel, st.just("rule"), json_values),
+    extra_info=st.dictionaries(words, json_values, max_size=3),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@given(st.lists(rl_rows, max_size=4))
+def test_rl_rows_come_back_equal(tmp_path: Path, rows: list[RLRow]) -> None:
+    write_rl_rows(tmp_path / "rl.parquet", rows)
+    assert read_rl_rows(tmp_path / "rl.parquet") == tuple(rows)
+
+
+def test_sft_rows_come_back_equal(tmp_path: Path) -> None:
+    turns = tuple(Message(r, r * 2) for r in ("system", "user", "assistant", "user", "assistant"))
+    rows = (SFTRow(turns, "a"), SFTRow(turns[:3], "b"))
+    write_sft_rows(tmp_path / "sft.parquet", rows)
+    assert read_sft_rows(tmp_path / "sft.parquet") == rows
+    write_sft_rows(tmp_path / "none.parquet", ())
+    assert read_sft_rows(tmp_path / "none.parquet") == ()
+
+
+def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
+    def row(info: dict[str, int]) -> RLRow:
+        return RLRow("d", (Message("user", "q"),), "", RewardModel("rule", "1"), info)
+
+    write_rl_rows(tmp_path / "a.parquet", [row({"x": 1, "y": 2})] * 3000)
+    write_rl_rows(tmp_path / "b.parquet", [row({"y": 2, "x": 1})] * 3000)
+    digests = {
+        hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        for name in ("a.parquet", "b.parquet")
+    }
+    assert len(digests) == 1
+    assert pq.read_metadata(tmp_path / "a.parquet").metadata is None
+
+
+def test_the_columns_other_tools_see(tmp_path: Path) -> None:
+    row = RLRow("d", (Message("user", "q"),), "math", RewardModel("rule", "7"), {"i": 3})
+    other = RLRow("d", (Message("user", "r"),), "", RewardModel("rule", {"target": ["a"]}), {})
+    write_rl_rows(tmp_path / "rl.parquet", [row, other])
+    columns = pq.read_table(tmp_path / "rl.parquet").to_pylist()
+    assert columns[0]["prompt"] == [{"role": "user", "content": "q"}]
+    assert columns[0]["reward_model"]["ground_truth"] == "7"
+    assert columns[1]["reward_model"]["ground_truth_json"] == '{"target":["a"]}'
+
+
+def test_defaults_and_structs_of_other_tools() -> None:
+    row = rl_row(
+        {
+            "prompt": [{"role": "user", "content": "q"}],
+            "reward_model": {"style": None, "ground_truth": 4},
+            "extra_info": {"split": "train", "index": 0},
+            "images": None,
+        }
+    )
+    assert row.data_source == "unknown"
+    assert row.reward_model == RewardModel("rule", 4)
+    assert row.extra_info == {"split": "train", "index": 0}
+    with pytest.raises(RowError, match="reward_model is null; need style and ground_truth"):
+        rl_row({"prompt": "q", "reward_model": None})
+
+
+def test_a_file_that_holds_something_else(tmp_path: Path) -> None:
+    write_sft_rows(
+        tmp_path / "x.parquet", [SFTRow((Message("user", "q"), Message("assistant", "a")))]
+    )
+    with pytest.raises(ConfigError, match=r"x\.parquet row 0: prompt is null"):
+        read_rl_rows(tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_rl_rows(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        read_rl_rows(tmp_path / "bad.parquet")

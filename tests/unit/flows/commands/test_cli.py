@@ -1,0 +1,97 @@
+"""The command line: fast, and plain about errors."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.commands.cli import main
+from infra import env
+
+
+def test_help_comes_within_a_second() -> None:
+    seconds = []
+    for _ in range(2):
+        started = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, "-m", "flows.commands.cli", "--help"], capture_output=True, timeout=60
+        )
+        seconds.append(time.monotonic() - started)
+        assert ended.returncode == 0
+    assert min(seconds) < 1.0
+
+
+def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert "quickstart\n    The whole pipeline on two CPU cores" in printed
+    assert "gsm8k_qwen2.5_0.5b\n" in printed
+
+
+def test_an_unknown_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstrat"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("recipe: no 'quickstrat'; known: ")
+    assert captured.err.endswith("did you mean quickstart?\n")
+
+
+def test_merge_says_what_a_checkpoint_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["merge", str(tmp_path / "no"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"CHECKPOINT: {tmp_path}/no does not exist")
+    assert main(["merge", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "need a policy below <home>/store/artifacts/policy" in capsys.readouterr().err
+
+
+def test_plan_submits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    assert main(["plan", "quickstart", "--set", "rl.num_rounds=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "preprocess" in printed
+    assert "1 to run, 5 known once" in " ".join(printed.split())
+    assert not (home / "work").exists()
+    assert not (home / "services").exists()
+
+
+def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "good_module.py").write_text(
+        "from engines.config.plugins import register_plugin\n"
+        "register_plugin('backend', 'good', 'json:loads')\n"
+    )
+    (tmp_path / "bad_module.py").write_text("1 / 0\n")
+
+    def started(command: str, setting: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "flows.commands.cli", command, "quickstart", "--set", setting],
+            capture_output=True, text=True, timeout=120, check=False,
+            env=env.child_environment(
+                PYTHONPATH=str(tmp_path), RLHF_HOME=str(tmp_path / "home"),
+                RLHF_USE_EXTERNAL_MODULES="bad_module,good_module",
+            ),
+        )  # fmt: skip
+
+    line = (
+        "environment.RLHF_USE_EXTERNAL_MODULES: bad_module cannot be imported (ZeroDivisionError: "
+        "division by zero); repair or install it, or remove it from the list\n"
+    )
+    for backend in ("fsdp2", "good"):
+        ended = started("plan", f"training.backend={backend}")
+        assert ended.returncode == 0, ended.stderr
+        assert "1 to run" in " ".join(ended.stdout.split())
+        assert ended.stderr.endswith(line)
+        assert ended.stderr.count("\n") == 1
+    for command in ("plan", "run"):
+        ended = started(command, "training.backend=brought_by_bad_module")
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("training.backend: no 'brought_by_bad_module'; known: ")
+        assert ended.stderr.endswith(f"; {line}")
+        assert ended.stderr.count("\n") == 1
+    ended = started("run", "hardware.platform=brought_by_bad_module")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"{line}hardware.platform: no 'brought_by_bad_module'; known: ")

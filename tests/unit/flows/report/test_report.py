@@ -1,0 +1,116 @@
+"""The report: numbers, files, and plots that are drawn once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.recipe.recipe import load_recipe
+from flows.report.plots import Curve, PlotData, draw_plots
+from flows.report.report import build_report, markdown, plot_data, write_report
+from infra.store.stage_spec import Artifact
+from infra.tracking.journal import Journal
+from tasks.runner.run import StageResult
+
+
+def result(label: str, metrics: dict[str, float], *, reused: bool = False) -> StageResult:
+    digest = f"{abs(hash(label)):064x}"[:64]
+    return StageResult(
+        label=label,
+        fingerprint=f"fingerprint-{label}",
+        artifact=Artifact(kind="policy", uri="/x", digest=digest),
+        reused=reused,
+        wall_s=2.0,
+        metrics=metrics,
+        job_seconds={"load": 1.0, "train": 2.5, "total": 4.0},
+    )
+
+
+RESULTS = [
+    result("preprocess", {"num_rl": 10.0}, reused=True),
+    result("sft", {"val-core/accuracy": 0.4, "val-core/accuracy_low": 0.3}),
+    result("rl_round_1", {"val-core/accuracy": 0.7}),
+    result("rl_round_2", {"val-core/accuracy": 0.9}),
+    result("evaluate", {"accuracy": 0.91, "accuracy_low": 0.88, "accuracy_high": 0.93}),
+    result("promote", {"accuracy": 0.91, "promoted": 1.0}),
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    steps = {"sft": ("train/loss", [3.0, 2.0]), "rl_round_1": ("critic/score/mean", [0.2, 0.4])}
+    steps["rl_round_2"] = ("critic/score/mean", [0.6])
+    for label, (metric, values) in steps.items():
+        path = tmp_path / "work" / f"fingerprint-{label}" / "journal.jsonl"
+        with Journal(path) as journal:
+            for step, value in enumerate(values, start=1):
+                journal.metrics(step, {metric: value})
+    return tmp_path
+
+
+def test_the_report_for_machines(home: Path) -> None:
+    recipe = load_recipe("quickstart")
+    directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
+    data = json.loads((directory / "report.json").read_text())
+    assert directory == home / "runs" / recipe.run_name
+    assert data["accuracy"] == {"sft": 0.4, "rl_round_1": 0.7, "rl_round_2": 0.9, "final": 0.91}
+    assert list(data["accuracy"]) == ["sft", "rl_round_1", "rl_round_2", "final"]
+    assert data["seconds"] == 12.5
+    assert data["promoted"] is True
+    assert [stage["name"] for stage in data["stages"]] == [each.label for each in RESULTS]
+    assert data["stages"][0]["reused"] is True
+    assert data["stages"][1]["metrics"]["val-core/accuracy"] == 0.4
+    assert set(data["stages"][1]) >= {"name", "reused", "seconds", "digest", "metrics"}
+    assert json.loads((directory / "recipe.json").read_text())["name"] == "quickstart"
+
+
+def test_the_report_for_people(home: Path) -> None:
+    recipe = load_recipe("quickstart")
+    report = build_report(recipe, RESULTS, 12.5)
+    directory = write_report(report, recipe, home)
+    text = (directory / "report.md").read_text()
+    assert "| sft | ran | 2.0 |" in text
+    assert "| preprocess | reused | 2.0 |" in text
+    assert "final 91.0%" in text
+    assert "![Reward](reward.svg)" in text
+    for name in ("accuracy", "reward", "loss", "time"):
+        assert (directory / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+        assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (directory / "lengths.svg").exists(), "nothing was recorded about lengths"
+    assert "data:image/svg+xml;base64," in markdown(report, directory, embed=True)
+
+
+def test_curves_run_on_from_round_to_round(home: Path) -> None:
+    data = plot_data(build_report(load_recipe("quickstart"), RESULTS, 1.0), home)
+    assert data.reward == Curve([1, 2, 3], [0.2, 0.4, 0.6], [3])
+    assert data.loss == Curve([1, 2], [3.0, 2.0], [])
+    assert [(bar.label, bar.low) for bar in data.accuracy] == [
+        ("sft", 0.3),
+        ("round 1", None),
+        ("round 2", None),
+        ("final", 0.88),
+    ]
+    assert data.seconds["sft"] == {"load": 1.0, "train": 2.5, "other": 0.5}
+
+
+def test_a_run_that_reuses_everything_draws_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("quickstart")
+    write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
+
+    def refuse(data: PlotData, directory: Path) -> list[Path]:
+        raise AssertionError("drawn twice")
+
+    monkeypatch.setattr("flows.report.report.draw_plots", refuse)
+    again = [each.model_copy(update={"reused": True}) for each in RESULTS]
+    directory = write_report(build_report(recipe, again, 0.5), recipe, home)
+    assert json.loads((directory / "report.json").read_text())["seconds"] == 0.5
+
+
+def test_equal_data_is_drawn_into_equal_files(tmp_path: Path) -> None:
+    data = PlotData(reward=Curve([1, 2, 3], [0.1, 0.2, 0.3]))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert [path.name for path in draw_plots(data, tmp_path / name)] == ["reward.svg"]
+    assert (tmp_path / "a/reward.svg").read_bytes() == (tmp_path / "b/reward.svg").read_bytes()

@@ -1,0 +1,282 @@
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import env
+from infra.errors import (
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactNotFoundError,
+    ConfigError,
+)
+from infra.store.artifacts import external_artifact
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.storage import LocalStorage, Storage, open_storage
+
+FINGERPRINT = "f" * 64
+OTHER = "e" * 64
+ROOT = Path(__file__).resolve().parents[4]
+DRIVER = Path(__file__).with_name("storage_kill_driver.py")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "store")
+
+
+@pytest.fixture
+def other_disk() -> Iterator[Path]:
+    """A directory on another file system than `tmp_path`."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
+        pytest.skip("needs /dev/shm on another file system than the temporary directory")
+    with tempfile.TemporaryDirectory(dir=shm) as directory:
+        yield Path(directory)
+
+
+def output(directory: Path, text: str = "weights") -> Path:
+    (directory / "sub").mkdir(parents=True)
+    (directory / "a.txt").write_text(text)
+    (directory / "sub/b.txt").write_text("more")
+    return directory
+
+
+def record(artifact: Artifact, attempt: int = 0, fingerprint: str = FINGERPRINT) -> CommitRecord:
+    return CommitRecord(
+        fingerprint=fingerprint,
+        stage="sft",
+        artifact=artifact,
+        attempt=attempt,
+        metrics={"accuracy": 0.5},
+        committed_at="2026-01-01T00:00:00Z",
+    )
+
+
+def test_published_committed_fetched(store: Storage, tmp_path: Path) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    assert artifact.kind == "model"
+    assert artifact.fingerprint == FINGERPRINT
+    assert artifact.local_path() == tmp_path / "store/artifacts/model" / artifact.digest
+    assert not (tmp_path / "out").exists()
+    assert store.committed(FINGERPRINT) is None
+    standing = store.commit(record(artifact))
+    assert standing == record(artifact)
+    assert open_storage(store.uri).committed(FINGERPRINT) == standing
+    assert (store.fetch(artifact) / "sub/b.txt").read_text() == "more"
+    assert (tmp_path / f"store/stages/{FINGERPRINT}.json").is_file()
+
+
+def test_equal_content_is_stored_once(store: Storage, tmp_path: Path) -> None:
+    first = store.publish(output(tmp_path / "one"), "model", FINGERPRINT)
+    inode = (first.local_path() / "a.txt").stat().st_ino
+    assert store.publish(output(tmp_path / "two"), "model", FINGERPRINT) == first
+    assert store.publish(output(tmp_path / "three"), "model", OTHER).digest == first.digest
+    assert (first.local_path() / "a.txt").stat().st_ino == inode
+    assert os.listdir(tmp_path / "store/artifacts/model") == [first.digest]
+    assert not any((tmp_path / name).exists() for name in ("one", "two", "three"))
+
+
+def test_publishing_from_another_file_system(
+    store: Storage, tmp_path: Path, other_disk: Path
+) -> None:
+    near = store.publish(output(tmp_path / "near"), "model", FINGERPRINT)
+    shutil.rmtree(near.local_path())
+    far = store.publish(output(other_disk / "far"), "model", FINGERPRINT)
+    assert far == near
+    assert store.fetch(far).is_dir()
+    assert not (other_disk / "far").exists()
+    assert os.listdir(tmp_path / "store/artifacts/model") == [far.digest]
+
+
+def test_the_first_commit_stands(
+    store: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = store.publish(output(tmp_path / "one", "x"), "model", FINGERPRINT)
+    second = store.publish(output(tmp_path / "two", "y"), "model", FINGERPRINT)
+    assert store.commit(record(first)).artifact == first
+    assert store.commit(record(first, attempt=1)) == record(first)
+    assert "different results" not in caplog.text
+    assert store.commit(record(second, attempt=2)) == record(first)
+    assert "different results" in caplog.text
+    assert store.committed(FINGERPRINT) == record(first)
+
+
+def _publish_and_commit(store_root: Path, source: Path, number: int, start: Any, out: Any) -> None:
+    store = LocalStorage(store_root)
+    start.wait(30)
+    artifact = store.publish(source, "model", FINGERPRINT)
+    out.put((artifact.digest, store.commit(record(artifact, number)).model_dump_json()))
+
+
+@pytest.mark.parametrize("texts", [("same",) * 4, ("a", "b", "c", "d")])
+def test_processes_at_once_all_succeed_and_agree(tmp_path: Path, texts: tuple[str, ...]) -> None:
+    context = multiprocessing.get_context("fork")
+    start, out = context.Barrier(len(texts)), context.Queue()
+    processes = [
+        context.Process(
+            target=_publish_and_commit,
+            args=(tmp_path / "store", output(tmp_path / f"o{i}", text), i, start, out),
+        )
+        for i, text in enumerate(texts)
+    ]
+    for process in processes:
+        process.start()
+    results = [out.get(timeout=30) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * len(texts)
+    digests, standing = {digest for digest, _ in results}, {line for _, line in results}
+    assert len(digests) == len(set(texts))
+    assert len(standing) == 1
+    committed = LocalStorage(tmp_path / "store").committed(FINGERPRINT)
+    assert committed is not None
+    assert {committed.model_dump_json()} == standing
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "remove file", "remove manifest", "remove all", "other"]
+)
+def test_a_damaged_output_of_a_finished_stage_raises(
+    store: Storage, tmp_path: Path, damage: str
+) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    store.commit(record(artifact))
+    directory = artifact.local_path()
+    if damage == "flip":
+        (directory / "a.txt").write_text("weightz")
+    elif damage == "remove file":
+        (directory / "a.txt").unlink()
+    elif damage == "remove manifest":
+        (directory / "manifest.json").unlink()
+    elif damage == "remove all":
+        shutil.rmtree(directory)
+    else:
+        # A directory that is sound in itself, under the name of another one.
+        other = store.publish(output(tmp_path / "out", "else"), "model", OTHER)
+        shutil.rmtree(directory)
+        other.local_path().rename(directory)
+    with pytest.raises(ArtifactCorruptError, match=r"is committed, but its output is damaged: .*"):
+        store.committed(FINGERPRINT)
+    with pytest.raises(ArtifactError):
+        store.fetch(artifact)
+
+
+def test_publishing_the_content_again_heals_a_damaged_artifact(
+    store: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    store.commit(record(artifact))
+    (artifact.local_path() / "a.txt").write_text("weightz")
+    assert store.publish(output(tmp_path / "again"), "model", FINGERPRINT) == artifact
+    assert "replacing a damaged artifact" in caplog.text
+    assert store.committed(FINGERPRINT) == record(artifact)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"fingerprint": "', b"\x00" * 50])
+def test_a_damaged_record_raises(store: Storage, tmp_path: Path, data: bytes) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    store.commit(record(artifact))
+    (tmp_path / f"store/stages/{FINGERPRINT}.json").write_bytes(data)
+    with pytest.raises(ArtifactCorruptError, match="is not a commit record"):
+        store.committed(FINGERPRINT)
+    with pytest.raises(ArtifactCorruptError):
+        store.commit(record(artifact))
+
+
+def test_a_record_under_a_wrong_name_raises(store: Storage, tmp_path: Path) -> None:
+    store.commit(record(store.publish(output(tmp_path / "out"), "model", FINGERPRINT)))
+    shutil.copy(
+        tmp_path / f"store/stages/{FINGERPRINT}.json", tmp_path / f"store/stages/{OTHER}.json"
+    )
+    with pytest.raises(ArtifactCorruptError, match="is the record of f"):
+        store.committed(OTHER)
+
+
+def test_a_read_error_is_not_absence(store: Storage, tmp_path: Path) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    store.commit(record(artifact))
+    path = tmp_path / f"store/stages/{FINGERPRINT}.json"
+    path.unlink()
+    path.mkdir()  # reading it fails with EISDIR, for every user
+    with pytest.raises(IsADirectoryError):
+        store.committed(FINGERPRINT)
+
+
+def test_commit_needs_the_artifact(store: Storage, tmp_path: Path) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    shutil.rmtree(artifact.local_path())
+    with pytest.raises(ArtifactNotFoundError):
+        store.commit(record(artifact))
+    assert store.committed(FINGERPRINT) is None
+
+
+def test_a_moved_store_still_answers(store: Storage, tmp_path: Path) -> None:
+    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    store.commit(record(artifact))
+    (tmp_path / "store").rename(tmp_path / "moved")
+    moved = LocalStorage(tmp_path / "moved")
+    committed = moved.committed(FINGERPRINT)
+    assert committed is not None
+    assert committed.artifact.local_path().parent == tmp_path / "moved/artifacts/model"
+    assert moved.fetch(artifact) == committed.artifact.local_path()
+
+
+def test_fetch_of_external_input_notices_a_change(store: Storage, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n")
+    artifact = external_artifact(path)
+    assert store.fetch(artifact) == path
+    path.write_text("{ }\n")
+    with pytest.raises(ArtifactCorruptError, match="changed after it was planned"):
+        store.fetch(artifact)
+
+
+@pytest.mark.parametrize("value", ["", "..", "a/b", "../x", ".hidden", "a\n"])
+def test_names_cannot_leave_the_store(store: Storage, tmp_path: Path, value: str) -> None:
+    with pytest.raises(ValueError, match="fingerprint"):
+        store.committed(value)
+    with pytest.raises(ValueError, match="artifact kind"):
+        store.publish(output(tmp_path / "out"), value, FINGERPRINT)
+    with pytest.raises(ValueError, match="artifact digest"):
+        store.fetch(Artifact(kind="model", uri="/", digest=value))
+
+
+def test_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert open_storage(f"{tmp_path}/s").uri == f"{tmp_path}/s"
+    assert open_storage("s").uri == f"{tmp_path}/s"
+    assert open_storage(f"file://{tmp_path}/with%20space").uri == f"{tmp_path}/with space"
+    for uri in ("", "s3://bucket/x", "file://host/x", "http://x"):
+        with pytest.raises(ConfigError, match=r"^storage: got .*need a directory"):
+            open_storage(uri)
+
+
+@pytest.mark.parametrize(
+    "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
+)
+def test_kill_at_every_line_of_publish_and_commit(
+    tmp_path: Path, other_disk: Path, origin: str
+) -> None:
+    # The store is in memory, where fsync costs nothing: a kill does not test power loss anyway.
+    work = other_disk if origin == "same disk" else tmp_path
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(other_disk / "store"), str(work / "out")],
+        env=env.child_environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["killed"] >= 100
+    assert summary["states"] == ["committed", "nothing", "published"]

@@ -1,0 +1,291 @@
+"""Fingerprints: what re-runs which stage, over a real store and the real wiring of the pipeline."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engines.config.stages import PromoteConfig
+from flows.plan import Planner
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.rlhf_pipeline import run_stages
+from infra.identity import fingerprint
+from infra.identity.fingerprint import source_closure
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.storage import LocalStorage
+from tasks.runner import identity
+from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageResult
+
+ROOT = Path(__file__).resolve().parents[4]
+KINDS = {
+    "preprocess": "dataset",
+    "sft": "policy",
+    "rl_round": "policy",
+    "merge": "model",
+    "evaluate": "evaluation",
+    "promote": "promotion",
+}
+
+
+class CommittingRunner:
+    """Publishes a file that stands for what the job would compute, and commits it."""
+
+    orchestrated = False
+
+    def __init__(
+        self, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
+    ) -> None:
+        self._storage = storage
+        self._scratch = scratch
+        self._constant = constant
+        self.ran: list[str] = []
+        self.requests: dict[str, StageRequest] = {}
+
+    def run(self, request: StageRequest) -> StageResult:
+        self.requests[request.label] = request
+        record = self._storage.committed(request.fingerprint)
+        reused = record is not None
+        if record is None:
+            self.ran.append(request.label)
+            record = self._commit(request)
+        return StageResult(
+            label=request.label,
+            fingerprint=request.fingerprint,
+            artifact=record.artifact,
+            reused=reused,
+            wall_s=0.0,
+            metrics={},
+            job_seconds={},
+        )
+
+    def register_model(
+        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
+    ) -> None:
+        raise AssertionError("nothing here is promoted")
+
+    def _commit(self, request: StageRequest) -> CommitRecord:
+        directory = self._scratch / request.fingerprint
+        directory.mkdir(parents=True)
+        content = "same" if request.label in self._constant else request.fingerprint
+        (directory / "content").write_text(f"{request.label} {content}")
+        artifact = self._storage.publish(directory, KINDS[request.stage], request.fingerprint)
+        return self._storage.commit(
+            CommitRecord(
+                fingerprint=request.fingerprint,
+                stage=request.stage,
+                artifact=artifact,
+                attempt=0,
+                committed_at="2026-01-01T00:00:00+00:00",
+            )
+        )
+
+
+@cache
+def digest_once(modules: tuple[str, ...]) -> str:
+    return fingerprint.sources_digest(modules)
+
+
+@pytest.fixture(autouse=True)
+def _sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests ask for the same sources hundreds of times, at a tenth of a second each."""
+    monkeypatch.setattr(identity, "sources_digest", lambda modules: digest_once(tuple(modules)))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "store")
+
+
+def run(
+    recipe: Recipe, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
+) -> CommittingRunner:
+    runner = CommittingRunner(storage, scratch / "scratch", constant)
+    run_stages(recipe, runner)
+    return runner
+
+
+def two_rounds(*overrides: str) -> Recipe:
+    return load_recipe("quickstart", ["rl.num_rounds=2", *overrides])
+
+
+ALL = ["preprocess", "sft", "rl_round_1", "rl_round_2", "merge", "evaluate", "promote"]
+
+
+def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Path) -> None:
+    assert run(two_rounds(), storage, tmp_path).ran == ALL
+    assert run(two_rounds(), storage, tmp_path).ran == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ran"),
+    [
+        (["rl.num_rounds=3"], ["rl_round_3", "merge", "evaluate", "promote"]),
+        (["rl.num_rounds=1"], ["merge", "evaluate", "promote"]),
+        (["seed=1"], ALL),
+        (["data.arithmetic.num_sft=100"], ALL),
+        (["sft.num_steps=1"], ALL[1:]),
+        (["rl.group_size=4"], ALL[2:]),
+        (["merge.dtype=bfloat16"], ALL[4:]),
+        (["promote.min_value=0.1"], ["promote"]),
+        (["location.experiment=other"], []),
+        (["hardware.platform=cpu"], []),
+    ],
+)
+def test_a_change_runs_what_it_touches_and_no_more(
+    overrides: list[str], ran: list[str], storage: LocalStorage, tmp_path: Path
+) -> None:
+    run(two_rounds(), storage, tmp_path)
+    assert run(two_rounds(*overrides), storage, tmp_path).ran == ran
+
+
+def test_an_equal_output_stops_the_ripple(storage: LocalStorage, tmp_path: Path) -> None:
+    run(two_rounds(), storage, tmp_path, constant=("sft",))
+    changed = two_rounds("sft.num_steps=1")
+    assert run(changed, storage, tmp_path, constant=("sft",)).ran == ["sft"]
+
+
+def test_one_changed_data_row_changes_everything_after(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    recipe_path = tmp_path / "mine.yaml"
+    recipe_path.write_text(
+        f"""
+name: mine
+model: {{init: random, max_length: 64}}
+data:
+  sft: [{{path: {data}}}]
+  rl: [{{path: {data}}}]
+  evaluation: [{{path: {data}}}]
+  max_prompt_length: 16
+rl: {{num_rounds: 2, sampling: {{max_new_tokens: 8}}}}
+"""
+    )
+    data.write_text('{"a": 1}\n{"a": 2}\n')
+    assert run(load_recipe(str(recipe_path)), storage, tmp_path).ran == ALL
+    assert run(load_recipe(str(recipe_path)), storage, tmp_path).ran == []
+    data.write_text('{"a": 1}\n{"a": 3}\n')
+    assert run(load_recipe(str(recipe_path)), storage, tmp_path).ran == ALL
+
+
+def test_a_custom_reward_counts_by_its_content(storage: LocalStorage, tmp_path: Path) -> None:
+    reward = tmp_path / "score.py"
+    reward.write_text("def score(*args): return 1.0\n")
+    recipe = two_rounds(f"rl.reward.function={reward}:score")
+    run(recipe, storage, tmp_path)
+    assert run(recipe, storage, tmp_path).ran == []
+    reward.write_text("def score(*args): return 0.5\n")
+    assert run(recipe, storage, tmp_path).ran == [name for name in ALL[1:] if name != "promote"] + [
+        "promote"
+    ]
+
+
+def test_the_reference_is_an_input_only_for_a_kl_loss(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    plain = run(two_rounds(), storage, tmp_path).requests["rl_round_2"]
+    kl = run(two_rounds("rl.algorithm.use_kl_loss=true"), storage, tmp_path).requests
+    assert sorted(plain.inputs) == ["dataset", "policy"]
+    assert sorted(kl["rl_round_2"].inputs) == ["dataset", "policy", "reference"]
+    assert kl["rl_round_2"].inputs["reference"] == kl["rl_round_1"].inputs["policy"]
+
+
+def test_without_sft_rl_starts_from_the_model(storage: LocalStorage, tmp_path: Path) -> None:
+    requests = run(two_rounds("sft=null"), storage, tmp_path).requests
+    assert "sft" not in requests
+    assert sorted(requests["rl_round_1"].inputs) == ["dataset"]
+    assert sorted(requests["rl_round_2"].inputs) == ["dataset", "policy"]
+
+
+def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    run(two_rounds(), storage, tmp_path)
+    planner = Planner(storage, {})
+    run_stages(two_rounds("rl.num_rounds=3"), planner)
+    status = {stage.label: stage.status for stage in planner.stages}
+    assert status == {
+        "preprocess": "hit",
+        "sft": "hit",
+        "rl_round_1": "hit",
+        "rl_round_2": "hit",
+        "rl_round_3": "miss",
+        "merge": "unknown",
+        "evaluate": "unknown",
+        "promote": "unknown",
+    }
+    assert not planner.all_hit
+    assert planner.stages[-1].fingerprint == ""
+    again = Planner(storage, {"merge": "token"})
+    run_stages(two_rounds(), again)
+    assert [stage.label for stage in again.stages if stage.status != "hit"] == [
+        "merge",
+        "evaluate",
+        "promote",
+    ]
+
+
+def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
+    runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
+    request = runner.requests["rl_round_1"]
+    closure = source_closure([request.job_module, *request.plugins])
+    for module in (
+        "engines.training.backends.fsdp.engine",
+        "engines.rollout.transformers_engine",
+        "engines.rewards.exact",
+        "engines.algorithms.grpo",
+    ):
+        assert module in closure
+    assert "engines.algorithms.grpo" not in source_closure(["engines.jobs.preprocess"])
+
+
+RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.algorithms.kl"}
+
+
+def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
+    runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
+    reached = {
+        label: source_closure([request.job_module, *request.plugins])
+        for label, request in runner.requests.items()
+    }
+    assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS
+    for label, closure in reached.items():
+        assert not RL_PARTS & closure.keys(), label
+    assert "engines.algorithms.supervised" in reached["sft"]
+
+
+FINGERPRINTS = """
+import sys
+from infra.identity.fingerprint import sources_digest
+for module in sys.argv[1:]:
+    print(sources_digest([module]))
+"""
+
+
+def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) -> None:
+    for package in ("flows", "tasks", "engines", "hardware", "infra"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+
+    def digests() -> list[str]:
+        jobs = [f"engines.jobs.{name}" for name in ("preprocess", "sft", "rl_round", "promote")]
+        ended = subprocess.run(
+            [sys.executable, "-c", FINGERPRINTS, *jobs],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=60,
+            check=True,
+        )
+        return ended.stdout.split()
+
+    before = digests()
+    with (tmp_path / "engines" / "algorithms" / "grpo.py").open("a") as file:
+        file.write("\n# another comment\n")
+    after = digests()
+    changed = [old != new for old, new in zip(before, after, strict=True)]
+    assert changed == [False, False, True, False]
