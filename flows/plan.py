@@ -43,7 +43,7 @@ class Planner:
 
     Args:
         storage: the store that would be used.
-        force: by stage label, the token that would make it run anew.
+        force: by stage label, a token: only a commit that was made for it is a hit.
     """
 
     def __init__(self, storage: Storage, force: Mapping[str, str]) -> None:
@@ -63,11 +63,12 @@ class Planner:
 
     def run(self, request: StageRequest) -> StageResult:
         """Look one stage up; the result of a stage that is not done is a stand-in."""
-        request = request.forced(self._force.get(request.label, ""))
         inputs = {name: artifact.digest for name, artifact in request.inputs.items()}
         known = all(inputs.values())
         fingerprint = request.fingerprint if known else ""
-        record = self._storage.committed(fingerprint) if known else None
+        record = (
+            self._storage.lookup(fingerprint, self._force.get(request.label, "")) if known else None
+        )
         artifact = record.artifact if record else _NOT_MADE
         status: Status = "unknown" if not known else "hit" if record else "miss"
         self.stages.append(

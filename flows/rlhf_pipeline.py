@@ -54,8 +54,8 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
 def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
     """A cancelled run leaves no job behind, even if its process could not stop it itself."""
     location = flow_run.parameters.get("recipe", {}).get("location", {})
-    home = location.get("home")
-    stop_jobs_of(str(flow_run.id), Path(home) if home else env.home())
+    home = Path(location["home"]) if location.get("home") else env.home()
+    stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
 
 
 @flow(

@@ -5,6 +5,7 @@
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
     │   └── ArtifactCorruptError      it was published, and does not verify now
+    ├── FencedError                   another attempt took over; this one must not commit
     ├── JournalError                  a journal is damaged before its last record
     ├── JobError
     │   ├── JobFailedError            the Ray job ended without its output
@@ -58,6 +59,10 @@ class ArtifactNotFoundError(ArtifactError):
 
 class ArtifactCorruptError(ArtifactError):
     """A published artifact no longer verifies: names the file and both digests."""
+
+
+class FencedError(PipelineError):
+    """Another attempt of the stage took over, so this one must not commit."""
 
 
 class JournalError(PipelineError):

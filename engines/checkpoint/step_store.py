@@ -24,10 +24,10 @@ from engines.errors import CheckpointError
 from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 from infra.store.artifacts import build_manifest, verify_directory, write_manifest
 from infra.store.atomic import (
-    abandoned_temporaries,
     fsync_directory,
     make_directories,
     publish_directory,
+    remove_abandoned,
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
@@ -37,7 +37,6 @@ TRAINER_NAME = "trainer.json"
 _KIND = "step-checkpoint"
 _NAME = re.compile(r"step-(\d{8,})")
 _MIN_KEEP = 2
-_ABANDONED_AFTER_S = 3600.0
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +100,7 @@ class StepCheckpoints:
         if state.step != step:
             raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
         make_directories(self._root)
-        for path in abandoned_temporaries(self._root, _ABANDONED_AFTER_S):
-            shutil.rmtree(path)
+        remove_abandoned(self._root)
         final = self._directory(step)
         tmp = temporary_sibling(final)
         try:

@@ -111,6 +111,8 @@ class Runtime(StrictModel):
     platform: str = "auto"
     num_threads: int | None = None
     heartbeat_s: float = Field(default=2.0, gt=0)
+    progress_deadlines_s: dict[str, float] = {}
+    """By phase, instead of the deadline that the phase declares itself."""
 
 
 class PreprocessStageConfig(StrictModel):

@@ -8,10 +8,10 @@ Does not promise: restarting ranks. The stage's step checkpoints are how work is
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,7 +19,7 @@ from engines.controller.dispatch import Dispatch, collect, dispatch_mode, split_
 from engines.controller.rank_process import RankProcess, RankSettings
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
-from infra.store.heartbeat import heartbeat_age_s
+from infra.store.heartbeat import BeatWatch, read_beat
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +76,10 @@ class RayWorkerGroup:
         self._options = options
         self._actors: list[Any] = []
         self._places: list[int] = [0] * options.world_size
+        self._watches = [
+            BeatWatch(partial(read_beat, self._heartbeat_path(rank)))
+            for rank in range(options.world_size)
+        ]
         options.log_dir.mkdir(parents=True, exist_ok=True)
         try:
             self._start(factory)
@@ -226,10 +230,11 @@ class RayWorkerGroup:
 
     def _silent_rank(self, ranks: Any) -> int | None:
         """A rank that has beaten before and stopped; starting ranks have no heartbeat yet."""
-        ages = ((rank, heartbeat_age_s(self._heartbeat_path(rank))) for rank in ranks)
-        return next(
-            (rank for rank, age in ages if (age or -math.inf) > self._options.silence_s), None
-        )
+        for rank in ranks:
+            watch = self._watches[rank]
+            if watch.look() > self._options.silence_s and watch.beat is not None:
+                return rank
+        return None
 
     def _tail(self, rank: int) -> str:
         path = self._log_path(rank)
@@ -242,7 +247,7 @@ class RayWorkerGroup:
         return self._options.log_dir / f"rank-{rank}.log"
 
     def _heartbeat_path(self, rank: int) -> Path:
-        return self._options.log_dir / f"rank-{rank}.heartbeat.json"
+        return self._options.log_dir / f"rank-{rank}.heartbeat"
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []

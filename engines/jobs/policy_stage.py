@@ -21,6 +21,8 @@ from engines.trainers.progress import StageProgress
 from infra.errors import ConfigError
 
 ACCURACY = "val-core/accuracy"
+EVALUATION_DEADLINE_S = 7200.0
+"""An evaluation that answered nothing for so long hangs."""
 
 
 def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
@@ -74,7 +76,7 @@ def stage_progress(
     return StageProgress(
         journal=context.journal,
         heartbeat=context.heartbeat,
-        checkpoints=StepCheckpoints(context.spec.checkpoints_dir, checkpoint.num_keep),
+        checkpoints=StepCheckpoints(context.steps_dir, checkpoint.num_keep),
         every_num_steps=checkpoint.every_num_steps,
         num_steps=num_steps,
         clock=context.clock,
@@ -116,9 +118,10 @@ def generate_with(workers: WorkerGroup) -> Generate:
 
 def evaluate_policy(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
     """Evaluate what is being served, with the time counted and the result told."""
-    context.heartbeat.phase = "evaluate"
+    context.heartbeat.enter("evaluate", EVALUATION_DEADLINE_S)
 
     def report(done: int, total: int) -> None:
+        context.heartbeat.tick()
         context.journal.log(f"evaluated {done} of {total} problems")
 
     with context.clock("evaluate"):

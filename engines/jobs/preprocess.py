@@ -6,11 +6,14 @@ from engines.data.build.dataset import build_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 
+PREPROCESS_DEADLINE_S = 6 * 3600.0
+"""Data that is read and checked for so long hangs."""
+
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     """Generate or read the rows, check them, and write the dataset's files."""
     config, spec = context.config, context.spec
-    context.heartbeat.phase = "preprocess"
+    context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
     tokenizer = None
     if config.model.init == "pretrained":
         with context.clock("load"):

@@ -44,7 +44,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             prepare_torch(context.runtime, config.training)
             dataset = load_dataset(context.input("dataset"))
             policy, reference = _sources(context)
-            hf_dir = spec.work_dir / "hf"
+            hf_dir = context.attempt_dir / "hf"
             write_hf_files(policy.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             prompts, held_out = (
@@ -70,7 +70,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                             platform=context.runtime.platform,
                             seed=spec.seed,
                         ),
-                        spec.attempt_dir,
+                        context.attempt_dir,
                     )
                 )
             )
@@ -118,7 +118,7 @@ def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, Mode
             context.optional_input("model"),
             context.input("dataset"),
             spec.seed,
-            spec.work_dir,
+            context.attempt_dir,
         )
 
     start = None if "policy" in inputs else initial()

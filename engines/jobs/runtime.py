@@ -1,24 +1,27 @@
 """The frame of every job: specification in, published and committed artifact out.
 
-    python -m engines.jobs.<stage> SPEC
+    python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT
 
 Promises: the job itself publishes its files and commits the fingerprint, so a job whose flow
-died still finishes its stage; if another attempt committed first, that commit stands; a job
-that fails leaves `attempt-<n>/error.json` and its exit code: 2 with one line for a
-`ConfigError`, 143 after SIGTERM, 1 for anything else.
+died still finishes its stage; if another attempt took over, this one ends fenced and commits
+nothing; a job that fails, or whose phase made no progress within its deadline, leaves its error
+in the stage's channel, and its exit code: 2 with one line for a `ConfigError`, 143 after
+SIGTERM, 1 for anything else.
 Does not import torch: two of the six stages never need it.
 """
 
-import json
+import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -32,14 +35,17 @@ from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
 from infra.redact import RedactingFilter, redact
-from infra.store.atomic import atomic_write_bytes
-from infra.store.canonical import canonical_json
-from infra.store.heartbeat import Heartbeat
+from infra.store.heartbeat import Heartbeat, Stall
+from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
-from infra.tracking.journal import Journal
+from infra.store.work_channel import JobProblem, WorkChannel
+from infra.tracking.journal import Journal, read_journal
 
 EXIT_FAILURE = 1
+LOAD_DEADLINE_S = 3600.0
+PUBLISH_DEADLINE_S = 7200.0
+"""Without progress for so long, loading or publishing hangs."""
 
 Config = TypeVar("Config", bound=StrictModel)
 
@@ -55,9 +61,11 @@ class JobContext(Generic[Config]):
         config: its validated configuration.
         runtime: what cannot change the output.
         storage: the store of inputs and outputs.
-        journal: metrics and progress, shared by all attempts of the stage.
+        journal: metrics and progress; knows what earlier attempts recorded.
         heartbeat: tells step and phase to whoever watches.
         clock: wall seconds by phase, for the commit record.
+        attempt_dir: this attempt's own local directory, for logs and files on the way.
+        steps_dir: step checkpoints, shared by the attempts of one generation.
     """
 
     spec: StageSpec
@@ -67,6 +75,8 @@ class JobContext(Generic[Config]):
     journal: Journal
     heartbeat: Heartbeat
     clock: PhaseClock
+    attempt_dir: Path
+    steps_dir: Path
 
     def input(self, name: str) -> Path:
         """A verified local directory (or external file) of an input.
@@ -85,7 +95,7 @@ class JobContext(Generic[Config]):
         if artifact is None:
             given = ", ".join(sorted(self.spec.inputs)) or "none"
             raise ConfigError(f"inputs.{name}", f"missing; need an artifact; given: {given}")
-        return self.storage.fetch(artifact)
+        return self.storage.local_copy(artifact)
 
     def optional_input(self, name: str) -> Path | None:
         """As `input`, or None if the stage was given no such input."""
@@ -94,7 +104,7 @@ class JobContext(Generic[Config]):
     @property
     def output_dir(self) -> Path:
         """An empty directory at the start of the body; its files are published at the end."""
-        return self.spec.output_dir
+        return self.attempt_dir / "output"
 
 
 @dataclass(frozen=True)
@@ -104,10 +114,12 @@ class JobOutput:
     Attributes:
         kind: kind of the artifact in `output_dir`.
         metrics: headline metrics of the stage.
+        digests: sha256 by name of those files in it that were hashed already.
     """
 
     kind: str
     metrics: dict[str, float]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 Body = Callable[[JobContext[Config]], JobOutput]
@@ -122,12 +134,13 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, _terminate)
     _configure_logging()
-    attempt_dir: Path | None = None
+    report: Callable[[JobProblem], None] | None = None
     try:
-        spec = _read_spec(sys.argv)
-        attempt_dir = spec.attempt_dir
-        attempt_dir.mkdir(parents=True, exist_ok=True)
-        _run(spec, config_type, body)
+        storage, fingerprint, attempt = _read_arguments(sys.argv)
+        channel = storage.channel(fingerprint)
+        spec = channel.read_specification(attempt)
+        report = partial(channel.write_error, attempt)
+        _run(storage, channel, spec, config_type, body)
         code, problem = 0, None
     except ConfigError as error:
         code, problem = EXIT_USER_ERROR, error
@@ -140,64 +153,107 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     except Exception as error:  # noqa: BLE001  the process boundary: recorded, then exit 1
         code, problem = EXIT_FAILURE, error
         sys.stderr.write(redact(traceback.format_exc()))
-    if problem is not None and attempt_dir is not None:
-        _write_error(attempt_dir / "error.json", problem, code)
+    if problem is not None and report is not None:
+        report(_described(problem, code))
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
 
 
-def _run(spec: StageSpec, config_type: type[Config], body: Body[Config]) -> None:
+def _run(
+    storage: Storage,
+    channel: WorkChannel,
+    spec: StageSpec,
+    config_type: type[Config],
+    body: Body[Config],
+) -> None:
     """The life of a job between reading its specification and committing its output."""
     config = _validate(config_type, spec.config, "config")
     runtime = _validate(Runtime, spec.runtime, "runtime")
     import_external_modules()
-    storage = open_storage(spec.store_uri)
-    if storage.committed(spec.fingerprint) is not None:
-        logger.info("stage %s is already committed; nothing to do", spec.stage)
-        return
-    shutil.rmtree(spec.output_dir, ignore_errors=True)
-    spec.output_dir.mkdir(parents=True)
+    attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)
+    storage.attempts.check(attempt)
     clock = PhaseClock()
     clock.add("load", _process_age_s())
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(
-            Heartbeat(spec.attempt_dir / "heartbeat.json", runtime.heartbeat_s)
-        )
-        journal = Journal(spec.journal_path)
-        stack.callback(journal.close)
-        context = JobContext(spec, config, runtime, storage, journal, heartbeat, clock)
+        context = _open_context(stack, storage, channel, spec, config, runtime, clock)
         output = body(context)
-        heartbeat.phase = "publish"
+        context.heartbeat.enter("publish", PUBLISH_DEADLINE_S)
         with clock("save"):
-            artifact = storage.publish(spec.output_dir, output.kind, spec.fingerprint)
-        record = CommitRecord(
-            fingerprint=spec.fingerprint,
-            stage=spec.stage,
-            artifact=artifact,
-            attempt=spec.attempt,
-            metrics=output.metrics,
-            seconds={**clock.seconds, "total": _process_age_s()},
-            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            artifact = storage.publish(context.output_dir, output.kind, output.digests)
+        standing = storage.commit(
+            attempt,
+            CommitRecord(
+                fingerprint=spec.fingerprint,
+                stage=spec.stage,
+                artifact=artifact,
+                attempt=spec.attempt,
+                metrics=output.metrics,
+                seconds={**clock.seconds, "total": _process_age_s()},
+                committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ),
         )
-        standing = storage.commit(record)
     logger.info("stage %s committed %s", spec.stage, standing.artifact.digest)
 
 
-def _read_spec(argv: list[str]) -> StageSpec:
-    if len(argv) != 2:
-        raise ConfigError("argv", f"got {len(argv) - 1} arguments; need the path of a spec.json")
-    path = Path(argv[1])
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(str(path), "does not exist; need the spec.json of a stage") from None
-    except ValueError as error:
-        raise ConfigError(str(path), f"not JSON ({error})") from None
-    return _validate(StageSpec, content, "spec")
+def _open_context(
+    stack: ExitStack,
+    storage: Storage,
+    channel: WorkChannel,
+    spec: StageSpec,
+    config: Config,
+    runtime: Runtime,
+    clock: PhaseClock,
+) -> JobContext[Config]:
+    """The attempt's directory, heartbeat and journal; closed with the stack."""
+    directory = channel.local_dir(spec.attempt)
+    stacks = stack.enter_context((directory / "stacks.txt").open("w", encoding="utf-8"))
+    heartbeat = Heartbeat(
+        directory / "heartbeat",
+        runtime.heartbeat_s,
+        partial(_end_stalled, channel, spec.attempt),
+        stacks,
+        deadlines_s=runtime.progress_deadlines_s,
+    )
+    stack.enter_context(heartbeat).enter("load", LOAD_DEADLINE_S)
+    entries = storage.attempts.entries(spec.fingerprint)
+    earlier, _ = read_journal(storage, spec.fingerprint)
+    journal = Journal(directory / "journal.jsonl", earlier)
+    stack.callback(journal.close)
+    steps_dir = channel.steps_dir(generation(entries)[0].number)
+    context = JobContext(
+        spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
+    )
+    shutil.rmtree(context.output_dir, ignore_errors=True)
+    context.output_dir.mkdir()
+    return context
 
 
-Model = TypeVar("Model", StageSpec, Runtime, StrictModel)
+def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
+    """End a job that hangs; the thread that hangs could not do it."""
+    at = f" after step {stall.step}" if stall.step is not None else ""
+    problem = JobProblem(
+        type="NoProgressError",
+        message=f"no progress in phase {stall.phase}{at} for {stall.deadline_s:g} s; the stacks "
+        f"of all threads are in {channel.local_dir(attempt) / 'stacks.txt'}",
+        exit_code=EXIT_FAILURE,
+    )
+    channel.write_error(attempt, problem)
+    sys.stderr.write(f"{problem.message}\n")
+    sys.stderr.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    os._exit(EXIT_FAILURE)
+
+
+def _read_arguments(argv: list[str]) -> tuple[Storage, str, int]:
+    if len(argv) != 4 or not argv[3].isdigit():
+        raise ConfigError("argv", f"got {argv[1:]}; need STORE FINGERPRINT ATTEMPT")
+    return open_storage(argv[1]), argv[2], int(argv[3])
+
+
+Model = TypeVar("Model", bound=StrictModel)
 
 
 def _validate(schema: type[Model], values: object, path: str) -> Model:
@@ -217,10 +273,8 @@ def _terminate(signum: int, frame: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def _write_error(path: Path, problem: BaseException, code: int) -> None:
-    message = redact(str(problem))
-    record = {"type": type(problem).__name__, "message": message, "exit_code": code}
-    atomic_write_bytes(path, canonical_json(record))
+def _described(problem: BaseException, code: int) -> JobProblem:
+    return JobProblem(type=type(problem).__name__, message=redact(str(problem)), exit_code=code)
 
 
 def _process_age_s() -> float:

@@ -41,9 +41,9 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                 context.optional_input("model"),
                 dataset.directory,
                 spec.seed,
-                spec.work_dir,
+                context.attempt_dir,
             )
-            hf_dir = spec.work_dir / "hf"
+            hf_dir = context.attempt_dir / "hf"
             write_hf_files(source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             examples = sft_examples(dataset.sft_rows(), tokenizer, config.model.max_length)
@@ -69,7 +69,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                             platform=context.runtime.platform,
                             seed=spec.seed,
                         ),
-                        spec.attempt_dir,
+                        context.attempt_dir,
                     )
                 )
             )

@@ -29,6 +29,9 @@ HEADLINES = (
 JOB_PHASES = {"gen": "gen", "reward": "reward"}
 """Phases of a step that the commit record names; every other one is training."""
 
+STEP_DEADLINE_S = 7200.0
+"""A step that takes so long hangs."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,7 +69,7 @@ class StageProgress:
 
     def resume(self, workers: WorkerGroup) -> TrainerState:
         """Load the newest valid step checkpoint, if there is one; returns what it knew."""
-        self._heartbeat.phase = "train"
+        self._heartbeat.enter("train", STEP_DEADLINE_S)
         newest = self._newest = self._checkpoints.latest_valid()
         if newest is None:
             return TrainerState(step=0)

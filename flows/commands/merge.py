@@ -4,7 +4,6 @@ The same job as the stage `merge`, in a child process and over a store of its ow
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,9 @@ from infra import env
 from infra.errors import ArtifactError, ConfigError, JobFailedError
 from infra.store.artifacts import MANIFEST_NAME, external_artifact, verify_directory
 from infra.store.atomic import publish_directory
-from infra.store.canonical import canonical_json, sha256_json
+from infra.store.canonical import sha256_json
+from infra.store.process_stamp import own_stamp
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import open_storage
 from tasks.merge import JOB_MODULE
@@ -87,6 +88,7 @@ def run_merge(
         model=ModelConfig(init="random"), dtype=dtype, adapter_only=adapter_only
     )
     policy = external_artifact(checkpoint)
+    holder = Holder(id="merge", process=own_stamp())
     spec = StageSpec(
         stage="merge",
         job_module=JOB_MODULE,
@@ -94,28 +96,24 @@ def run_merge(
             {"policy": policy.digest, "dtype": dtype, "adapter_only": adapter_only}
         ),
         attempt=0,
+        holder=holder.id,
         config=config.model_dump(mode="json"),
         inputs={"policy": policy},
         seed=0,
         store_uri=str(scratch / "store"),
-        work_dir=scratch / "work",
     )
-    path = spec.attempt_dir / "spec.json"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(canonical_json(spec))
+    storage = open_storage(spec.store_uri)
+    storage.attempts.hold(spec.fingerprint, holder, spec.attempt)
+    channel = storage.channel(spec.fingerprint)
+    channel.write_specification(spec)
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", JOB_MODULE, str(path)],
+        [sys.executable, *spec.job_argv],
         env=env.child_environment(),
         check=False,
     )
-    record = open_storage(spec.store_uri).committed(spec.fingerprint)
+    record = storage.lookup(spec.fingerprint)
     if record is None:
-        raise JobFailedError(_reason(spec.attempt_dir / "error.json", ended.returncode))
-    return record.artifact.local_path()
-
-
-def _reason(error_path: Path, exit_code: int) -> str:
-    try:
-        return f"merge: {json.loads(error_path.read_text(encoding='utf-8'))['message']}"
-    except FileNotFoundError:
-        return f"merge ended with exit code {exit_code}"
+        problem = channel.read_error(spec.attempt)
+        reason = problem.message if problem else f"ended with exit code {ended.returncode}"
+        raise JobFailedError(f"merge: {reason}")
+    return storage.local_copy(record.artifact)

@@ -16,7 +16,8 @@ from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
-from infra.tracking.journal import JournalRecord, read_records
+from infra.store.storage import Storage, open_storage
+from infra.tracking.journal import JournalRecord, read_journal
 from tasks.runner.run import StageResult, headline_metric
 
 REPORT_JSON = "report.json"
@@ -115,7 +116,7 @@ def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
     Args:
         report: what to write.
         recipe: stored beside it.
-        home: holds the run directories and the stages' journals.
+        home: holds the run directories.
 
     Returns:
         The run directory.
@@ -123,7 +124,7 @@ def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
     directory = home / "runs" / report.run
     directory.mkdir(parents=True, exist_ok=True)
     if not _plots_are_current(report, directory):
-        draw_plots(plot_data(report, home), directory)
+        draw_plots(plot_data(report, open_storage(recipe.store_uri)), directory)
     atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
     atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
@@ -139,12 +140,9 @@ def _plots_are_current(report: Report, directory: Path) -> bool:
     return last.identity == report.identity and (directory / "accuracy.svg").exists()
 
 
-def plot_data(report: Report, home: Path) -> PlotData:
+def plot_data(report: Report, storage: Storage) -> PlotData:
     """What the journals and commit records say, ready to be drawn."""
-    journals = {
-        stage.name: read_records(home / "work" / stage.fingerprint / "journal.jsonl")[0]
-        for stage in report.stages
-    }
+    journals = {stage.name: read_journal(storage, stage.fingerprint)[0] for stage in report.stages}
     rounds = [journals[name] for name in journals if name.startswith("rl_round")]
     return PlotData(
         loss=_curve([journals.get("sft", [])], "train/loss"),

@@ -27,11 +27,10 @@ from infra.services.stack import running_mlflow_url
 from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord
 from infra.tracking.tracker import Tracker
+from tasks.runner.cancellation import stop_followed
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
-
-STOP_DEADLINE_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -167,20 +166,18 @@ def tracking_uri(recipe: Recipe) -> str:
     )
 
 
-def stop_jobs_of(flow_run_id: str, home: Path) -> None:
-    """Stop every job of a flow run.
+def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:
+    """Stop every job that a flow run followed and nobody else does.
 
     Args:
-        flow_run_id: as the jobs' metadata holds it.
+        flow_run_id: as it joined the followers of its stages.
         home: of the run.
+        store_uri: of the run.
     """
     try:
         cluster = living_cluster(home)
         if cluster is None:
             return
-        jobs = RayJobs(cluster)
-        for job in jobs.find({"flow_run_id": flow_run_id}):
-            if not job.is_terminal:
-                jobs.stop(job.submission_id, STOP_DEADLINE_S)
+        stop_followed(open_storage(store_uri), RayJobs(cluster), flow_run_id)
     except PipelineError as error:
         _log.warning("jobs of flow run %s may still run: %s", flow_run_id, error)

@@ -37,7 +37,6 @@ def stage_fingerprint(
     seed: int,
     sources_digest: str,
     environment_digest: str,
-    force: str = "",
 ) -> str:
     """The fingerprint of one stage.
 
@@ -49,7 +48,6 @@ def stage_fingerprint(
         seed: of all randomness in the stage.
         sources_digest: of `sources_digest`.
         environment_digest: of `environment_digest`.
-        force: any other text gives another identity, to compute a finished stage again.
 
     Returns:
         sha256, 64 hex digits.
@@ -63,7 +61,6 @@ def stage_fingerprint(
             "seed": seed,
             "sources": sources_digest,
             "environment": environment_digest,
-            "force": force,
         }
     )
 

@@ -38,21 +38,6 @@ class JobRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JobHandle:
-    """The attempt that stands for the work now.
-
-    Attributes:
-        attempt: its number.
-        submission_id: Ray's name of it.
-        attached: someone else submitted it.
-    """
-
-    attempt: int
-    submission_id: str
-    attached: bool
-
-
-@dataclass(frozen=True)
 class JobStatus:
     """What Ray says about a job.
 

@@ -1,16 +1,14 @@
-"""Ray jobs as attempts of one piece of work: submit or attach, watch, stop.
+"""Ray jobs: submit, look, follow, stop.
 
-Promises: the submission id is the claim: of any number of callers with the same key exactly one
-submits and the others attach to its job, also when the answer to a submission is lost; an
-attempt that ended, or that Ray calls running while its heartbeat has stopped, is followed by the
-next attempt, never by the same one.
-Does not promise: that Ray's status is the truth about the work. The caller's commit record is.
+Promises: a name stands for one job: of any number of callers with the same name exactly one
+submits it, also when the answer to a submission is lost.
+Does not promise: that Ray's status is the truth about the work. The stage's log is.
 """
 
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ from infra.errors import DeadlineError, JobSubmitError
 from infra.ray.api import RayResponseError, RayUnreachableError
 from infra.ray.cluster import Cluster
 from infra.ray.job_types import (
-    JobHandle,
     JobRequest,
-    JobState,
     JobStatus,
     parse_status,
     was_submitted,
@@ -33,8 +29,6 @@ SUBMIT_DEADLINE_S = 30.0
 NO_AGENT = "No available agent"
 ALREADY_EXISTS = "already exists"
 STOP_DEADLINE_S = 15.0
-PENDING_LIMIT_S = 900.0
-"""Ray itself fails a job that is pending for so long; before, it cannot be stopped."""
 MAX_POLL_S = 1.0
 
 
@@ -49,65 +43,50 @@ class RayJobs:
         self._cluster = cluster
         self._api = cluster.api
 
-    def ensure(
-        self,
-        key: str,
-        build_attempt: Callable[[int], JobRequest],
-        is_alive: Callable[[int], bool],
-        *,
-        first_attempt: int = 0,
-        max_attempts: int = 100,
-        start_grace_s: float = 60.0,
-    ) -> JobHandle:
-        """Attach to the running attempt, or submit the next one.
+    def submit(self, submission_id: str, request: JobRequest) -> bool:
+        """Submit one job, unless there is one of that name.
 
         Args:
-            key: names the work; equal work collides on purpose.
-            build_attempt: called just before an attempt is submitted.
-            is_alive: whether an attempt that Ray calls running shows signs of life; not asked
-                during `start_grace_s` after its submission.
-            first_attempt: the first number to use. The job server forgets with its head, so
-                numbers that the caller knows to be over are left out here; one of them that is
-                only stalled is stopped, or two attempts would run when it wakes.
-            max_attempts: how many numbers to look at.
-            start_grace_s: seconds that a running job has until its first sign of life.
-
-        Returns:
-            The attempt that runs now, and whether it is someone else's.
-
-        Raises:
-            JobSubmitError: Ray refused the job, cannot be reached, or every number is used up.
-        """
-        for over in range(first_attempt):
-            status = self._look(f"{key}-a{over}")
-            if status is not None and not status.is_terminal:
-                self._stop_dead(f"{key}-a{over}")
-        for attempt in range(first_attempt, first_attempt + max_attempts):
-            submission_id = f"{key}-a{attempt}"
-            status = self._look(submission_id)
-            if status is None and self._submit(submission_id, build_attempt(attempt)):
-                return JobHandle(attempt, submission_id, attached=False)
-            if status is None:
-                status = self.status(submission_id)  # someone was faster
-            if status.is_terminal:
-                continue
-            if _in_grace(status, start_grace_s) or is_alive(attempt):
-                return JobHandle(attempt, submission_id, attached=True)
-            self._stop_dead(submission_id)
-        raise JobSubmitError(f"{key}: all of {max_attempts} attempts from {first_attempt} ended")
-
-    def submit(self, submission_id: str, request: JobRequest) -> None:
-        """Submit one job.
-
-        Args:
-            submission_id: a name that no job has had on this cluster.
+            submission_id: names the job; the same name never runs twice on a cluster.
             request: what to run.
 
+        Returns:
+            False if the name is taken, by whoever it was.
+
         Raises:
-            JobSubmitError: the id is taken, Ray refused the job or cannot be reached.
+            JobSubmitError: Ray refused the job or cannot be reached.
         """
-        if not self._submit(submission_id, request):
-            raise JobSubmitError(f"a job {submission_id} already exists")
+        request = JobRequest(*request)
+        body: dict[str, Any] = {
+            "entrypoint": _entrypoint(request),
+            "submission_id": submission_id,
+            "metadata": dict(request.metadata),
+            "runtime_env": {"env_vars": dict(request.env)},
+        }
+        # Sent again after a lost connection, a submission that did arrive reads "already
+        # exists": then the job is there.
+        ends_at = time.monotonic() + SUBMIT_DEADLINE_S
+        while True:
+            try:
+                self._api.call("POST", "/api/jobs/", body)
+            except (RayResponseError, RayUnreachableError) as error:
+                if ALREADY_EXISTS in str(error):
+                    return False
+                transient = isinstance(error, RayUnreachableError) or NO_AGENT in error.reason
+                if not transient or time.monotonic() >= ends_at:
+                    raise
+            else:
+                return True
+            time.sleep(0.2)
+
+    def look(self, submission_id: str) -> JobStatus | None:
+        """What Ray says about a job now; None if it knows none of that name."""
+        try:
+            return parse_status(self._api.call("GET", f"/api/jobs/{submission_id}"))
+        except RayResponseError as error:
+            if error.status == 404:
+                return None
+            raise
 
     def status(self, submission_id: str) -> JobStatus:
         """What Ray says about a job now.
@@ -121,7 +100,7 @@ class RayJobs:
         Raises:
             JobSubmitError: there is no such job, or Ray cannot be reached.
         """
-        status = self._look(submission_id)
+        status = self.look(submission_id)
         if status is None:
             raise JobSubmitError(f"Ray at {self._cluster.jobs_url} knows no job {submission_id}")
         return status
@@ -194,46 +173,6 @@ class RayJobs:
 
         return wait_for(ended, f"job {submission_id} to stop", deadline_s)
 
-    def _look(self, submission_id: str) -> JobStatus | None:
-        try:
-            return parse_status(self._api.call("GET", f"/api/jobs/{submission_id}"))
-        except RayResponseError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def _submit(self, submission_id: str, request: JobRequest) -> bool:
-        """Claim the id; False if it is taken."""
-        request = JobRequest(*request)
-        body: dict[str, Any] = {
-            "entrypoint": _entrypoint(request),
-            "submission_id": submission_id,
-            "metadata": dict(request.metadata),
-            "runtime_env": {"env_vars": dict(request.env)},
-        }
-        # Sent again after a lost connection, a submission that did arrive reads "already
-        # exists": then the job is there, and the caller attaches to it.
-        ends_at = time.monotonic() + SUBMIT_DEADLINE_S
-        while True:
-            try:
-                self._api.call("POST", "/api/jobs/", body)
-            except (RayResponseError, RayUnreachableError) as error:
-                if ALREADY_EXISTS in str(error):
-                    return False
-                transient = isinstance(error, RayUnreachableError) or NO_AGENT in error.reason
-                if not transient or time.monotonic() >= ends_at:
-                    raise
-            else:
-                return True
-            time.sleep(0.2)
-
-    def _stop_dead(self, submission_id: str) -> None:
-        """Ray may refuse, having lost the job with a crashed head; its attempt is over anyway."""
-        try:
-            self.stop(submission_id, STOP_DEADLINE_S)
-        except (JobSubmitError, DeadlineError):
-            return
-
 
 def _entrypoint(request: JobRequest) -> str:
     """A shell line that becomes the program, so that its exit code and signals are the job's."""
@@ -241,10 +180,3 @@ def _entrypoint(request: JobRequest) -> str:
     enter = f"cd {cwd}" if request.cwd else f"cd {cwd} 2>/dev/null"
     separator = " && " if request.cwd else "; "
     return f"{enter}{separator}exec {shlex.join(request.argv)}"
-
-
-def _in_grace(status: JobStatus, start_grace_s: float) -> bool:
-    if status.started_at is None:
-        return True
-    limit_s = PENDING_LIMIT_S if status.state == JobState.PENDING else start_grace_s
-    return time.time() - status.started_at < limit_s

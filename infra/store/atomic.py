@@ -2,12 +2,14 @@
 
 The order that holds it: write under a temporary name in the same directory, fsync the content,
 rename (or link) to the visible name, fsync the directory that holds the name.
-Temporary names start with `TEMPORARY_PREFIX`; readers skip them, and a process that was killed
-leaves nothing else behind. Not promised: anything on file systems without atomic rename.
+Temporary names start with `TEMPORARY_PREFIX` and name their writer; readers skip them, and what a
+killed process left is removed by `remove_abandoned`.
+Not promised: anything on file systems without atomic rename.
 """
 
 import errno
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,13 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.faults import fault
+from infra.store.process_stamp import find_stamp, is_dead, own_stamp
 
 TEMPORARY_PREFIX = ".tmp-"
+_ABANDONED_AFTER_S = 24 * 3600.0
+"""A writer on another machine is taken for dead after this; on this one at once."""
 
 
 def temporary_sibling(path: Path) -> Path:
     """A fresh name beside `path`; nothing is created."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    unique = f"{own_stamp()}-{uuid.uuid4().hex[:12]}"
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{unique}")
 
 
 def fsync_directory(directory: Path) -> None:
@@ -74,10 +80,12 @@ def create_exclusively(path: Path, data: bytes) -> bool:
         fault("atomic.before_link")
         try:
             os.link(temporary, path)
+            created = True
         except FileExistsError:
-            return False
+            created = False
+    # Also after a lost race: whoever won may die before the name is durable, and we build on it.
     fsync_directory(path.parent)
-    return True
+    return created
 
 
 def publish_directory(tmp: Path, final: Path) -> None:
@@ -96,6 +104,7 @@ def publish_directory(tmp: Path, final: Path) -> None:
         os.rename(tmp, final)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            fsync_directory(final.parent)  # whoever won may die before the name is durable
             raise FileExistsError(errno.EEXIST, "already published", str(final)) from error
         raise
     fault("atomic.after_publish")
@@ -104,17 +113,27 @@ def publish_directory(tmp: Path, final: Path) -> None:
         fsync_directory(tmp.parent)
 
 
-def abandoned_temporaries(directory: Path, older_than_s: float) -> list[Path]:
-    """Temporary entries that nobody touched for so long that their writer must be dead."""
-    oldest = time.time() - older_than_s
-    found = []
+def remove_abandoned(directory: Path) -> None:
+    """Remove temporary entries whose writer is dead, and those that nobody touched for a day.
+
+    Args:
+        directory: holds them; what cannot be removed stays for the next time.
+    """
+    oldest = time.time() - _ABANDONED_AFTER_S
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
         try:
-            if path.lstat().st_mtime < oldest:
-                found.append(path)
+            stamp = find_stamp(path.name)
+            if (stamp and is_dead(stamp)) or path.lstat().st_mtime < oldest:
+                _remove(path)
         except FileNotFoundError:
             continue  # its writer finished between the listing and the look
-    return sorted(found)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

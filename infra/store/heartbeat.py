@@ -1,85 +1,223 @@
-"""A sign of life in a file, for a watcher that shares no more than the disk with the process.
+"""A sign of life in a file, and the watcher that judges silence by its own clock.
 
-Promises: while the interpreter can run a thread, the file is rewritten every `every_s`, whole;
-a stopped process, a dead one and one stuck in native code that holds the interpreter all let it
-age. The age is taken from the monotonic clock of this boot of this machine, so a clock that
-jumps makes nobody look dead; on another machine, or after a reboot, from the wall clock.
-Does not promise: that the main thread advances. `progress_age_s` says how long phase and step
-have not changed.
+Promises: while the interpreter can run a thread, the file is overwritten every `every_s`, in
+place and in its first size, so that a full disk cannot stop it; a stopped process, a dead one
+and one stuck in native code that holds the interpreter all fall silent. Silence is the time in
+which a watcher, by its own monotonic clock, saw no new beat although it could look: clocks that
+differ or jump, and disks that fail the watcher, make nobody look dead.
+A phase that makes no progress past the deadline it declared is reported once, with the stacks
+of all threads dumped even if one of them holds the interpreter.
 """
 
+import contextlib
+import faulthandler
 import logging
 import os
 import threading
 import time
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infra.store.atomic import temporary_sibling
+from infra.store.process_stamp import own_stamp
+
+BEAT_BYTES = 512
+MAX_GAP_S = 5.0
+"""A watcher that itself stood still for longer knows nothing of what happened meanwhile."""
 
 _log = logging.getLogger(__name__)
 
 
-class _Beat(BaseModel):
-    """The content of the file."""
+class Beat(BaseModel):
+    """One sign of life."""
 
     model_config = ConfigDict(frozen=True)
 
-    pid: int
-    step: int | None
+    process: str
+    """Stamp of the writer (`infra.store.process_stamp`)."""
+    number: int
+    """Counts the beats: a greater one is a new sign of life."""
     phase: str
-    time: float
-    """Wall clock, seconds since the epoch."""
-    monotonic_s: float
-    boot_id: str
-    progress_age_s: float
+    step: int | None
 
 
 @dataclass(frozen=True)
-class HeartbeatState:
-    """What a heartbeat file says.
+class Stall:
+    """A phase that made no progress within its deadline.
 
     Attributes:
-        pid: process id of the writer, on its host.
-        step: the last step the job told, None before the first.
-        phase: what the job is doing.
-        age_s: seconds since the file was written.
-        progress_age_s: seconds since `phase` or `step` last changed, `age_s` included.
+        phase: what the job was doing.
+        step: the last step it told, None before the first.
+        deadline_s: what the phase had declared.
     """
 
-    pid: int
-    step: int | None
     phase: str
-    age_s: float
-    progress_age_s: float
+    step: int | None
+    deadline_s: float
+
+
+class FixedFile:
+    """A small file that is overwritten in place; its room on the disk is taken at once.
+
+    Args:
+        path: created, with its directory; what it held is overwritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o644)
+        try:
+            os.posix_fallocate(self._descriptor, 0, BEAT_BYTES)
+            self.write(b"")
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, content: bytes) -> None:
+        """Overwrite the whole file with a text, its checksum, and blanks."""
+        checked = b"%08x " % zlib.crc32(content) + content
+        if len(checked) >= BEAT_BYTES:
+            raise ValueError(f"{len(checked)} bytes; need less than {BEAT_BYTES}")
+        os.pwrite(self._descriptor, checked.ljust(BEAT_BYTES - 1) + b"\n", 0)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_fixed(path: Path) -> bytes | None:
+    """The text of a `FixedFile`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        What was written last; None if the file is absent, or was torn or spoiled.
+
+    Raises:
+        OSError: it could not be read, which says nothing about the writer.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    content = data[9:].rstrip()
+    return content if data[:8] == b"%08x" % zlib.crc32(content) else None
+
+
+def read_beat(path: Path) -> Beat | None:
+    """What a heartbeat file says; raises as `read_fixed`, None also before the first beat."""
+    content = read_fixed(path)
+    if not content:
+        return None
+    try:
+        return Beat.model_validate_json(content)
+    except ValidationError:
+        _log.warning("%s holds no heartbeat", path)
+        return None
+
+
+class BeatWatch:
+    """Judges one process by its beats and by this process's own monotonic clock.
+
+    Args:
+        read: gives the last beat; an `OSError` says that the watcher cannot look.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self, read: Callable[[], Beat | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._looked_at: float | None = None
+        self._silence_s = 0.0
+        self.beat: Beat | None = None
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a new beat in which the watcher could look."""
+        return self._silence_s
+
+    def look(self) -> float:
+        """Look now.
+
+        Returns:
+            `silence_s`; since the first look, if there never was a beat.
+
+        Raises:
+            OSError: the watcher cannot look; until it can again, no time counts.
+        """
+        looked_at, self._looked_at = self._looked_at, None
+        beat = self._read()
+        self._looked_at = self._clock()
+        if beat is not None and beat != self.beat:
+            self.beat, self._silence_s = beat, 0.0
+        elif looked_at is not None:
+            self._silence_s += min(self._looked_at - looked_at, MAX_GAP_S)
+        return self._silence_s
 
 
 class Heartbeat:
-    """Writes the file from a thread while the context is open; the job sets `phase` and `step`.
+    """Sends beats from a thread while the context is open; the job sets `phase` and `step`.
 
     Args:
-        path: the file; its directory must exist.
+        path: the file; its directory is created.
         every_s: seconds between two beats, > 0.
+        on_stall: called on the thread when a phase made no progress within its deadline.
+        stacks: gets the stacks of all threads just before that; stderr by default.
+        deadlines_s: by phase, instead of what the phase declares.
     """
 
-    def __init__(self, path: Path, every_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        every_s: float,
+        on_stall: Callable[[Stall], None] | None = None,
+        stacks: IO[str] | None = None,
+        deadlines_s: Mapping[str, float] | None = None,
+    ) -> None:
         if every_s <= 0:
             raise ValueError(f"every_s: got {every_s}; need > 0")
         self.phase = "start"
         self.step: int | None = None
-        self._path = path
-        self._every_s = every_s
+        self._deadline_s: float | None = None
+        self._path, self._every_s = path, every_s
+        self._on_stall, self._stacks = on_stall, stacks
+        self._deadlines_s = deadlines_s or {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._seen: tuple[str, int | None] = (self.phase, self.step)
+        self._number = 0
+        self._num_ticks = 0
+        self._seen: tuple[object, ...] = ()
         self._changed_at = time.monotonic()
+
+    def enter(self, phase: str, deadline_s: float) -> None:
+        """Begin a phase.
+
+        Args:
+            phase: what the job is doing now.
+            deadline_s: the longest time without a new step or tick that is still healthy.
+        """
+        self.phase = phase
+        self._deadline_s = self._deadlines_s.get(phase, deadline_s)
+        self.tick()
+
+    def tick(self) -> None:
+        """Progress that is no step: the deadline of the phase starts anew."""
+        self._num_ticks += 1
 
     def __enter__(self) -> Self:
         # Here an unwritable directory raises in the job, not in the thread.
+        self._file = FixedFile(self._path)
         self._beat()
         self._thread.start()
         return self
@@ -93,80 +231,45 @@ class Heartbeat:
         self._ended.set()
         self._thread.join(timeout=10 * self._every_s)
         self._beat_or_warn()
+        if self._on_stall is not None:
+            faulthandler.cancel_dump_traceback_later()
+        self._file.close()
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
             self._beat_or_warn()
+            self._watch_progress()
 
     def _beat_or_warn(self) -> None:
-        """A full disk must not end the job here: it will say so where it saves."""
+        """A failing disk must not end the job here: it will say so where it saves."""
         try:
             self._beat()
         except OSError as error:
             _log.warning("heartbeat %s not written: %s", self._path, error)
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        state = (self.phase, self.step)
+        self._number += 1
+        beat = Beat(process=own_stamp(), number=self._number, phase=self.phase, step=self.step)
+        self._file.write(beat.model_dump_json().encode())
+
+    def _watch_progress(self) -> None:
+        """Report a stalled phase, once; stacks come from a timer that needs no interpreter."""
+        if self._on_stall is None:
+            return
+        now, deadline_s = time.monotonic(), self._deadline_s
+        state = (self.phase, self.step, self._num_ticks)
         if state != self._seen:
             self._seen, self._changed_at = state, now
-        beat = _Beat(
-            pid=os.getpid(),
-            phase=state[0],
-            step=state[1],
-            time=time.time(),
-            monotonic_s=now,
-            boot_id=_boot_id(),
-            progress_age_s=now - self._changed_at,
-        )
-        # Whole, but without fsync: after a power loss there is no life to tell of.
-        temporary = temporary_sibling(self._path)
-        try:
-            temporary.write_text(beat.model_dump_json(), encoding="utf-8")
-            os.replace(temporary, self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            if deadline_s is not None:
+                with contextlib.suppress(ValueError):  # stderr is no file, as in some tests
+                    _dump_later(deadline_s, self._stacks)
+        elif deadline_s is not None and now - self._changed_at > deadline_s + self._every_s:
+            on_stall, self._on_stall = self._on_stall, None
+            on_stall(Stall(self.phase, self.step, deadline_s))
 
 
-def read_heartbeat(path: Path) -> HeartbeatState | None:
-    """What a heartbeat file says now.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The state; None if the file is absent, or a power loss spoiled it.
-
-    Raises:
-        OSError: it could not be read, which says nothing about the writer.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        beat = _Beat.model_validate_json(data)
-    except ValidationError:
-        # A living writer leaves only whole files, so whoever wrote this is gone.
-        _log.warning("%s holds no heartbeat", path)
-        return None
-    if beat.boot_id and beat.boot_id == _boot_id():
-        age_s = time.monotonic() - beat.monotonic_s
+def _dump_later(seconds: float, stacks: IO[str] | None) -> None:
+    if stacks is None:
+        faulthandler.dump_traceback_later(seconds)
     else:
-        age_s = time.time() - beat.time
-    age_s = max(0.0, age_s)
-    return HeartbeatState(beat.pid, beat.step, beat.phase, age_s, age_s + beat.progress_age_s)
-
-
-def heartbeat_age_s(path: Path) -> float | None:
-    """Seconds since the last beat; None if there never was one."""
-    state = read_heartbeat(path)
-    return None if state is None else state.age_s
-
-
-def _boot_id() -> str:
-    """Names this boot of this machine; empty where the kernel does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return ""
+        faulthandler.dump_traceback_later(seconds, file=stacks)

@@ -1,22 +1,24 @@
 """What travels between a task and its job: plain JSON, validated on both sides.
 
-A task writes a `StageSpec` to `work/<fingerprint>/attempt-<n>/spec.json` and submits
-`python -m <job_module> SPEC`. The job writes its files under `work/<fingerprint>/`, publishes
-them as one artifact and commits the fingerprint. Between stages only `Artifact` handles travel.
-
-Layout of a stage's work directory::
-
-    work/<fingerprint>/
-        attempt-0/spec.json, heartbeat.json, error.json
-        checkpoints/step-00000050/...    step checkpoints, manifest last
-        journal.jsonl                    metrics and progress, append-only, over all attempts
-        output/                          the files to publish
+A task writes a `StageSpec` to the stage's `WorkChannel` and submits
+`python -m <job_module> STORE FINGERPRINT ATTEMPT`. The job publishes its files as one artifact and
+commits the fingerprint. Between stages only `Artifact` handles travel.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
+
+
+def check_fingerprint(name: str) -> str:
+    """A fingerprint (or a follower's name) that is a plain name: it becomes part of a path."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"fingerprint: got {name!r}; need {_NAME.pattern}")
+    return name
 
 
 class Artifact(BaseModel):
@@ -52,39 +54,25 @@ class StageSpec(BaseModel):
     job_module: str
     fingerprint: str
     attempt: int
+    """Number of its *held* entry in the stage's log."""
+    holder: str = ""
+    """Id of that entry's holder, on whose behalf the job commits."""
     config: dict[str, Any]
     """The resolved stage configuration, validated by the job with `engines.config.stages`."""
     inputs: dict[str, Artifact]
     seed: int
     store_uri: str
-    work_dir: Path
-    """`work/<fingerprint>`, shared by all attempts."""
     runtime: dict[str, Any] = {}
     """`engines.config.stages.Runtime`: what cannot change the output."""
 
     @property
-    def attempt_dir(self) -> Path:
-        """This attempt's own directory."""
-        return self.work_dir / f"attempt-{self.attempt}"
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the job puts the files it will publish."""
-        return self.work_dir / "output"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Step checkpoints, shared by all attempts."""
-        return self.work_dir / "checkpoints"
-
-    @property
-    def journal_path(self) -> Path:
-        """Metrics and progress, shared by all attempts."""
-        return self.work_dir / "journal.jsonl"
+    def job_argv(self) -> list[str]:
+        """How the interpreter of the job runs it: its options and arguments."""
+        return ["-P", "-m", self.job_module, self.store_uri, self.fingerprint, str(self.attempt)]
 
 
 class CommitRecord(BaseModel):
-    """The store's entry `stages/<fingerprint>`: this stage is done, and this is its output."""
+    """What a *committed* entry of a stage's log says: it is done, and this is its output."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

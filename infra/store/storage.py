@@ -1,11 +1,8 @@
-"""Where artifacts and commit records live.
+"""Where artifacts are, and what was committed.
 
-Two kinds of entry: an artifact, named by its own digest, and a commit record, named by the
-fingerprint of the stage that made it. Both appear whole or not at all and never change.
-
-Promises: publishing equal content again changes nothing; of several commits of one fingerprint
-the first stands and all callers are told of it; what `committed` and `fetch` return has been
-verified byte by byte; damage raises and is never taken for "not done yet".
+Promises: publishing equal content again changes nothing; `lookup` reads a stage's log and a
+manifest, never the bytes of an artifact; `local_copy` gives bytes that this process has verified,
+once; damage raises and is never taken for "not done yet".
 Does not promise: room on the disk, or removal of what nobody needs any more.
 """
 
@@ -15,37 +12,38 @@ import logging
 import os
 import re
 import shutil
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from pydantic import ValidationError
-
-from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
+from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
 from infra.store.artifacts import (
     EXTERNAL_KIND,
+    Level,
     build_manifest,
     external_artifact,
-    read_manifest,
     verify_directory,
     write_manifest,
 )
 from infra.store.atomic import (
-    abandoned_temporaries,
     create_exclusively,
+    fsync_directory,
     make_directories,
     publish_directory,
+    remove_abandoned,
     temporary_sibling,
 )
-from infra.store.canonical import canonical_json
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_log import Attempt, Attempts, LocalAttempts, latest_commit
+from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
+from infra.store.work_channel import FileChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KIND = re.compile(r"[a-z][a-z0-9_-]*")
-_FINGERPRINT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
-_ABANDONED_AFTER_S = 24 * 3600.0
+NO_DIGESTS: Mapping[str, str] = {}
 
 
 class Storage(Protocol):
@@ -56,16 +54,31 @@ class Storage(Protocol):
         """What `open_storage` takes to open this store again, on any host that reaches it."""
         ...
 
-    def publish(self, source_dir: Path, kind: str, fingerprint: str | None) -> Artifact:
+    @property
+    def name(self) -> str:
+        """Names the store among all others, in a few characters that suit any system."""
+        ...
+
+    @property
+    def attempts(self) -> Attempts:
+        """Who works on what: the logs of the stages."""
+        ...
+
+    def channel(self, fingerprint: str) -> WorkChannel:
+        """What the jobs of a stage and their watchers tell each other."""
+        ...
+
+    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """Take a directory's files into the store and say what they are called there.
 
         The directory is used up: the caller must not touch it afterwards, and finds the files
-        again with `fetch`.
+        again with `local_copy`.
 
         Args:
-            source_dir: a local directory of regular files.
+            source: a local directory of regular files.
             kind: of the artifact; lower case.
-            fingerprint: the stage that made it, for the handle.
+            digests: sha256 by name of files that were hashed while they were written; the
+                others are read once, now.
 
         Returns:
             The handle; equal content of one kind always has the same digest and uri.
@@ -75,43 +88,60 @@ class Storage(Protocol):
         """
         ...
 
-    def commit(self, record: CommitRecord) -> CommitRecord:
-        """Record that a stage is done.
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
+        """Record that a stage is done, as `Attempts.commit`, if its artifact is in the store.
 
         Args:
+            attempt: that did it.
             record: names an artifact that was published before.
 
         Returns:
-            The record that stands: this one, or an earlier one of the same fingerprint.
+            The record.
 
         Raises:
             ArtifactNotFoundError: the record's artifact is not in the store.
+            FencedError: another attempt took over.
         """
         ...
 
-    def committed(self, fingerprint: str) -> CommitRecord | None:
-        """Whether a stage is finished, and with what.
+    def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
+        """Whether a stage is finished, and with what; reads no bytes of the artifact.
 
         Args:
             fingerprint: of the stage.
+            force: only a commit of the generation that this token asked for; empty: the latest.
 
         Returns:
-            Its record, the artifact verified now; None if the stage is not finished.
+            Its record; None if the stage is not finished.
 
         Raises:
-            ArtifactCorruptError: the stage is finished, and its record or artifact is damaged.
+            ArtifactCorruptError: the stage is finished, and its log or the artifact's manifest
+                is damaged.
         """
         ...
 
-    def fetch(self, artifact: Artifact) -> Path:
+    def verify(self, artifact: Artifact, level: Level) -> None:
+        """Compare an artifact with its manifest.
+
+        Args:
+            artifact: of this store.
+            level: how closely.
+
+        Raises:
+            ArtifactNotFoundError: the store has no such artifact.
+            ArtifactCorruptError: it does not verify.
+        """
+        ...
+
+    def local_copy(self, artifact: Artifact) -> Path:
         """Bring an artifact where it can be read as files.
 
         Args:
             artifact: of this store, or an external one.
 
         Returns:
-            A local directory (or an external file), verified now. It belongs to the store: the
-            caller reads it and changes nothing.
+            A local directory (or an external file), every byte verified once by this process.
+            It belongs to the store: the caller reads it and changes nothing.
 
         Raises:
             ArtifactNotFoundError: the store has no such artifact.
@@ -143,7 +173,7 @@ def open_storage(uri: str) -> Storage:
 
 
 class LocalStorage:
-    """A store in a directory: `artifacts/<kind>/<digest>/` and `stages/<fingerprint>.json`.
+    """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`.
 
     Args:
         root: created on first use.
@@ -151,89 +181,97 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
+        self._attempts = LocalAttempts(self._root, self._journal_bytes)
+        self._verified: set[tuple[str, str]] = set()
 
     @property
     def uri(self) -> str:
         """The absolute path of the store."""
         return str(self._root)
 
-    def publish(self, source_dir: Path, kind: str, fingerprint: str | None) -> Artifact:
+    @property
+    def name(self) -> str:
+        """Made once per store, so that two stores of equal paths on two machines differ."""
+        path = self._root / "name"
+        try:
+            return path.read_text(encoding="ascii")
+        except FileNotFoundError:
+            make_directories(self._root)
+            create_exclusively(path, uuid.uuid4().hex[:8].encode())
+            return path.read_text(encoding="ascii")
+
+    @property
+    def attempts(self) -> Attempts:
+        """See `Storage.attempts`."""
+        return self._attempts
+
+    def channel(self, fingerprint: str) -> FileChannel:
+        """See `Storage.channel`."""
+        return FileChannel(self._root / "work" / check_fingerprint(fingerprint))
+
+    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """See `Storage.publish`. On the store's own file system this is one rename, no copy."""
         _require(_KIND, kind, "artifact kind")
-        manifest = build_manifest(source_dir, kind)
-        write_manifest(source_dir, manifest)
+        fault("storage.before_publish")
+        manifest = build_manifest(source, kind, digests)
+        write_manifest(source, manifest)
         final = self._artifact_dir(kind, manifest.digest)
         make_directories(final.parent)
         if self._holds(final, manifest.digest):
-            shutil.rmtree(source_dir)
+            # Whoever published it may have died before its name was durable.
+            fsync_directory(final.parent)
+            shutil.rmtree(source)
         else:
-            self._take_in(source_dir, final, manifest.digest)
-        return Artifact(kind=kind, uri=str(final), digest=manifest.digest, fingerprint=fingerprint)
+            self._take_in(source, final, manifest.digest)
+        return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
 
-    def commit(self, record: CommitRecord) -> CommitRecord:
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """See `Storage.commit`."""
-        self._check_commit(record)
-        path = self._record_path(record.fingerprint)
-        make_directories(path.parent)
-        fault("storage.before_commit")
-        if create_exclusively(path, canonical_json(record) + b"\n"):
-            return self._located(record)
-        standing = self._read_record(record.fingerprint)
-        if standing is None:
-            raise ArtifactError(f"{path} was removed while it was written; commit again")
-        if standing.artifact.digest != record.artifact.digest:
-            _log.warning(
-                "stage %s %s was computed twice with different results: %s stands, %s does not",
-                record.stage,
-                record.fingerprint,
-                standing.artifact.digest,
-                record.artifact.digest,
-            )
-        return standing
+        self.verify(record.artifact, "manifest")
+        return self._located(self._attempts.commit(attempt, record))
 
-    def committed(self, fingerprint: str) -> CommitRecord | None:
-        """See `Storage.committed`."""
-        record = self._read_record(fingerprint)
+    def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
+        """See `Storage.lookup`."""
+        record = latest_commit(self._attempts.entries(fingerprint), force)
         if record is None:
             return None
         try:
-            self._verified(record.artifact)
+            self.verify(record.artifact, "manifest")
         except (ArtifactNotFoundError, ArtifactCorruptError) as error:
             raise ArtifactCorruptError(
                 f"stage {record.stage} {fingerprint} is committed, but its output is damaged: "
-                f"{error}; restore it, or remove {self._record_path(fingerprint)} to recompute"
+                f"{error}; restore it, or run with --force to compute it again"
             ) from error
-        return record
+        return self._located(record)
 
-    def fetch(self, artifact: Artifact) -> Path:
-        """See `Storage.fetch`."""
-        if artifact.kind != EXTERNAL_KIND:
-            return self._verified(artifact)
-        found = external_artifact(Path(artifact.uri))
-        if found.digest != artifact.digest:
-            raise ArtifactCorruptError(
-                f"{artifact.uri} changed after it was planned: "
-                f"digest {found.digest} != {artifact.digest}"
-            )
-        return Path(found.uri)
+    def verify(self, artifact: Artifact, level: Level) -> None:
+        """See `Storage.verify`."""
+        directory = self._artifact_dir(artifact.kind, artifact.digest)
+        if not directory.exists():
+            raise ArtifactNotFoundError(f"{directory} is not in the store")
+        _verify_named(directory, artifact.digest, level)
+
+    def local_copy(self, artifact: Artifact) -> Path:
+        """See `Storage.local_copy`."""
+        external = artifact.kind == EXTERNAL_KIND
+        key = (artifact.uri if external else artifact.kind, artifact.digest)
+        if key not in self._verified:
+            if external:
+                _check_unchanged(artifact)
+            else:
+                self.verify(artifact, "bytes")
+            self._verified.add(key)
+        if external:
+            return Path(artifact.uri)
+        return self._artifact_dir(artifact.kind, artifact.digest)
+
+    def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
+        return self.channel(fingerprint).journal_bytes(attempt)
 
     def _artifact_dir(self, kind: str, digest: str) -> Path:
         _require(_KIND, kind, "artifact kind")
         _require(_SHA256, digest, "artifact digest")
         return self._root / "artifacts" / kind / digest
-
-    def _record_path(self, fingerprint: str) -> Path:
-        _require(_FINGERPRINT, fingerprint, "fingerprint")
-        return self._root / "stages" / f"{fingerprint}.json"
-
-    def _verified(self, artifact: Artifact) -> Path:
-        directory = self._artifact_dir(artifact.kind, artifact.digest)
-        try:
-            directory.stat()
-        except FileNotFoundError:
-            raise ArtifactNotFoundError(f"{directory} is not in the store") from None
-        _verify_named(directory, artifact.digest)
-        return directory
 
     def _holds(self, final: Path, digest: str) -> bool:
         """Whether the store has these very bytes; a damaged copy is moved out of the way."""
@@ -268,8 +306,7 @@ class LocalStorage:
 
     def _copy_in(self, source_dir: Path, final: Path, digest: str) -> None:
         """Publish a verified copy of a directory that lies on another file system."""
-        for old in abandoned_temporaries(final.parent, _ABANDONED_AFTER_S):
-            shutil.rmtree(old, ignore_errors=True)
+        remove_abandoned(final.parent)
         temporary = temporary_sibling(final)
         try:
             shutil.copytree(source_dir, temporary, copy_function=_copy_file)
@@ -281,33 +318,12 @@ class LocalStorage:
             if temporary.exists():
                 shutil.rmtree(temporary)
 
-    def _check_commit(self, record: CommitRecord) -> None:
-        """Refuse a record that names no artifact of this store."""
-        artifact = record.artifact
-        directory = self._artifact_dir(artifact.kind, artifact.digest)
-        found = read_manifest(directory).digest
-        if found != artifact.digest:
-            raise ArtifactCorruptError(f"{directory}: its manifest has digest {found}")
-
-    def _read_record(self, fingerprint: str) -> CommitRecord | None:
-        path = self._record_path(fingerprint)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            record = CommitRecord.model_validate_json(data)
-        except ValidationError as error:
-            reason = str(error).splitlines()[0]
-            raise ArtifactCorruptError(f"{path} is not a commit record: {reason}") from error
-        if record.fingerprint != fingerprint:
-            raise ArtifactCorruptError(f"{path} is the record of {record.fingerprint}")
-        return self._located(record)
-
     def _located(self, record: CommitRecord) -> CommitRecord:
         """The record with the artifact's place in this store, also after the store was moved."""
         directory = self._artifact_dir(record.artifact.kind, record.artifact.digest)
-        artifact = record.artifact.model_copy(update={"uri": str(directory)})
+        artifact = record.artifact.model_copy(
+            update={"uri": str(directory), "fingerprint": record.fingerprint}
+        )
         return record.model_copy(update={"artifact": artifact})
 
 
@@ -317,14 +333,23 @@ def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
 
 
-def _verify_named(directory: Path, digest: str) -> None:
+def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
     """Verify a directory whose name is its digest, so that it must have a manifest."""
     try:
-        found = verify_directory(directory).digest
+        found = verify_directory(directory, level).digest
     except ArtifactNotFoundError as error:
         raise ArtifactCorruptError(str(error)) from error
     if found != digest:
         raise ArtifactCorruptError(f"{directory} holds the artifact {found}")
+
+
+def _check_unchanged(artifact: Artifact) -> None:
+    found = external_artifact(Path(artifact.uri))
+    if found.digest != artifact.digest:
+        raise ArtifactCorruptError(
+            f"{artifact.uri} changed after it was planned: "
+            f"digest {found.digest} != {artifact.digest}"
+        )
 
 
 def _copy_file(source: str, target: str) -> str:

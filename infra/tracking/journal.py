@@ -3,15 +3,16 @@
 Promises: a record that was returned from survives any kill and any power loss (fsync before
 return); opening cuts a torn tail; a metric of a step is recorded once, so a stage that resumes
 from an older checkpoint and repeats steps doubles nothing; times never run backwards.
-Does not promise: two writers at once (one attempt of a stage runs at a time). Any number of
-readers may follow with `read_records`.
+Each attempt of a stage appends to a segment of its own; `read_journal` gives what counts of all
+of them, which the stage's log says, to any number of readers.
+Does not promise: two writers of one segment.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,7 +23,10 @@ from infra.errors import JournalError
 from infra.faults import fault
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
+from infra.store.stage_log import journal_segments
+from infra.store.storage import Storage
 
+NOTHING_READ: Mapping[int, int] = {}
 RecordKind = Literal["metrics", "progress", "log"]
 
 
@@ -60,12 +64,13 @@ class Journal:
 
     Args:
         path: created, with its directory, if absent; otherwise its torn tail is cut.
+        earlier: what counts of earlier segments; their steps are not recorded again.
 
     Raises:
         JournalError: the file is damaged before its last record.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, earlier: Iterable[JournalRecord] = ()) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -79,7 +84,7 @@ class Journal:
         except BaseException:
             os.close(self._descriptor)
             raise
-        for record in records:
+        for record in (*earlier, *records):
             self._remember(record)
 
     @property
@@ -187,6 +192,48 @@ def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]
         if offset:
             raise JournalError(f"{path} is gone, {offset} bytes were already read") from None
         return [], 0
+    return _records(data, offset, str(path))
+
+
+def read_journal(
+    storage: Storage,
+    fingerprint: str,
+    positions: Mapping[int, int] = NOTHING_READ,
+    attempt: int | None = None,
+) -> tuple[list[JournalRecord], dict[int, int]]:
+    """What counts of a stage's journal, over all attempts of a generation.
+
+    Args:
+        storage: of the stage.
+        fingerprint: of the stage.
+        positions: bytes that were read before, by attempt, as an earlier call returned them.
+        attempt: one of the generation; by default the newest.
+
+    Returns:
+        The records behind the positions, and the new positions.
+
+    Raises:
+        JournalError: a record is damaged that is not the last of its segment.
+    """
+    channel = storage.channel(fingerprint)
+    records: list[JournalRecord] = []
+    new = dict(positions)
+    while True:
+        before = storage.attempts.entries(fingerprint)
+        for number, end in journal_segments(before, attempt):
+            start = new.get(number, 0)
+            found, new[number] = _records(
+                channel.read_journal(number, start, end), start, f"attempt {number}"
+            )
+            records += found
+        # Who took over meanwhile says what counts: an attempt may have written more than that.
+        if len(storage.attempts.entries(fingerprint)) == len(before):
+            return records, new
+        records, new = [], dict(positions)
+
+
+def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord], int]:
+    """The complete records of a stretch that begins at `offset`, and where they end."""
     records = []
     lines = list(_complete_lines(data))
     for number, line in enumerate(lines):
@@ -197,7 +244,7 @@ def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]
             if number == len(lines) - 1:
                 break
             reason = str(error).splitlines()[0]
-            raise JournalError(f"{path}: damaged record at byte {offset}: {reason}") from error
+            raise JournalError(f"{where}: damaged record at byte {offset}: {reason}") from error
         offset += len(line)
     return records, offset
 

@@ -3,20 +3,22 @@
 Promises and limits are those of `infra.tracking.tracker`, which makes these.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from infra.errors import JournalError
 from infra.store.stage_spec import Artifact
-from infra.tracking.journal import JournalRecord, read_records
+from infra.tracking.journal import JournalRecord
 from infra.tracking.mlflow_connection import MlflowConnection, flatten, log_params, metric_key
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
+JournalReader = Callable[[Mapping[int, int]], tuple[list[JournalRecord], dict[int, int]]]
+"""Gives the records behind byte positions by attempt, and the new positions."""
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 TAG = "rlhf."
 """Prefix of every tag of ours."""
@@ -53,9 +55,9 @@ class StageRun:
         self._tags = dict(tags)
         self._params = params
         self._inputs = inputs
-        self._offset: int | None = None
+        self._positions: dict[int, int] | None = None
         self._shipped_at = -SHIP_EVERY_S
-        self._journal_path: Path | None = None
+        self._journal: JournalReader | None = None
         self.run_id: str | None = None
 
     def open(self) -> str | None:
@@ -64,17 +66,17 @@ class StageRun:
             self.run_id = self._connection.call(f"open the run of {self._name}", self._find)
         return self.run_id
 
-    def ship(self, journal_path: Path, *, now: bool = False) -> bool:
+    def ship(self, journal: JournalReader, *, now: bool = False) -> bool:
         """Send what the journal has gained.
 
         Args:
-            journal_path: the stage's journal.
+            journal: reads the stage's journal.
             now: also if the last time is less than two seconds ago.
 
         Returns:
             Whether everything in the journal is in MLflow.
         """
-        self._journal_path = journal_path
+        self._journal = journal
         due = time.monotonic() - self._shipped_at >= SHIP_EVERY_S
         run_id = self.open() if due or now else None
         if run_id is None:
@@ -82,21 +84,24 @@ class StageRun:
         self._shipped_at = time.monotonic()
 
         def send(client: "MlflowClient") -> bool:
-            if self._offset is None:
+            if self._positions is None:
                 tags = client.get_run(run_id).data.tags
-                self._offset = int(tags.get(OFFSET_TAG, "0"))
+                self._positions = {
+                    int(attempt): at
+                    for attempt, at in json.loads(tags.get(OFFSET_TAG, "{}")).items()
+                }
             try:
-                records, offset = read_records(journal_path, self._offset)
+                records, positions = journal(self._positions)
             except JournalError:
                 # Not the journal that was shipped before. Sending all of it doubles nothing.
-                records, offset = read_records(journal_path, 0)
+                records, positions = journal({})
             metrics = _metrics(records)
             for start in range(0, len(metrics), METRICS_PER_CALL):
                 client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
             # Last: who is killed before this sends the same rows again, and they count once.
-            if offset != self._offset:
-                client.set_tag(run_id, OFFSET_TAG, str(offset))
-                self._offset = offset
+            if positions != self._positions:
+                client.set_tag(run_id, OFFSET_TAG, json.dumps(positions))
+                self._positions = positions
             return True
 
         return bool(self._connection.call(f"take the metrics of {self._name}", send))
@@ -120,8 +125,8 @@ class StageRun:
         run_id = self.open()
         if run_id is None:
             return
-        if self._journal_path is not None:
-            self.ship(self._journal_path, now=True)
+        if self._journal is not None:
+            self.ship(self._journal, now=True)
 
         def end(client: "MlflowClient") -> None:
             from mlflow.entities import Metric, RunTag

@@ -1,10 +1,16 @@
-"""Whether the run that is being ended was cancelled, or merely lost its process."""
+"""Whether the run that is being ended was cancelled, and what a cancelled run leaves behind."""
 
 import logging
 
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
+
+from infra.ray.jobs import RayJobs
+from infra.store.storage import Storage
+from tasks.runner.submission import job_name
+
+STOP_DEADLINE_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -33,3 +39,26 @@ def run_is_cancelled(error: BaseException) -> bool:
         _log.warning("the state of the flow run is unknown: %s", failure)
         return False
     return state is not None and (state.is_cancelling() or state.is_cancelled())
+
+
+def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
+    """End what a cancelled run followed and could not end itself, unless others follow it too.
+
+    Args:
+        storage: of the run.
+        jobs: of the cluster that runs its jobs.
+        follower: the run, as it joined.
+
+    Raises:
+        JobError: Ray cannot be reached.
+    """
+    attempts = storage.attempts
+    for fingerprint in attempts.followed_by(follower):
+        log = attempts.entries(fingerprint)
+        if attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
+            continue
+        stage = storage.channel(fingerprint).read_specification(log[-1].number).stage
+        name = job_name(stage, fingerprint, storage, log[-1].number)
+        status = jobs.look(name)
+        if status is not None and not status.is_terminal:
+            jobs.stop(name, STOP_DEADLINE_S)

@@ -1,36 +1,49 @@
-"""Following a stage's job from its submission to its commit.
+"""Following a stage's job from its claim to its commit.
 
-Promises: the store's commit record alone says that a stage is done; Ray's job status and the
-job's heartbeat only say whether it still makes sense to wait. Leaving on a cancellation stops
-the job; leaving for any other reason leaves it running for the next run to attach to.
+Promises: the stage's log alone says who works on the stage and that it is done; Ray's status and
+the job's beats only say whether it still makes sense to wait. Silence is time by this process's
+own clock in which it could read and write the channel. Leaving on a cancellation stops the job
+if nobody else waits for it; leaving for any other reason leaves it running, for the next run.
 """
 
-import json
 import logging
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from infra.errors import (
     EXIT_TERMINATED,
     EXIT_USER_ERROR,
     ConfigError,
     DeadlineError,
+    FencedError,
     JobError,
     JobFailedError,
 )
-from infra.ray.job_types import JobHandle
+from infra.ray.job_types import JobState
 from infra.ray.jobs import RayJobs
+from infra.store.heartbeat import Beat, BeatWatch
+from infra.store.process_stamp import is_dead
+from infra.store.stage_log import LogEntry, latest_commit
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
-from infra.tracking.journal import JournalRecord, read_records
+from infra.store.work_channel import JobProblem
+from infra.tracking.journal import JournalRecord, read_journal
 from tasks.runner.cancellation import run_is_cancelled
 from tasks.runner.run_page import RunPage
-from tasks.runner.submission import HEARTBEAT_STALE_S, Submission
+from tasks.runner.submission import Submission
 
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0
+HEARTBEAT_STALE_S = 60.0
+"""Silence after which a job counts as dead; it beats every `Runtime.heartbeat_s` seconds."""
+START_GRACE_S = 300.0
+"""How long a job that Ray calls running may take to its first beat."""
+LOST_GRACE_S = 45.0
+"""How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
+on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
 STOP_DEADLINE_S = 20.0
 LOG_TAIL_LINES = 20
 EXIT_KILLED = 128 + signal.SIGKILL
@@ -40,14 +53,35 @@ COMMIT_GRACE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+class _Verdict(Enum):
+    """What is known of an attempt that has not committed."""
+
+    ALIVE = auto()
+    ENDED = auto()
+    SILENT = auto()
+
+
+@dataclass
+class _Job:
+    """One attempt, as this process sees it."""
+
+    attempt: int
+    name: str
+    attached: bool
+    watch: BeatWatch
+    lost_s: float = 0.0
+
+
 class JobFollower:
     """Brings one stage's job to its commit.
 
     Args:
         label: name of the stage.
         fingerprint: what the job commits.
-        submission: where attempts live.
-        storage: where the commit appears.
+        force: token of the generation that is wanted; empty: any commit will do.
+        follower: names who waits, in the store.
+        submission: makes new attempts.
+        storage: where the log is.
         page: where a person looks.
         say: tells whoever watches the run what happens to the job.
     """
@@ -57,6 +91,8 @@ class JobFollower:
         *,
         label: str,
         fingerprint: str,
+        force: str,
+        follower: str,
         submission: Submission,
         storage: Storage,
         page: RunPage,
@@ -64,11 +100,15 @@ class JobFollower:
     ) -> None:
         self._label = label
         self._fingerprint = fingerprint
+        self._force = force
+        self._follower = follower
         self._submission = submission
         self._storage = storage
+        self._channel = storage.channel(fingerprint)
         self._page = page
         self._watcher = say
-        self._offset = 0
+        self._positions: dict[int, int] = {}
+        self._job: _Job | None = None
 
     def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
         """Submit or attach, then wait for the commit.
@@ -78,121 +118,188 @@ class JobFollower:
             on_record: gets every journal record written from now on.
 
         Returns:
-            The commit record, its artifact verified.
+            The commit record.
 
         Raises:
             ConfigError: the job refused its configuration or input.
             JobFailedError: the job ended, or fell silent, without a commit.
         """
-        self._skip_history()
-        job = jobs.ensure(
-            self._submission.key,
-            self._submission.build_attempt,
-            self._submission.is_alive,
-            first_attempt=self._submission.first_attempt(),
-        )
-        verb = "attached to" if job.attached else "submitted"
-        self._say(f"{verb} {job.submission_id}")
+        self._storage.attempts.join(self._fingerprint, self._follower)
         try:
-            return self._wait(jobs, job, on_record)
+            self._skip_history()
+            while True:
+                # A late starter may find that it is done: it must not begin another attempt.
+                record = self._storage.lookup(self._fingerprint, self._force)
+                job = self._stand(jobs) if record is None else None
+                if job is not None:
+                    record = self._wait(jobs, job, on_record)
+                if record is not None:
+                    self._storage.attempts.leave(self._fingerprint, self._follower)
+                    return record
         except BaseException as error:
+            num_others = self._storage.attempts.leave(self._fingerprint, self._follower)
             # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
             if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
-                self._say(f"cancelled; stopping {job.submission_id}")
-                self._stop(jobs, job)
+                self._cancel(jobs, num_others)
             raise
 
+    def _stand(self, jobs: RayJobs) -> _Job | None:
+        """The attempt that stands for the work now, or a new one of ours; None: it is done."""
+        while True:
+            log = self._storage.attempts.entries(self._fingerprint)
+            if latest_commit(log, self._force) is not None:
+                return None
+            last = log[-1] if log else None
+            attached = last is not None and last.kind == "held" and not self._is_over(jobs, last)
+            attempt = last.number if last is not None and attached else len(log)
+            name = self._submission.submission_id(attempt)
+            try:
+                if not attached:
+                    self._submission.submit(jobs, attempt, self._force)
+            except FencedError:
+                continue  # someone was faster
+            self._say(f"{'attached to' if attached else 'submitted'} {name}")
+            self._job = _Job(attempt, name, attached, self._watch(attempt))
+            return self._job
+
+    def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
+        """Whether an attempt is certainly over, without waiting for silence."""
+        if self._channel.read_error(held.number) is not None:
+            return True
+        beat = self._channel.read_beat(held.number)
+        if beat is not None and is_dead(beat.process):
+            return True
+        try:
+            status = jobs.look(self._submission.submission_id(held.number))
+        except JobError:
+            return False
+        if status is None:
+            # It never came to a submission, if whoever was about to submit it is gone.
+            return beat is None and is_dead(held.holder.process)
+        return status.is_terminal
+
     def _wait(
-        self,
-        jobs: RayJobs,
-        job: JobHandle,
-        on_record: Callable[[JournalRecord], None],
-    ) -> CommitRecord:
+        self, jobs: RayJobs, job: _Job, on_record: Callable[[JournalRecord], None]
+    ) -> CommitRecord | None:
+        """Wait for the commit; None if somebody has to stand for the work anew."""
         status_at = time.monotonic() + STATUS_EVERY_S
         while True:
-            self._pump(on_record)
-            record = self._storage.committed(self._fingerprint)
-            if record is not None:
-                self._pump(on_record)
-                return record
+            self._pump(job, on_record)
+            log = self._storage.attempts.entries(self._fingerprint)
+            if len(log) > job.attempt + 1:
+                self._pump(job, on_record)
+                return self._storage.lookup(self._fingerprint, self._force)
+            self._listen(job)
             if time.monotonic() >= status_at:
                 status_at = time.monotonic() + STATUS_EVERY_S
-                ended = self._check(jobs, job)
-                if ended:
+                verdict = self._judge(jobs, job)
+                if verdict is _Verdict.ENDED:
                     return self._last_look(jobs, job, on_record)
+                if verdict is _Verdict.SILENT:
+                    return self._give_up(jobs, job)
             time.sleep(POLL_S)
+
+    def _watch(self, attempt: int) -> BeatWatch:
+        """Listens to an attempt: who cannot write and read the channel does not hear it."""
+
+        def look() -> Beat | None:
+            self._storage.attempts.join(self._fingerprint, self._follower)
+            return self._channel.read_beat(attempt)
+
+        return BeatWatch(look)
+
+    def _listen(self, job: _Job) -> None:
+        try:
+            job.watch.look()
+        except OSError as error:
+            _log.warning("%s: the channel of %s cannot be used: %s", self._label, job.name, error)
+
+    def _judge(self, jobs: RayJobs, job: _Job) -> _Verdict:
+        """Whether the job ended or fell silent."""
+        beat = job.watch.beat
+        if self._channel.read_error(job.attempt) or (beat is not None and is_dead(beat.process)):
+            return _Verdict.ENDED
+        try:
+            status = jobs.look(job.name)
+        except JobError as error:
+            # A lost head says nothing about the job: its beats and its commit do.
+            _log.debug("%s: %s", job.name, error)
+            status = None
+        if status is not None and status.is_terminal:
+            return _Verdict.ENDED
+        if beat is not None:
+            silent = job.watch.silence_s >= HEARTBEAT_STALE_S
+        elif status is None:
+            job.lost_s += STATUS_EVERY_S
+            silent = job.lost_s >= LOST_GRACE_S
+        else:
+            job.lost_s = 0.0
+            if status.state == JobState.PENDING:  # Ray itself ends a job that never fits
+                job.watch = self._watch(job.attempt)
+            silent = job.watch.silence_s >= START_GRACE_S
+        return _Verdict.SILENT if silent else _Verdict.ALIVE
+
+    def _give_up(self, jobs: RayJobs, job: _Job) -> None:
+        """End a silent job; whoever only found it takes over, whoever made it is told."""
+        silence_s = max(job.watch.silence_s, job.lost_s)
+        message = f"gave no sign of life for {silence_s:.0f} s"
+        problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
+        self._channel.write_error(job.attempt, problem)
+        self._stop(jobs, job)
+        if job.attached:
+            self._say(f"{job.name} {message}; taking over")
+            return
+        raise JobFailedError(
+            f"{self._label}: job {job.name} {message} and was stopped; run again to resume"
+            f"{self._tail(jobs, job)}"
+        )
 
     def _skip_history(self) -> None:
         """Lines of earlier attempts were shown by the run that followed them."""
-        records, self._offset = read_records(self._submission.journal_path, 0)
+        records, self._positions = read_journal(self._storage, self._fingerprint)
         steps = [record.step for record in records if record.step is not None]
         if steps:
             self._say(f"earlier attempts reached step {max(steps)}")
 
-    def _pump(self, on_record: Callable[[JournalRecord], None]) -> None:
-        records, self._offset = read_records(self._submission.journal_path, self._offset)
+    def _pump(self, job: _Job, on_record: Callable[[JournalRecord], None]) -> None:
+        records, self._positions = read_journal(
+            self._storage, self._fingerprint, self._positions, job.attempt
+        )
         for record in records:
             self._page.show(record)
             on_record(record)
 
-    def _check(self, jobs: RayJobs, job: JobHandle) -> bool:
-        """Whether the job has ended; a job that fell silent is stopped, and fails."""
-        silence_s = self._submission.silence_s(job.attempt)
-        try:
-            status = jobs.status(job.submission_id)
-        except JobError as error:
-            # A lost head says nothing about the job: its heartbeat and its commit do.
-            if silence_s < HEARTBEAT_STALE_S:
-                _log.debug("%s: %s", job.submission_id, error)
-                return False
-            raise
-        if status.is_terminal:
-            return True
-        if silence_s >= HEARTBEAT_STALE_S:
-            self._stop(jobs, job)
-            raise JobFailedError(
-                f"{self._label}: job {job.submission_id} gave no sign of life for "
-                f"{silence_s:.0f} s and was stopped; run again to resume{self._tail(jobs, job)}"
-            )
-        return False
-
     def _last_look(
-        self,
-        jobs: RayJobs,
-        job: JobHandle,
-        on_record: Callable[[JournalRecord], None],
-    ) -> CommitRecord:
+        self, jobs: RayJobs, job: _Job, on_record: Callable[[JournalRecord], None]
+    ) -> CommitRecord | None:
         """The job has ended: its commit, or the reason why there is none."""
         deadline = time.monotonic() + COMMIT_GRACE_S
-        error_path = self._submission.attempt_dir(job.attempt) / "error.json"
-        while time.monotonic() < deadline:
-            record = self._storage.committed(self._fingerprint)
-            if record is not None:
-                self._pump(on_record)
-                return record
-            if error_path.exists():
-                break
-            time.sleep(POLL_S)
-        self._pump(on_record)
-        raise self._failure(jobs, job, error_path)
+        problem = None
+        while problem is None and time.monotonic() < deadline:
+            if len(self._storage.attempts.entries(self._fingerprint)) > job.attempt + 1:
+                self._pump(job, on_record)
+                return self._storage.lookup(self._fingerprint, self._force)
+            problem = self._channel.read_error(job.attempt)
+            if problem is None:
+                time.sleep(POLL_S)
+        self._pump(job, on_record)
+        raise self._failure(jobs, job, problem)
 
-    def _failure(self, jobs: RayJobs, job: JobHandle, error_path: Path) -> Exception:
-        where = f"{self._label}: job {job.submission_id}"
-        try:
-            error = json.loads(error_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return JobFailedError(f"{where} {_end(jobs, job)}{self._tail(jobs, job)}")
-        if error["exit_code"] == EXIT_USER_ERROR:
-            path, _, problem = str(error["message"]).partition(": ")
-            return ConfigError(path, problem)
-        if error["exit_code"] == EXIT_TERMINATED:
+    def _failure(self, jobs: RayJobs, job: _Job, problem: JobProblem | None) -> Exception:
+        where = f"{self._label}: job {job.name}"
+        if problem is None:
+            return JobFailedError(f"{where} {_end(jobs, job.name)}{self._tail(jobs, job)}")
+        if problem.exit_code == EXIT_USER_ERROR:
+            path, _, text = problem.message.partition(": ")
+            return ConfigError(path, text)
+        if problem.exit_code == EXIT_TERMINATED:
             return JobFailedError(f"{where} was stopped; run again to resume")
-        reason = f"{error['type']}: {error['message']}"
+        reason = f"{problem.type}: {problem.message}"
         return JobFailedError(f"{where}: {reason}{self._tail(jobs, job)}")
 
-    def _tail(self, jobs: RayJobs, job: JobHandle) -> str:
+    def _tail(self, jobs: RayJobs, job: _Job) -> str:
         try:
-            tail = jobs.log_tail(job.submission_id, LOG_TAIL_LINES)
+            tail = jobs.log_tail(job.name, LOG_TAIL_LINES)
         except JobError:
             return ""
         return "".join(f"\n    {line}" for line in tail.splitlines())
@@ -201,17 +308,26 @@ class JobFollower:
         self._page.log(f"{self._label}  {text}")
         self._watcher(text)
 
-    def _stop(self, jobs: RayJobs, job: JobHandle) -> None:
+    def _cancel(self, jobs: RayJobs, num_others: int) -> None:
+        if self._job is None:
+            return
+        if num_others:
+            self._say(f"cancelled; {self._job.name} goes on: {num_others} others wait for it")
+            return
+        self._say(f"cancelled; stopping {self._job.name}")
+        self._stop(jobs, self._job)
+
+    def _stop(self, jobs: RayJobs, job: _Job) -> None:
         try:
-            jobs.stop(job.submission_id, STOP_DEADLINE_S)
+            jobs.stop(job.name, STOP_DEADLINE_S)
         except (JobError, DeadlineError) as error:
-            self._say(f"{job.submission_id} could not be stopped: {error}")
+            self._say(f"{job.name} could not be stopped: {error}")
 
 
-def _end(jobs: RayJobs, job: JobHandle) -> str:
+def _end(jobs: RayJobs, name: str) -> str:
     """How a job ended that could not say so itself."""
     try:
-        status = jobs.status(job.submission_id)
+        status = jobs.status(name)
     except JobError as error:
         return f"ended, and Ray forgot it: {error}"
     if status.exit_code == EXIT_KILLED:

@@ -6,7 +6,7 @@ enters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -46,7 +46,6 @@ class StageRequest:
         seed: the run's seed.
         plugins: modules of the plugins that the configuration names; their sources count too.
         interpreter: Python of the job environment that the job needs; None: this one.
-        force: any text; a new one makes a new fingerprint, and so a new run of the stage.
     """
 
     stage: str
@@ -57,11 +56,6 @@ class StageRequest:
     seed: int
     plugins: tuple[str, ...] = ()
     interpreter: Path | None = None
-    force: str = ""
-
-    def forced(self, token: str) -> "StageRequest":
-        """The same request with a force token; an empty one changes nothing."""
-        return replace(self, force=token) if token else self
 
     @cached_property
     def fingerprint(self) -> str:
@@ -76,7 +70,6 @@ class StageRequest:
             environment_digest=environment_digest(
                 NUMERIC_DISTRIBUTIONS, outside_code(), self.interpreter
             ),
-            force=self.force,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from engines.config.stages import PromoteConfig
 from infra.store.stage_spec import Artifact, CommitRecord
+from infra.tracking.stage_run import JournalReader
 from infra.tracking.tracker import StageRun, Tracker
 from tasks.runner.identity import StageRequest
 
@@ -65,19 +66,19 @@ class Recorder:
         self._put(self._tell_reused)
         self._put(lambda: self._open_stage(request))
 
-    def ship(self, label: str, journal_path: Path) -> None:
+    def ship(self, label: str, journal: JournalReader) -> None:
         """A stage's journal has new records; sent unless that is waiting to be done already."""
         if label not in self._waiting_to_ship:
             self._waiting_to_ship.add(label)
-            self._put(lambda: self._ship(label, journal_path))
+            self._put(lambda: self._ship(label, journal))
 
-    def stage_finished(self, label: str, journal_path: Path, record: CommitRecord) -> None:
+    def stage_finished(self, label: str, journal: JournalReader, record: CommitRecord) -> None:
         """A stage was committed: send the rest of its journal and its output."""
-        self._put(lambda: self._finish(label, journal_path, "FINISHED", record))
+        self._put(lambda: self._finish(label, journal, "FINISHED", record))
 
-    def stage_ended(self, label: str, journal_path: Path, status: EndStatus) -> None:
+    def stage_ended(self, label: str, journal: JournalReader, status: EndStatus) -> None:
         """A stage ended without a commit."""
-        self._put(lambda: self._finish(label, journal_path, status, None))
+        self._put(lambda: self._finish(label, journal, status, None))
 
     def register_model(
         self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float], done: Path
@@ -152,15 +153,15 @@ class Recorder:
             run = self._open_stage(request)
             run.finish("FINISHED", record.artifact, record.metrics, reused=True)
 
-    def _ship(self, label: str, journal_path: Path, *, now: bool = False) -> None:
+    def _ship(self, label: str, journal: JournalReader, *, now: bool = False) -> None:
         self._waiting_to_ship.discard(label)
         if label in self._stage_runs:
-            self._stage_runs[label].ship(journal_path, now=now)
+            self._stage_runs[label].ship(journal, now=now)
 
     def _finish(
-        self, label: str, journal_path: Path, status: StageStatus, record: CommitRecord | None
+        self, label: str, journal: JournalReader, status: StageStatus, record: CommitRecord | None
     ) -> None:
-        self._ship(label, journal_path, now=True)
+        self._ship(label, journal, now=True)
         if label in self._stage_runs:
             artifact = record.artifact if record else None
             self._stage_runs[label].finish(status, artifact, record.metrics if record else None)

@@ -8,7 +8,9 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 """
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +18,7 @@ from engines.config.stages import PromoteConfig, Runtime
 from infra.ray.jobs import RayJobs
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage
-from infra.tracking.journal import JournalRecord
+from infra.tracking.journal import JournalRecord, read_journal
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
@@ -49,7 +51,7 @@ class StageContext:
     """Everything the stages of one pipeline run share; a `tasks.runner.run.StageRunner`.
 
     Args:
-        home: directory of the work files.
+        home: directory of what the run itself keeps.
         storage: the store of artifacts and commit records.
         ray_jobs: gives the job client, starting a cluster if need be; not called while every
             stage is reused.
@@ -57,7 +59,7 @@ class StageContext:
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
-        force: by stage label, a token that makes the stage run anew.
+        force: by stage label, a token: only a commit that was made for it will do.
         metadata: travels with each Ray job (`flow_run_id`).
     """
 
@@ -83,6 +85,7 @@ class StageContext:
         self._orchestrated = orchestrated
         self._force = force
         self._metadata = metadata
+        self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self.results: list[StageResult] = []
 
     @property
@@ -105,13 +108,14 @@ class StageContext:
             ArtifactError: the committed output does not verify any more.
         """
         started = time.monotonic()
-        request = request.forced(self._force.get(request.label, ""))
+        force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
-        record = self._storage.committed(request.fingerprint)
+        record = self._storage.lookup(request.fingerprint, force)
         reused = record is not None
         if record is None:
-            record = self._compute(request)
+            record = self._compute(request, force)
         else:
+            self._storage.verify(record.artifact, "size")
             self._recorder.stage_reused(request, record)
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
@@ -138,13 +142,12 @@ class StageContext:
         if not marker.exists():
             self._recorder.register_model(gate, model, metrics, marker)
 
-    def _compute(self, request: StageRequest) -> CommitRecord:
+    def _compute(self, request: StageRequest, force: str) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
         submission = Submission(
             request=request,
-            work_dir=self._home / "work" / request.fingerprint,
-            store_uri=self._storage.uri,
+            storage=self._storage,
             runtime=self._runtime,
             metadata=self._metadata,
         )
@@ -152,21 +155,25 @@ class StageContext:
         follower = JobFollower(
             label=request.label,
             fingerprint=request.fingerprint,
+            force=force,
+            follower=self._follower,
             submission=submission,
             storage=self._storage,
             page=page,
             say=lambda text: self._observer.message(request.label, text),
         )
 
+        journal = partial(read_journal, self._storage, request.fingerprint)
+
         def on_record(record: JournalRecord) -> None:
             self._observer.record(request.label, record)
-            self._recorder.ship(request.label, submission.journal_path)
+            self._recorder.ship(request.label, journal)
 
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            self._recorder.stage_ended(request.label, submission.journal_path, end_status(error))
+            self._recorder.stage_ended(request.label, journal, end_status(error))
             raise
-        self._recorder.stage_finished(request.label, submission.journal_path, record)
+        self._recorder.stage_finished(request.label, journal, record)
         page.close()
         return record

@@ -1,27 +1,26 @@
-"""One stage as a Ray job: where its attempts live, and how one is submitted or found.
+"""One stage as a Ray job: how an attempt is claimed in the store, and submitted.
 
-Promises: at most one attempt of a fingerprint runs at a time, whoever asks for it; an attempt
-whose heartbeat has stopped, or that left an error, does not count as running.
+Promises: whoever holds an attempt in the stage's log submits it, nobody else; a submission that
+fails is told in the stage's channel, so that nobody waits for its job.
 """
 
 import sys
-import time
+import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
 from engines.config.stages import Runtime
 from infra import env
+from infra.errors import JobSubmitError
 from infra.ray.job_types import JobRequest
-from infra.store.atomic import atomic_write_bytes
-from infra.store.canonical import canonical_json
-from infra.store.heartbeat import heartbeat_age_s
+from infra.ray.jobs import RayJobs
+from infra.redact import redact
+from infra.store.process_stamp import own_stamp
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
+from infra.store.storage import Storage
+from infra.store.work_channel import JobProblem
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
-HEARTBEAT_STALE_S = 60.0
-"""Silence after which a job counts as dead; a job beats every `Runtime.heartbeat_s` seconds."""
-START_GRACE_S = 300.0
-"""A job that was submitted this long ago and never beat counts as dead."""
 FINGERPRINT_DIGITS = 16
 
 
@@ -30,8 +29,7 @@ class Submission:
 
     Args:
         request: the stage.
-        work_dir: `work/<fingerprint>`.
-        store_uri: where the job publishes.
+        storage: where its log is, and where the job publishes.
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
     """
@@ -40,86 +38,71 @@ class Submission:
         self,
         *,
         request: StageRequest,
-        work_dir: Path,
-        store_uri: str,
+        storage: Storage,
         runtime: Runtime,
         metadata: Mapping[str, str],
     ) -> None:
         self._request = request
-        self._work_dir = work_dir
-        self._store_uri = store_uri
+        self._storage = storage
         self._runtime = runtime
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
 
-    @property
-    def key(self) -> str:
-        """Names the work for Ray: equal stages collide on purpose."""
-        return f"{self._request.stage}-{self._request.fingerprint[:FINGERPRINT_DIGITS]}"
+    def submission_id(self, attempt: int) -> str:
+        """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
+        return job_name(self._request.stage, self._request.fingerprint, self._storage, attempt)
 
-    @property
-    def journal_path(self) -> Path:
-        """The stage's journal, shared by all attempts."""
-        return self._work_dir / "journal.jsonl"
+    def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
+        """Claim an attempt, and submit its job.
 
-    def attempt_dir(self, attempt: int) -> Path:
-        """The attempt's own directory."""
-        return self._work_dir / f"attempt-{attempt}"
+        Args:
+            jobs: the job client.
+            attempt: length of the stage's log as the caller saw it.
+            force: token of a new generation.
 
-    def build_attempt(self, attempt: int) -> JobRequest:
-        """Write the attempt's specification, and say how it is run."""
-        spec = StageSpec(
+        Raises:
+            FencedError: someone else claimed it.
+            JobSubmitError: Ray did not take the job; the attempt is over.
+        """
+        holder = Holder(id=uuid.uuid4().hex, process=own_stamp())
+        request = self._request
+        self._storage.attempts.hold(request.fingerprint, holder, attempt, force)
+        channel = self._storage.channel(request.fingerprint)
+        try:
+            spec = self._specification(attempt, holder)
+            channel.write_specification(spec)
+            job = JobRequest(
+                argv=[str(request.interpreter or sys.executable), *spec.job_argv],
+                env=forwarded_environment(),
+                metadata=self._metadata,
+            )
+            if not jobs.submit(self.submission_id(attempt), job):
+                raise JobSubmitError(f"a job {self.submission_id(attempt)} already exists")
+        except BaseException as error:
+            message = f"was not submitted: {redact(str(error))}"
+            problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
+            channel.write_error(attempt, problem)
+            raise
+
+    def _specification(self, attempt: int, holder: Holder) -> StageSpec:
+        request = self._request
+        return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
-            stage=self._request.stage,
-            job_module=self._request.job_module,
-            fingerprint=self._request.fingerprint,
+            stage=request.stage,
+            job_module=request.job_module,
+            fingerprint=request.fingerprint,
             attempt=attempt,
-            config=self._request.config.model_dump(mode="json"),
-            inputs=dict(self._request.inputs),
-            seed=self._request.seed,
-            store_uri=self._store_uri,
-            work_dir=self._work_dir,
+            holder=holder.id,
+            config=request.config.model_dump(mode="json"),
+            inputs=dict(request.inputs),
+            seed=request.seed,
+            store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
         )
-        path = self.attempt_dir(attempt) / "spec.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(path, canonical_json(spec))
-        python = str(self._request.interpreter or sys.executable)
-        return JobRequest(
-            argv=[python, "-P", "-m", self._request.job_module, str(path)],
-            env=forwarded_environment(),
-            metadata=self._metadata,
-        )
 
-    def first_attempt(self) -> int:
-        """The first number that may still run, or was never used.
 
-        The job server forgets its jobs with its head; the attempts' directories remember.
-        """
-        attempt = 0
-        while self.attempt_dir(attempt).exists() and not self.is_alive(attempt):
-            attempt += 1
-        return attempt
-
-    def is_alive(self, attempt: int) -> bool:
-        """Whether an attempt that Ray calls running shows signs of life.
-
-        Ray keeps calling a job running after a crash of its head; the job's own heartbeat does
-        not.
-        """
-        if (self.attempt_dir(attempt) / "error.json").exists():
-            return False
-        return self.silence_s(attempt) < HEARTBEAT_STALE_S
-
-    def silence_s(self, attempt: int) -> float:
-        """Seconds since the attempt's last sign of life, beyond the grace that a start gets."""
-        age_s = heartbeat_age_s(self.attempt_dir(attempt) / "heartbeat.json")
-        if age_s is not None:
-            return age_s
-        try:
-            submitted_at = (self.attempt_dir(attempt) / "spec.json").stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
-        return max(0.0, time.time() - submitted_at - START_GRACE_S)
+def job_name(stage: str, fingerprint: str, storage: Storage, attempt: int) -> str:
+    """Ray's name of an attempt's job."""
+    return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{storage.name}-a{attempt}"
 
 
 def forwarded_environment() -> dict[str, str]:

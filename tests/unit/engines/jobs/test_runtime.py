@@ -1,6 +1,5 @@
 """The frame of a job, as a process: exit codes, error.json, one line for the user."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,12 @@ import pytest
 
 from infra import env
 from infra.store.canonical import canonical_json
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
+from infra.store.work_channel import JobProblem
+
+HOLDER = Holder(id="test", process="test")
 
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 
@@ -28,27 +31,28 @@ def spec(tmp_path: Path) -> StageSpec:
         directory = tmp_path / kind
         directory.mkdir()
         (directory / name).write_bytes(canonical_json(content))
-        inputs[kind] = store.publish(directory, kind, None)
+        inputs[kind] = store.publish(directory, kind)
     return StageSpec(
         stage="promote",
         job_module="engines.jobs.promote",
         fingerprint="ab" * 32,
         attempt=0,
+        holder="test",
         config=PROMOTE,
         inputs=inputs,
         seed=0,
         store_uri=str(tmp_path / "store"),
-        work_dir=tmp_path / "work",
         runtime={},
     )
 
 
 def run(spec: StageSpec, **changes: Any) -> "subprocess.CompletedProcess[str]":
     changed = spec.model_copy(update=changes)
-    changed.attempt_dir.mkdir(parents=True, exist_ok=True)
-    path = changed.attempt_dir / "spec.json"
-    path.write_text(changed.model_dump_json(), encoding="utf-8")
-    return start(str(path))
+    store = LocalStorage(Path(spec.store_uri))
+    if len(store.attempts.entries(spec.fingerprint)) == changed.attempt:
+        store.attempts.hold(spec.fingerprint, HOLDER, changed.attempt)
+    store.channel(spec.fingerprint).write_specification(changed)
+    return start(spec.store_uri, spec.fingerprint, str(changed.attempt))
 
 
 def start(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -61,38 +65,43 @@ def start(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[s
     )
 
 
-def error(spec: StageSpec) -> dict[str, Any]:
-    return json.loads((spec.attempt_dir / "error.json").read_text(encoding="utf-8"))
+def error(spec: StageSpec) -> JobProblem:
+    problem = LocalStorage(Path(spec.store_uri)).channel(spec.fingerprint).read_error(spec.attempt)
+    assert problem is not None
+    return problem
 
 
 def test_a_job_publishes_and_commits_itself(spec: StageSpec) -> None:
     done = run(spec)
     assert done.returncode == 0, done.stderr
-    record = LocalStorage(Path(spec.store_uri)).committed(spec.fingerprint)
+    record = LocalStorage(Path(spec.store_uri)).lookup(spec.fingerprint)
     assert record is not None
     assert (record.stage, record.attempt, record.artifact.kind) == ("promote", 0, "promotion")
     assert record.metrics == {"accuracy": 0.75, "promoted": 1.0}
     assert 0 < record.seconds["load"] <= record.seconds["total"]
-    assert not (spec.attempt_dir / "error.json").exists()
-    assert (spec.attempt_dir / "heartbeat.json").exists()
-    assert not spec.output_dir.exists()
+    channel = LocalStorage(Path(spec.store_uri)).channel(spec.fingerprint)
+    assert channel.read_error(0) is None
+    assert channel.read_beat(0) is not None
+    assert not (channel.local_dir(0) / "output").exists()
 
 
-def test_the_first_commit_stands(spec: StageSpec) -> None:
+def test_a_job_whose_attempt_is_over_computes_nothing(spec: StageSpec) -> None:
     assert run(spec).returncode == 0
-    again = run(spec, attempt=1)
-    assert again.returncode == 0
-    assert "already committed" in again.stderr
-    record = LocalStorage(Path(spec.store_uri)).committed(spec.fingerprint)
+    again = run(spec)
+    assert again.returncode == 1
+    assert error(spec).type == "FencedError"
+    record = LocalStorage(Path(spec.store_uri)).lookup(spec.fingerprint)
     assert record is not None
     assert record.attempt == 0
 
 
 def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> None:
-    spec.output_dir.mkdir(parents=True)
-    (spec.output_dir / "half-written").write_text("x", encoding="utf-8")
+    store = LocalStorage(Path(spec.store_uri))
+    output = store.channel(spec.fingerprint).local_dir(0) / "output"
+    output.mkdir()
+    (output / "half-written").write_text("x", encoding="utf-8")
     assert run(spec).returncode == 0
-    record = LocalStorage(Path(spec.store_uri)).committed(spec.fingerprint)
+    record = LocalStorage(Path(spec.store_uri)).lookup(spec.fingerprint)
     assert record is not None
     assert sorted(p.name for p in record.artifact.local_path().iterdir()) == [
         "decision.json",
@@ -113,7 +122,6 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
         ),
         ({"inputs": {}}, "inputs.evaluation: missing; need an artifact; given: none"),
         ({"runtime": {"heartbeat_s": 0}}, "runtime.heartbeat_s: got 0; Input should be greater"),
-        ({"store_uri": "s4://bucket"}, "storage: got 's4://bucket'"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
@@ -124,17 +132,19 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == 1
     found = error(spec)
-    assert (found["type"], found["exit_code"]) == ("ConfigError", 2)
-    assert found["message"] + "\n" == done.stderr
+    assert (found.type, found.exit_code) == ("ConfigError", 2)
+    assert found.message + "\n" == done.stderr
 
 
 def test_a_spec_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
-    absent, broken = tmp_path / "absent.json", tmp_path / "broken.json"
-    broken.write_text("{", encoding="utf-8")
+    path = tmp_path / "work/aa/attempt-1/spec.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
     for arguments, text in (
-        ([], "argv: got 0 arguments"),
-        ([str(absent)], f"{absent}: does not exist"),
-        ([str(broken)], f"{broken}: not JSON"),
+        ([], "argv: got []; need STORE FINGERPRINT ATTEMPT"),
+        (["s4://bucket", "aa", "0"], "storage: got 's4://bucket'"),
+        ([str(tmp_path), "aa", "0"], f"{path.parent.parent}/attempt-0/spec.json: does not exist"),
+        ([str(tmp_path), "aa", "1"], f"{path}: not JSON"),
     ):
         done = start(*arguments)
         assert done.returncode == 2
@@ -143,7 +153,7 @@ def test_a_spec_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_the_debug_switch_adds_the_traceback(tmp_path: Path) -> None:
-    done = start(str(tmp_path / "absent.json"), RLHF_DEBUG="1")
+    done = start(str(tmp_path), "aa", "0", RLHF_DEBUG="1")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
 
@@ -155,7 +165,7 @@ def test_any_other_error_is_exit_code_1_with_its_traceback(spec: StageSpec) -> N
     done = run(spec)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert error(spec)["type"] == "ArtifactCorruptError"
+    assert error(spec).type == "ArtifactCorruptError"
 
 
 @pytest.mark.parametrize("module", ["runtime", "preprocess", "promote"])

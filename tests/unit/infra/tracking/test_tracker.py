@@ -127,7 +127,7 @@ def test_shipping_again_and_after_a_torn_tail_adds_no_row(
     assert _rows(home, stage.run_id) == rows
 
     # The process was killed between the rows and the offset: everything is sent once more.
-    client.set_tag(str(stage.run_id), OFFSET_TAG, "0")
+    client.set_tag(str(stage.run_id), OFFSET_TAG, "{}")
     killed = tracker.stage_run(parent, "rl_round_1", "b" * 64, {}, {})
     assert killed.ship(path, now=True)
     assert _rows(home, stage.run_id) == rows

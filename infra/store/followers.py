@@ -1,0 +1,63 @@
+"""Who waits for the result of a stage: `work/<fingerprint>/followers/<name>`, one file each.
+
+Promises: a job is not stopped while someone else waits for it. A follower that died is not
+counted: on this machine its process is gone; elsewhere its file was not touched for long,
+by the clock of the file system that both write to.
+Does not promise: to see a dead follower elsewhere at once. Its job then merely runs on.
+"""
+
+from pathlib import Path
+
+from infra.store.heartbeat import FixedFile, read_fixed
+from infra.store.process_stamp import is_dead, own_stamp
+from infra.store.stage_spec import check_fingerprint
+
+STALE_S = 120.0
+
+
+class Followers:
+    """The followers of all stages of a store.
+
+    Args:
+        work: holds a directory for each fingerprint.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self._joined: dict[Path, FixedFile] = {}
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `Attempts.join`. The file keeps its size, so that a full disk cannot stop it."""
+        path = self._directory(fingerprint) / check_fingerprint(follower)
+        if path not in self._joined or not path.exists():
+            self._joined[path] = FixedFile(path)
+        self._joined[path].write(own_stamp().encode())
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """See `Attempts.leave`."""
+        path = self._directory(fingerprint) / check_fingerprint(follower)
+        file = self._joined.pop(path, None)
+        if file is not None:
+            file.close()
+        try:
+            touched = {each: each.stat().st_mtime for each in path.parent.iterdir()}
+        except FileNotFoundError:
+            return 0
+        path.unlink(missing_ok=True)
+        now = max(touched.values(), default=0.0)
+        return sum(_waits(other, now - at) for other, at in touched.items() if other != path)
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `Attempts.followed_by`."""
+        pattern = f"*/followers/{check_fingerprint(follower)}"
+        return sorted(path.parent.parent.name for path in self._work.glob(pattern))
+
+    def _directory(self, fingerprint: str) -> Path:
+        return self._work / check_fingerprint(fingerprint) / "followers"
+
+
+def _waits(path: Path, silence_s: float) -> bool:
+    if silence_s > STALE_S or is_dead((read_fixed(path) or b"").decode()):
+        path.unlink(missing_ok=True)
+        return False
+    return path.exists()

@@ -1,0 +1,324 @@
+"""The log of a stage: `stages/<fingerprint>/<n>`, the only fence between attempts.
+
+Each entry says *held by X* or *committed D* and is made by one exclusive create, so of any
+number of callers exactly one makes entry n. Only the holder of entry n may make the commit
+n + 1; whoever finds n + 1 taken is fenced. A *held* after a *committed* is a forced generation.
+An entry also says how many bytes of each earlier journal segment of its generation count, so
+that what a woken writer appends later never does.
+
+Promises: entries never change; after a kill at any point an entry is there whole or not at all.
+Does not promise: to know who is alive. Whoever makes the next *held* has to.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra.errors import ArtifactCorruptError, FencedError
+from infra.faults import fault
+from infra.store.atomic import create_exclusively, make_directories
+from infra.store.canonical import canonical_json
+from infra.store.followers import Followers
+from infra.store.stage_spec import CommitRecord, check_fingerprint
+
+
+class Holder(BaseModel):
+    """Who asked for an attempt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    """Unlike any other holder's."""
+    process: str
+    """Stamp of the process that asked (`infra.store.process_stamp`)."""
+
+
+class LogEntry(BaseModel):
+    """One entry of a stage's log."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = 1
+    kind: Literal["held", "committed"]
+    number: int
+    """Its place in the log; that of a *held* is also the number of the attempt."""
+    holder: Holder
+    force: str = ""
+    """The token that asked for this generation; empty for the first one."""
+    journal: dict[int, int] = {}
+    """By attempt, the bytes that count of the generation's journal segments before this entry."""
+    record: CommitRecord | None = None
+    """Of a *committed*."""
+    made_at: str
+    """UTC, for people; nothing is decided by it."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The right to commit entry `number` + 1.
+
+    Attributes:
+        fingerprint: of the stage.
+        number: of the *held* entry.
+        holder: id of who has it.
+    """
+
+    fingerprint: str
+    number: int
+    holder: str
+
+
+class Segment(NamedTuple):
+    """What counts of one attempt's journal."""
+
+    attempt: int
+    num_bytes: int | None
+    """None while the attempt may still append."""
+
+
+class Attempts(Protocol):
+    """Who works on a stage, wherever the store is."""
+
+    def entries(self, fingerprint: str) -> Sequence[LogEntry]:
+        """The stage's log from its beginning.
+
+        Args:
+            fingerprint: of the stage.
+
+        Returns:
+            All entries; none if nobody ever asked for the stage.
+
+        Raises:
+            ArtifactCorruptError: an entry is missing in the middle, or does not parse.
+        """
+        ...
+
+    def hold(self, fingerprint: str, holder: Holder, number: int, force: str = "") -> Attempt:
+        """Make the *held* entry of a number; the caller knows that what it follows is over.
+
+        Args:
+            fingerprint: of the stage.
+            holder: who wants it.
+            number: the length of the log as the caller saw it.
+            force: of a new generation; within one, the token of its first entry is kept.
+
+        Returns:
+            The right to commit the next entry.
+
+        Raises:
+            FencedError: someone else made that entry.
+        """
+        ...
+
+    def check(self, attempt: Attempt) -> None:
+        """Raise `FencedError` unless the attempt's entry is the last one."""
+        ...
+
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
+        """Make the *committed* entry behind the attempt's; a second call changes nothing.
+
+        Args:
+            attempt: what `hold` gave.
+            record: names an artifact that was published before.
+
+        Returns:
+            The record.
+
+        Raises:
+            FencedError: another attempt took over.
+        """
+        ...
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """Say that someone waits for the stage's result; said again while the wait goes on.
+
+        Args:
+            fingerprint: of the stage.
+            follower: names who waits.
+
+        Raises:
+            OSError: it could not be said, so others may believe that nobody waits.
+        """
+        ...
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """Say that someone waits no more.
+
+        Args:
+            fingerprint: of the stage.
+            follower: names who waited.
+
+        Returns:
+            How many others wait.
+        """
+        ...
+
+    def followed_by(self, follower: str) -> list[str]:
+        """Fingerprints that a follower joined and did not leave."""
+        ...
+
+
+class LocalAttempts:
+    """`Attempts` in a directory: an entry is made by `link`, which fails where a name is taken.
+
+    Args:
+        root: of the store.
+        journal_bytes: how many bytes of complete records an attempt's journal segment has now,
+            by fingerprint and attempt.
+    """
+
+    def __init__(self, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
+        self._root = root
+        self._journal_bytes = journal_bytes
+        self._followers = Followers(root / "work")
+        self._known: dict[tuple[str, int], LogEntry] = {}
+        self.join = self._followers.join
+        self.leave = self._followers.leave
+        self.followed_by = self._followers.followed_by
+
+    def entries(self, fingerprint: str) -> list[LogEntry]:
+        """See `Attempts.entries`."""
+        directory = self._directory(fingerprint)
+        try:
+            names = [path.name for path in directory.iterdir() if path.name.isdigit()]
+        except FileNotFoundError:
+            return []
+        numbers = sorted(map(int, names))
+        if numbers != list(range(len(numbers))):
+            raise ArtifactCorruptError(f"{directory} has entries {numbers}; restore the others")
+        return [self._entry(fingerprint, number) for number in numbers]
+
+    def hold(self, fingerprint: str, holder: Holder, number: int, force: str = "") -> Attempt:
+        """See `Attempts.hold`."""
+        log = self.entries(fingerprint)
+        last = log[number - 1] if 0 < number <= len(log) else None
+        if number > len(log):
+            raise ValueError(f"entry {number} of a log of {len(log)}")
+        in_generation = last is not None and last.kind == "held"
+        entry = LogEntry(
+            kind="held",
+            number=number,
+            holder=holder,
+            force=last.force if last is not None and in_generation else force,
+            journal=self._counted(fingerprint, last) if last is not None and in_generation else {},
+            made_at=_now(),
+        )
+        fault("stage_log.before_hold")
+        if not self._create(fingerprint, entry):
+            standing = self._entry(fingerprint, number)
+            if standing.holder != holder:
+                raise FencedError(_fenced(fingerprint, number, standing))
+        return Attempt(fingerprint, number, holder.id)
+
+    def check(self, attempt: Attempt) -> None:
+        """See `Attempts.check`."""
+        log = self.entries(attempt.fingerprint)
+        if len(log) <= attempt.number or log[attempt.number].holder.id != attempt.holder:
+            raise FencedError(f"{attempt.fingerprint[:12]}: attempt {attempt.number} is not held")
+        if len(log) > attempt.number + 1:
+            raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
+
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
+        """See `Attempts.commit`."""
+        held = self._entry(attempt.fingerprint, attempt.number)
+        if held.holder.id != attempt.holder or held.kind != "held":
+            raise FencedError(_fenced(attempt.fingerprint, attempt.number, held))
+        entry = LogEntry(
+            kind="committed",
+            number=attempt.number + 1,
+            holder=held.holder,
+            force=held.force,
+            journal=self._counted(attempt.fingerprint, held),
+            record=record,
+            made_at=_now(),
+        )
+        fault("storage.before_commit")
+        if self._create(attempt.fingerprint, entry):
+            return record
+        standing = self._entry(attempt.fingerprint, entry.number)
+        if standing.record is None or standing.holder.id != attempt.holder:
+            raise FencedError(_fenced(attempt.fingerprint, entry.number, standing))
+        return standing.record
+
+    def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
+        """What counts of the segments up to that of a *held* entry, its own as it is now."""
+        return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
+
+    def _create(self, fingerprint: str, entry: LogEntry) -> bool:
+        directory = self._directory(fingerprint)
+        make_directories(directory)
+        return create_exclusively(directory / str(entry.number), canonical_json(entry) + b"\n")
+
+    def _entry(self, fingerprint: str, number: int) -> LogEntry:
+        known = self._known.get((fingerprint, number))
+        if known is not None:
+            return known
+        path = self._directory(fingerprint) / str(number)
+        try:
+            entry = LogEntry.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            reason = str(error).splitlines()[0]
+            raise ArtifactCorruptError(f"{path} is no entry of a stage log: {reason}") from error
+        of = entry.record.fingerprint if entry.record is not None else fingerprint
+        if entry.number != number or of != fingerprint:
+            raise ArtifactCorruptError(f"{path} is entry {entry.number} of {of}")
+        self._known[fingerprint, number] = entry
+        return entry
+
+    def _directory(self, fingerprint: str) -> Path:
+        return self._root / "stages" / check_fingerprint(fingerprint)
+
+
+def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:
+    """The commit that stands.
+
+    Args:
+        entries: of a log.
+        force: only a commit of the generation that this token asked for; empty: any.
+
+    Returns:
+        Its record; None if there is none yet.
+    """
+    for entry in reversed(entries):
+        if entry.record is not None and force in {"", entry.force}:
+            return entry.record
+    return None
+
+
+def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
+    """The entries between two commits, the second one included.
+
+    Args:
+        entries: of a log.
+        attempt: one of the generation; by default the newest.
+
+    Returns:
+        *held* entries in order, and the *committed* one if it is there; empty for an empty log.
+    """
+    at = len(entries) - 1 if attempt is None else attempt
+    kinds = [entry.kind for entry in entries]
+    start = next((i + 1 for i in range(at - 1, -1, -1) if kinds[i] == "committed"), 0)
+    end = next((i + 1 for i in range(at, len(kinds)) if kinds[i] == "committed"), len(kinds))
+    return entries[start:end]
+
+
+def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
+    """What the journal of a generation consists of; arguments as of `generation`."""
+    members = generation(entries, attempt)
+    counted = members[-1].journal if members else {}
+    return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _fenced(fingerprint: str, number: int, standing: LogEntry) -> str:
+    return (
+        f"entry {number} of {fingerprint[:12]} is taken: {standing.kind} by "
+        f"{standing.holder.id} ({standing.holder.process}) at {standing.made_at}"
+    )

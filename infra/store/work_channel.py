@@ -1,0 +1,163 @@
+"""What a job and its watchers tell each other: `work/<fingerprint>/` of the store.
+
+Specification, heartbeat, errors and journal of each attempt, and the step checkpoints of each
+generation. It belongs to the store and not to a home, so whoever reaches the store can watch.
+
+    work/<fingerprint>/
+        attempt-<n>/spec.json, error.json, heartbeat, stacks.txt, journal.jsonl, output/ ...
+        steps-<g>/step-00000050/         g: first attempt of the generation
+        followers/<name>                 see `infra.store.followers`
+
+Promises: nothing here is shared by two attempts but the step checkpoints, which are named by
+their content's manifest and appear whole.
+Does not promise: that any of it is true of a living job. The stage's log is.
+"""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra.errors import ArtifactCorruptError, ConfigError
+from infra.store.atomic import atomic_write_bytes, make_directories
+from infra.store.canonical import canonical_json
+from infra.store.heartbeat import Beat, read_beat
+from infra.store.stage_spec import StageSpec
+
+
+class JobProblem(BaseModel):
+    """Why an attempt ended without a commit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    message: str
+    exit_code: int
+
+
+class WorkChannel(Protocol):
+    """The channel of one fingerprint, wherever the store is."""
+
+    def write_specification(self, spec: StageSpec) -> None:
+        """Say what an attempt is to do; before its job is submitted."""
+        ...
+
+    def read_specification(self, attempt: int) -> StageSpec:
+        """What an attempt is to do.
+
+        Args:
+            attempt: its number.
+
+        Returns:
+            The specification, validated.
+
+        Raises:
+            ConfigError: there is none, or it is damaged.
+        """
+        ...
+
+    def write_error(self, attempt: int, problem: JobProblem) -> None:
+        """Say that an attempt is over."""
+        ...
+
+    def read_error(self, attempt: int) -> JobProblem | None:
+        """Why an attempt is over; None if it did not say so."""
+        ...
+
+    def read_beat(self, attempt: int) -> Beat | None:
+        """An attempt's last sign of life; an `OSError` says nothing about it."""
+        ...
+
+    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
+        """A stretch of an attempt's journal segment; empty if there is none."""
+        ...
+
+    def local_dir(self, attempt: int) -> Path:
+        """A directory of the attempt alone, on this machine, where it may write what it likes.
+
+        `heartbeat` and `journal.jsonl` in it reach the watchers; an output that lies here is
+        published without a copy.
+        """
+        ...
+
+    def steps_dir(self, generation: int) -> Path:
+        """Where the step checkpoints of a generation are; shared by its attempts."""
+        ...
+
+
+class FileChannel:
+    """`WorkChannel` in a directory that the job and its watchers share.
+
+    Args:
+        directory: of one fingerprint; created when something is written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write_specification(self, spec: StageSpec) -> None:
+        """See `WorkChannel.write_specification`."""
+        path = self._path(spec.attempt, "spec.json")
+        make_directories(path.parent)
+        atomic_write_bytes(path, canonical_json(spec))
+
+    def read_specification(self, attempt: int) -> StageSpec:
+        """See `WorkChannel.read_specification`."""
+        path = self._path(attempt, "spec.json")
+        try:
+            return StageSpec.model_validate(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise ConfigError(str(path), "does not exist; need the specification") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(["spec", *(str(part) for part in first["loc"])])
+            raise ConfigError(where, f"got {first.get('input')!r}; {first['msg']}") from None
+        except ValueError as error:
+            raise ConfigError(str(path), f"not JSON ({error})") from None
+
+    def write_error(self, attempt: int, problem: JobProblem) -> None:
+        """See `WorkChannel.write_error`."""
+        path = self._path(attempt, "error.json")
+        make_directories(path.parent)
+        atomic_write_bytes(path, canonical_json(problem))
+
+    def read_error(self, attempt: int) -> JobProblem | None:
+        """See `WorkChannel.read_error`."""
+        path = self._path(attempt, "error.json")
+        try:
+            return JobProblem.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise ArtifactCorruptError(f"{path}: {str(error).splitlines()[0]}") from error
+
+    def read_beat(self, attempt: int) -> Beat | None:
+        """See `WorkChannel.read_beat`."""
+        return read_beat(self._path(attempt, "heartbeat"))
+
+    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
+        """See `WorkChannel.read_journal`."""
+        try:
+            with self._path(attempt, "journal.jsonl").open("rb") as file:
+                file.seek(start)
+                return file.read() if end is None else file.read(max(0, end - start))
+        except FileNotFoundError:
+            return b""
+
+    def journal_bytes(self, attempt: int) -> int:
+        """Bytes of the complete lines of an attempt's journal segment."""
+        return self.read_journal(attempt).rfind(b"\n") + 1
+
+    def local_dir(self, attempt: int) -> Path:
+        """See `WorkChannel.local_dir`."""
+        path = self._directory / f"attempt-{attempt}"
+        make_directories(path)
+        return path
+
+    def steps_dir(self, generation: int) -> Path:
+        """See `WorkChannel.steps_dir`."""
+        return self._directory / f"steps-{generation}"
+
+    def _path(self, attempt: int, name: str) -> Path:
+        return self._directory / f"attempt-{attempt}" / name
