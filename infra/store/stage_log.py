@@ -299,6 +299,8 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
     Returns:
         *held* entries in order, and the *committed* one if it is there; empty for an empty log.
     """
+    if not entries:
+        return ()
     at = len(entries) - 1 if attempt is None else attempt
     kinds = [entry.kind for entry in entries]
     start = next((i + 1 for i in range(at - 1, -1, -1) if kinds[i] == "committed"), 0)

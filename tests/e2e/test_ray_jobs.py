@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from infra.host.records import load_record
 from infra.ray.api import RayApi
 from infra.ray.cluster import Cluster, ensure_cluster, stop_embedded
 from infra.ray.embedded import RayRecord, open_api, record_path
-from infra.ray.job_types import JobHandle, JobRequest, JobState
+from infra.ray.job_types import JobRequest, JobState
 from infra.ray.jobs import RayJobs
 from infra.waiting import wait_for
 
@@ -53,25 +53,12 @@ def jobs(cluster: Cluster) -> RayJobs:
     return RayJobs(cluster)
 
 
-def _request(code: str, **metadata: str) -> Callable[[int], JobRequest]:
-    argv = [sys.executable, "-c", textwrap.dedent(code)]
-    return lambda attempt: JobRequest(argv, {"ATTEMPT": str(attempt)}, metadata)
+def _request(code: str, **metadata: str) -> JobRequest:
+    return JobRequest([sys.executable, "-c", textwrap.dedent(code)], {}, metadata)
 
 
-def _always(_attempt: int) -> bool:
-    return True
-
-
-def _never(_attempt: int) -> bool:
-    return False
-
-
-def _running(jobs: RayJobs, job: JobHandle) -> None:
-    wait_for(
-        lambda: jobs.status(job.submission_id).state == JobState.RUNNING,
-        f"{job.submission_id} to run",
-        JOB_DEADLINE_S,
-    )
+def _running(jobs: RayJobs, name: str) -> None:
+    wait_for(lambda: jobs.status(name).state == JobState.RUNNING, f"{name} to run", JOB_DEADLINE_S)
 
 
 def _family(record: RayRecord) -> list[psutil.Process]:
@@ -93,7 +80,8 @@ def test_nobody_gets_an_answer_without_the_token(home: Path, cluster: Cluster) -
 
 
 def test_every_server_of_the_head_listens_on_loopback(home: Path, jobs: RayJobs) -> None:
-    jobs.wait(jobs.ensure("loopback", _request("pass"), _always).submission_id, JOB_DEADLINE_S)
+    assert jobs.submit("loopback", _request("pass"))
+    jobs.wait("loopback", JOB_DEADLINE_S)
     record = load_record(record_path(home), RayRecord)
     assert record is not None
     pids = {process.pid for process in _family(record)}
@@ -106,19 +94,17 @@ def test_every_server_of_the_head_listens_on_loopback(home: Path, jobs: RayJobs)
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_a_second_submission_attaches_to_the_first(jobs: RayJobs, tmp_path: Path) -> None:
+def test_of_several_submissions_of_one_name_one_is_taken(jobs: RayJobs, tmp_path: Path) -> None:
     code = f"""
         import time
         open({str(tmp_path / "starts")!r}, "a").write("x")
         time.sleep(2)
         print("said by the job")
     """
-    handles: list[JobHandle] = []
+    taken: list[bool] = []
     threads = [
         threading.Thread(
-            target=lambda: handles.append(
-                jobs.ensure("twice", _request(code, flow_run_id="f1"), _always)
-            )
+            target=lambda: taken.append(jobs.submit("twice", _request(code, flow_run_id="f1")))
         )
         for _ in range(4)
     ]
@@ -126,70 +112,35 @@ def test_a_second_submission_attaches_to_the_first(jobs: RayJobs, tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join(timeout=JOB_DEADLINE_S)
-    assert sorted(h.attached for h in handles) == [False, True, True, True]
-    assert {h.submission_id for h in handles} == {"twice-a0"}
+    assert sorted(taken) == [False, False, False, True]
     found = jobs.find({"flow_run_id": "f1"})
-    assert [job.submission_id for job in found] == ["twice-a0"]
+    assert [job.submission_id for job in found] == ["twice"]
     assert jobs.find({"flow_run_id": "other"}) == []
-    status = jobs.wait("twice-a0", JOB_DEADLINE_S)
+    status = jobs.wait("twice", JOB_DEADLINE_S)
     assert (status.state, status.exit_code) == (JobState.SUCCEEDED, 0)
     assert (tmp_path / "starts").read_text() == "x"
-    assert "said by the job" in jobs.log_tail("twice-a0", 3)
-    with pytest.raises(JobSubmitError, match="twice-a0 already exists"):
-        jobs.submit("twice-a0", _request("pass")(0))
+    assert "said by the job" in jobs.log_tail("twice", 3)
+    assert jobs.look("never") is None
 
 
-def test_a_killed_or_failed_job_is_followed_by_the_next_attempt(
-    jobs: RayJobs, tmp_path: Path
-) -> None:
+def test_how_a_job_ended_is_told(jobs: RayJobs, tmp_path: Path) -> None:
     code = f"""
-        import os, sys, time
-        attempt = os.environ["ATTEMPT"]
-        open({str(tmp_path)!r} + "/pid-" + attempt, "w").write(str(os.getpid()))
-        if attempt == "1":
-            sys.exit(3)
-        time.sleep(60 if attempt == "0" else 0)
+        import os, time
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
     """
-    first = jobs.ensure("again", _request(code), _always)
-    pid_path = tmp_path / "pid-0"
+    assert jobs.submit("killed", _request(code))
+    pid_path = tmp_path / "pid"
     pid = int(wait_for(lambda: pid_path.exists() and pid_path.read_text(), "pid", JOB_DEADLINE_S))
     os.kill(pid, signal.SIGKILL)
-    killed = jobs.wait(first.submission_id, JOB_DEADLINE_S)
+    killed = jobs.wait("killed", JOB_DEADLINE_S)
     assert (killed.state, killed.exit_code) == (JobState.FAILED, -signal.SIGKILL)
-
-    second = jobs.ensure("again", _request(code), _always)
-    assert second == JobHandle(1, "again-a1", attached=False)
-    failed = jobs.wait(second.submission_id, JOB_DEADLINE_S)
+    assert jobs.submit("failed", _request("import sys; sys.exit(3)"))
+    failed = jobs.wait("failed", JOB_DEADLINE_S)
     assert (failed.state, failed.exit_code) == (JobState.FAILED, 3)
-
-    third = jobs.ensure("again", _request(code), _always, first_attempt=1)
-    assert third.attempt == 2
-    assert jobs.wait(third.submission_id, JOB_DEADLINE_S).state == JobState.SUCCEEDED
-    with pytest.raises(JobSubmitError, match="all of 2 attempts"):
-        jobs.ensure("again", _request(code), _always, max_attempts=2)
-
-
-def test_a_running_job_without_a_heartbeat_is_stopped_and_replaced(jobs: RayJobs) -> None:
-    code = "import time; time.sleep(60)"
-    first = jobs.ensure("silent", _request(code), _always)
-    _running(jobs, first)
-    young = jobs.ensure("silent", _request(code), _never, start_grace_s=600)
-    assert young == JobHandle(0, "silent-a0", attached=True)
-    second = jobs.ensure("silent", _request(code), _never, start_grace_s=0)
-    assert second == JobHandle(1, "silent-a1", attached=False)
-    assert jobs.status("silent-a0").state == JobState.STOPPED
-    _running(jobs, second)
-    assert jobs.stop("silent-a1").state == JobState.STOPPED
-
-
-def test_a_stalled_attempt_is_stopped_before_the_next_number_is_used(jobs: RayJobs) -> None:
-    code = "import time; time.sleep(60)"
-    stalled = jobs.ensure("stalled", _request(code), _always)
-    _running(jobs, stalled)
-    following = jobs.ensure("stalled", _request(code), _always, first_attempt=1)
-    assert following == JobHandle(1, "stalled-a1", attached=False)
-    assert jobs.status("stalled-a0").state == JobState.STOPPED
-    assert jobs.stop("stalled-a1").state == JobState.STOPPED
+    assert jobs.submit("stopped", _request("import time; time.sleep(60)"))
+    _running(jobs, "stopped")
+    assert jobs.stop("stopped").state == JobState.STOPPED
 
 
 def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
@@ -199,15 +150,10 @@ def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
     directory.mkdir()
     code = "import os, sys; print(repr((os.getcwd(), sys.argv[1:], os.environ['GREETING'])))"
     argument = "$HOME `id` \"x\" 'y'"
-    handle = jobs.ensure(
-        "shell",
-        lambda _: JobRequest(
-            [sys.executable, "-c", code, argument], {"GREETING": "a b"}, {}, cwd=directory
-        ),
-        _always,
-    )
-    assert jobs.wait(handle.submission_id, JOB_DEADLINE_S).state == JobState.SUCCEEDED
-    assert repr((str(directory), [argument], "a b")) in jobs.logs(handle.submission_id)
+    argv = [sys.executable, "-c", code, argument]
+    assert jobs.submit("shell", JobRequest(argv, {"GREETING": "a b"}, {}, cwd=directory))
+    assert jobs.wait("shell", JOB_DEADLINE_S).state == JobState.SUCCEEDED
+    assert repr((str(directory), [argument], "a b")) in jobs.logs("shell")
 
 
 def test_unknown_jobs_and_addresses_are_named(jobs: RayJobs, tmp_path: Path) -> None:
@@ -277,8 +223,8 @@ def test_the_official_client_works_where_the_cluster_was_asked_for(
 def test_zz_release_leaves_no_process_not_even_of_a_running_job(
     home: Path, cluster: Cluster, jobs: RayJobs
 ) -> None:
-    job = jobs.ensure("left", _request("import time; time.sleep(600)"), _always)
-    _running(jobs, job)
+    assert jobs.submit("left", _request("import time; time.sleep(600)"))
+    _running(jobs, "left")
     record = load_record(record_path(home), RayRecord)
     assert record is not None
     temp_dir = next(a for a in record.process.argv if a.startswith("--temp-dir=")).split("=")[1]
@@ -337,7 +283,7 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
             open({str(pid_path)!r}, "w").write(str(os.getpid()))
             time.sleep(600)
         """
-        RayJobs(heir).ensure("orphan", _request(code), _always)
+        assert RayJobs(heir).submit("orphan", _request(code))
         pid = int(wait_for(lambda: pid_path.exists() and pid_path.read_text(), "pid", 90.0))
         driver = psutil.Process(pid)
         os.kill(record.process.pid, signal.SIGKILL)

@@ -182,11 +182,11 @@ def test_jobs_that_need_no_torch_do_not_import_it(module: str) -> None:
 def test_modules_that_register_plugins_are_imported_first(spec: StageSpec, tmp_path: Path) -> None:
     (tmp_path / "my_plugins.py").write_text("print('registered')", encoding="utf-8")
     run(spec)
-    path = str(spec.attempt_dir / "spec.json")
+    arguments = (spec.store_uri, spec.fingerprint, "0")
     paths = {"PYTHONPATH": str(tmp_path)}
-    done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins", **paths)
+    done = start(*arguments, RLHF_USE_EXTERNAL_MODULES="my_plugins", **paths)
     assert done.stdout == "registered\n"
-    done = start(path, RLHF_USE_EXTERNAL_MODULES="my_plugins, absent_module", **paths)
-    assert (done.returncode, done.stdout) == (0, "registered\n")
+    done = start(*arguments, RLHF_USE_EXTERNAL_MODULES="my_plugins, absent_module", **paths)
+    assert (done.returncode, done.stdout) == (1, "registered\n")
     line = "environment.RLHF_USE_EXTERNAL_MODULES: absent_module cannot be imported"
     assert done.stderr.count(line) == 1

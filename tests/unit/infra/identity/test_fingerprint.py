@@ -59,7 +59,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_known_fingerprint() -> None:
     text = (
-        '{"config":{"lr":0.1},"environment":"e","force":"","inputs":{"data":"' + "1" * 64 + '"},'
+        '{"config":{"lr":0.1},"environment":"e","inputs":{"data":"' + "1" * 64 + '"},'
         '"schema_version":1,"seed":0,"sources":"s","stage":"sft"}'
     )
     assert stage_fingerprint(**BASE) == hashlib.sha256(text.encode()).hexdigest()
@@ -78,7 +78,6 @@ def test_known_fingerprint() -> None:
         {"seed": 1},
         {"sources_digest": "t"},
         {"environment_digest": "f"},
-        {"force": "again"},
     ],
 )
 def test_every_part_counts(change: dict[str, Any]) -> None:

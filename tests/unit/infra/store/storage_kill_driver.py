@@ -9,17 +9,19 @@ import os
 import shutil
 import signal
 import sys
+import uuid
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from infra.store import atomic, storage
+from infra.store import atomic, stage_log, storage
 from infra.store.artifacts import verify_directory
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 
 FINGERPRINT = "f" * 64
-TRACED_FILES = {atomic.__file__, storage.__file__}
+TRACED_FILES = {atomic.__file__, storage.__file__, stage_log.__file__}
 TRACED_FUNCTIONS = {"write_manifest"}
 """Where files and names change; the rest only reads and hashes."""
 
@@ -30,15 +32,18 @@ def work(store: LocalStorage, source: Path) -> CommitRecord:
     (source / "sub").mkdir(exist_ok=True)
     (source / "a").write_text("weights")
     (source / "sub/b").write_text("more")
-    artifact = store.publish(source, "model", FINGERPRINT)
+    artifact = store.publish(source, "model")
+    number = len(store.attempts.entries(FINGERPRINT))
+    attempt = store.attempts.hold(FINGERPRINT, Holder(id=uuid.uuid4().hex, process="x"), number)
     return store.commit(
+        attempt,
         CommitRecord(
             fingerprint=FINGERPRINT,
             stage="sft",
             artifact=artifact,
             attempt=0,
             committed_at="2026-01-01T00:00:00Z",
-        )
+        ),
     )
 
 
@@ -75,18 +80,18 @@ def state_of(root: Path, store: LocalStorage) -> str:
     visible = [d for d in (root / "artifacts/model").glob("*") if not d.name.startswith(".")]
     for directory in visible:
         assert verify_directory(directory).digest == directory.name
-    if store.committed(FINGERPRINT) is not None:
+    if LocalStorage(root).lookup(FINGERPRINT) is not None:
         return "committed"
     return "published" if visible else "nothing"
 
 
 def main(root: Path, source: Path) -> None:
-    store = LocalStorage(root)
     states = set()
     number = 0
     digest = None
     while True:
         number += 1
+        store = LocalStorage(root)  # knows nothing of the round before
         if not killed_before_line(number, store, source):
             break
         states.add(state_of(root, store))

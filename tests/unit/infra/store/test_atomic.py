@@ -1,6 +1,8 @@
 import errno
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from infra import faults
+from infra import env, faults
 from infra.store import atomic
 from infra.store.atomic import (
-    abandoned_temporaries,
     atomic_write_bytes,
     create_exclusively,
     make_directories,
     publish_directory,
+    remove_abandoned,
     temporary_sibling,
 )
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -163,13 +167,35 @@ def test_make_directories_is_repeatable(tmp_path: Path) -> None:
     assert (tmp_path / "a/b/c").is_dir()
 
 
-def test_abandoned_are_old_temporaries_only(tmp_path: Path) -> None:
-    old, young = temporary_sibling(tmp_path / "x"), temporary_sibling(tmp_path / "x")
+def test_what_a_dead_writer_left_is_removed_at_once(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from infra.store.atomic import *\n"
+    code += "temporary_sibling(Path(sys.argv[1], 'x')).mkdir()"
+    environment = env.child_environment(PYTHONPATH=str(ROOT))
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    mine, elsewhere, old = (temporary_sibling(tmp_path / "x") for _ in range(3))
+    elsewhere = elsewhere.with_name(".tmp-x-00000000.1.1-abc")
+    old = old.with_name(".tmp-old-without-a-stamp")
     kept = tmp_path / "x"
-    assert old != young
-    for path in (old, young, kept):
+    for path in (mine, elsewhere, old, kept):
         path.write_text("")
-    hour_ago = time.time() - 3600
-    for path in (old, kept):
-        os.utime(path, (hour_ago, hour_ago))
-    assert abandoned_temporaries(tmp_path, 1800) == [old]
+    os.utime(old, (time.time() - 90_000,) * 2)
+    assert len(os.listdir(tmp_path)) == 5
+    remove_abandoned(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([mine.name, elsewhere.name, "x"])
+
+
+def test_a_lost_race_is_durable_before_it_is_believed(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    assert create_exclusively(tmp_path / "f", b"x")
+    calls.clear()
+    assert not create_exclusively(tmp_path / "f", b"y")
+    assert calls[-1] == ("fsync", tmp_path.name)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    publish_directory(tmp_path / "a", tmp_path / "final")
+    calls.clear()
+    with pytest.raises(FileExistsError):
+        publish_directory(tmp_path / "b", tmp_path / "final")
+    assert calls[-1] == ("fsync", tmp_path.name)

@@ -1,19 +1,26 @@
-import json
+"""Beats and watchers: silence by the watcher's clock, a full disk, stalled phases."""
+
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from infra import env
 from infra.store import heartbeat
-from infra.store.heartbeat import Heartbeat, heartbeat_age_s, read_heartbeat
+from infra.store.heartbeat import BEAT_BYTES, Beat, BeatWatch, Heartbeat, Stall, read_beat
 
 ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = (
+    "import sys, time; from pathlib import Path; from infra.store.heartbeat import Heartbeat\n"
+    "with Heartbeat(Path(sys.argv[1]), 0.02): time.sleep(60)"
+)
 
 
 def wait_until(predicate: Callable[[], bool], deadline_s: float = 20.0) -> None:
@@ -23,122 +30,171 @@ def wait_until(predicate: Callable[[], bool], deadline_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def beat_of(path: Path) -> Beat:
+    beat = read_beat(path)
+    assert beat is not None
+    return beat
+
+
 def test_no_file_is_no_heartbeat(tmp_path: Path) -> None:
-    assert heartbeat_age_s(tmp_path / "heartbeat.json") is None
-    assert read_heartbeat(tmp_path / "heartbeat.json") is None
+    assert read_beat(tmp_path / "heartbeat") is None
 
 
-def test_phase_and_step_reach_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat.json"
+def test_phase_and_step_reach_the_file_which_keeps_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat"
     with Heartbeat(path, every_s=0.02) as beat:
-        first = read_heartbeat(path)
-        assert first is not None
-        assert (first.pid, first.step, first.phase) == (os.getpid(), None, "start")
-        beat.phase, beat.step = "train", 7
-        wait_until(lambda: json.loads(path.read_text())["step"] == 7)
-        values = json.loads(path.read_text())
-        assert {name: values[name] for name in ("pid", "step", "phase")} == {
-            "pid": os.getpid(),
-            "step": 7,
-            "phase": "train",
-        }
-        assert abs(values["time"] - time.time()) < 5
-        beat.phase = "evaluate"
+        assert (beat_of(path).phase, beat_of(path).step) == ("start", None)
+        inode = path.stat().st_ino
+        beat.enter("train", 60)
+        beat.step = 7
+        wait_until(lambda: (beat_of(path).phase, beat_of(path).step) == ("train", 7))
+        beat.enter("evaluate", 60)
     # The last word is written when the context ends, without waiting for the next beat.
-    last = read_heartbeat(path)
-    assert last is not None
-    assert last.phase == "evaluate"
-    assert os.listdir(tmp_path) == ["heartbeat.json"]
+    assert beat_of(path).phase == "evaluate"
+    assert (path.stat().st_ino, path.stat().st_size) == (inode, BEAT_BYTES)
+    assert os.listdir(tmp_path) == ["heartbeat"]
 
 
-def test_age_grows_when_the_process_is_stopped_and_falls_when_it_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat.json"
-    program = (
-        "import sys, time; from pathlib import Path; from infra.store.heartbeat import Heartbeat\n"
-        "with Heartbeat(Path(sys.argv[1]), 0.02): time.sleep(60)"
-    )
+def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)],
+        [sys.executable, "-c", PROGRAM, str(path)],
         env=env.child_environment(PYTHONPATH=str(ROOT)),
     )
+    watch = BeatWatch(lambda: read_beat(path))
     try:
-        wait_until(path.exists)
+        wait_until(lambda: read_beat(path) is not None)
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: (heartbeat_age_s(path) or 0) > 0.5)
+        wait_until(lambda: watch.look() > 0.5)
         process.send_signal(signal.SIGCONT)
-        wait_until(lambda: (heartbeat_age_s(path) or 9) < 0.3)
+        wait_until(lambda: watch.look() < 0.3)
     finally:
         process.kill()
         process.wait(30)
-    time.sleep(0.1)
-    assert (heartbeat_age_s(path) or 0) >= 0.1
 
 
-def test_progress_ages_while_the_thread_still_beats(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat.json"
-    with Heartbeat(path, every_s=0.02):
-        wait_until(lambda: json.loads(path.read_text())["progress_age_s"] > 0.3)
-        state = read_heartbeat(path)
-    assert state is not None
-    assert state.progress_age_s >= 0.3 + state.age_s
+class Clocks:
+    """A clock that the test moves, and a beat that the test changes."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.beat: Beat | None = Beat(process="p", number=1, phase="train", step=None)
+        self.broken = False
+        self.watch = BeatWatch(self._read, lambda: self.now_s)
+
+    def _read(self) -> Beat | None:
+        if self.broken:
+            raise OSError(errno.EIO, "disk")
+        return self.beat
+
+    def look_after(self, passed_s: float) -> float:
+        self.now_s += passed_s
+        return self.watch.look()
 
 
-def test_a_clock_that_jumps_ages_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "heartbeat.json"
-    with Heartbeat(path, every_s=60):
-        pass
-    now = time.time()
-    for jump_s in (3600.0, -3600.0):
-        monkeypatch.setattr(heartbeat.time, "time", lambda jump_s=jump_s: now + jump_s)
-        age_s = heartbeat_age_s(path)
-        assert age_s is not None
-        assert 0 <= age_s < 60
+def test_silence_counts_by_the_watchers_own_clock() -> None:
+    clocks = Clocks()
+    assert clocks.look_after(0) == 0
+    assert clocks.look_after(2) == 2
+    assert clocks.look_after(3) == 5
+    clocks.beat = Beat(process="p", number=2, phase="train", step=None)
+    assert clocks.look_after(1) == 0
 
 
-def test_another_machine_uses_the_wall_clock(
+def test_time_in_which_the_watcher_could_not_look_does_not_count() -> None:
+    clocks = Clocks()
+    clocks.look_after(0)
+    clocks.broken = True
+    for _ in range(30):
+        with pytest.raises(OSError, match="disk"):
+            clocks.look_after(3)
+    clocks.broken = False
+    assert clocks.look_after(3) == 0
+    assert clocks.look_after(1) == 1
+    # Nor does the time in which the watcher itself was stopped.
+    assert clocks.look_after(3600) == 1 + heartbeat.MAX_GAP_S
+
+
+def test_wall_clocks_that_differ_or_jump_make_nobody_look_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "heartbeat.json"
-    with Heartbeat(path, every_s=60):
-        pass
-    monkeypatch.setattr(heartbeat, "_boot_id", lambda: "another")
-    written = json.loads(path.read_text())["time"]
-    for passed_s, expected in ((100.0, 100.0), (-100.0, 0.0)):
-        monkeypatch.setattr(heartbeat.time, "time", lambda s=passed_s: written + s)
-        assert heartbeat_age_s(path) == pytest.approx(expected, abs=1e-3)
+    path = tmp_path / "heartbeat"
+    now = time.time()
+    for skew_s in (120.0, -120.0):
+        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now + skew_s)
+        watch = BeatWatch(lambda: read_beat(path))
+        with Heartbeat(path, every_s=0.02):
+            os.utime(path, (now - 3600, now - 3600))
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                assert watch.look() < 0.25
+                time.sleep(0.02)
 
 
-def test_an_unwritable_place_fails_at_the_start_and_not_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(FileNotFoundError), Heartbeat(tmp_path / "absent/h.json", 1):
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 1 MB."""
+    disk = Path(tempfile.mkdtemp(dir=tmp_path))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_does_not_stop_the_beats(small_disk: Path) -> None:
+    path = small_disk / "heartbeat"
+    with Heartbeat(path, every_s=0.02):
+        with pytest.raises(OSError, match="No space"):
+            (small_disk / "filler").write_bytes(bytes(2_000_000))
+        number = beat_of(path).number
+        wait_until(lambda: beat_of(path).number > number + 5)
+
+
+def test_a_phase_without_progress_is_reported_once_with_stacks(tmp_path: Path) -> None:
+    stalls: list[Stall] = []
+    stacks = tmp_path / "stacks.txt"
+    with (
+        stacks.open("w") as file,
+        Heartbeat(tmp_path / "h", 0.02, stalls.append, file, {"train": 0.3}) as beat,
+    ):
+        beat.enter("load", 60)
+        beat.enter("train", 60)
+        for step in range(4):
+            beat.step = step
+            time.sleep(0.15)
+            assert not stalls
+        for _ in range(3):
+            beat.tick()
+            time.sleep(0.15)
+            assert not stalls
+        wait_until(lambda: bool(stalls))
+        time.sleep(0.2)
+    assert stalls == [Stall("train", 3, 0.3)]
+    assert "test_a_phase_without_progress" in stacks.read_text()
+
+
+def test_an_unwritable_place_fails_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError), Heartbeat(tmp_path / "file/h", 1):
         pass
-    directory = tmp_path / "d"
-    directory.mkdir()
-    with Heartbeat(directory / "h.json", every_s=0.01):
-        (directory / "h.json").unlink()
-        for _ in range(200):  # the thread may be writing a temporary file just now
-            try:
-                directory.rmdir()
-                break
-            except OSError:
-                for name in os.listdir(directory):
-                    (directory / name).unlink(missing_ok=True)
-        wait_until(lambda: "not written" in caplog.text)
 
 
 def test_a_read_error_is_not_absence(tmp_path: Path) -> None:
-    (tmp_path / "h.json").mkdir()
+    (tmp_path / "h").mkdir()
     with pytest.raises(IsADirectoryError):
-        heartbeat_age_s(tmp_path / "h.json")
+        read_beat(tmp_path / "h")
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"pid": "x"}', bytes(90), b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"{}", b"00000000 {}", bytes(90), b"\xff"])
 def test_what_a_power_loss_left_is_no_heartbeat(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "h.json").write_bytes(data)
-    assert heartbeat_age_s(tmp_path / "h.json") is None
+    (tmp_path / "h").write_bytes(data)
+    assert read_beat(tmp_path / "h") is None
 
 
 def test_the_interval_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="need > 0"):
-        Heartbeat(tmp_path / "h.json", 0)
+        Heartbeat(tmp_path / "h", 0)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from infra.errors import (
     ArtifactError,
     ArtifactNotFoundError,
     ConfigError,
+    FencedError,
 )
 from infra.store.artifacts import external_artifact
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage, Storage, open_storage
 
@@ -54,7 +57,7 @@ def record(artifact: Artifact, attempt: int = 0, fingerprint: str = FINGERPRINT)
     return CommitRecord(
         fingerprint=fingerprint,
         stage="sft",
-        artifact=artifact,
+        artifact=artifact.model_copy(update={"fingerprint": fingerprint}),
         attempt=attempt,
         metrics={"accuracy": 0.5},
         committed_at="2026-01-01T00:00:00Z",
@@ -62,24 +65,31 @@ def record(artifact: Artifact, attempt: int = 0, fingerprint: str = FINGERPRINT)
 
 
 def test_published_committed_fetched(store: Storage, tmp_path: Path) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    artifact = store.publish(output(tmp_path / "out"), "model")
     assert artifact.kind == "model"
-    assert artifact.fingerprint == FINGERPRINT
     assert artifact.local_path() == tmp_path / "store/artifacts/model" / artifact.digest
     assert not (tmp_path / "out").exists()
-    assert store.committed(FINGERPRINT) is None
-    standing = store.commit(record(artifact))
+    assert store.lookup(FINGERPRINT) is None
+    standing = commit(store, record(artifact))
     assert standing == record(artifact)
-    assert open_storage(store.uri).committed(FINGERPRINT) == standing
-    assert (store.fetch(artifact) / "sub/b.txt").read_text() == "more"
-    assert (tmp_path / f"store/stages/{FINGERPRINT}.json").is_file()
+    assert standing.artifact.fingerprint == FINGERPRINT
+    assert open_storage(store.uri).lookup(FINGERPRINT) == standing
+    assert (store.local_copy(artifact) / "sub/b.txt").read_text() == "more"
+    assert sorted(os.listdir(tmp_path / f"store/stages/{FINGERPRINT}")) == ["0", "1"]
+
+
+def commit(store: Storage, made: CommitRecord) -> CommitRecord:
+    """As the next attempt of the stage."""
+    number = len(store.attempts.entries(made.fingerprint))
+    holder = Holder(id=uuid.uuid4().hex, process="test")
+    return store.commit(store.attempts.hold(made.fingerprint, holder, number), made)
 
 
 def test_equal_content_is_stored_once(store: Storage, tmp_path: Path) -> None:
-    first = store.publish(output(tmp_path / "one"), "model", FINGERPRINT)
+    first = store.publish(output(tmp_path / "one"), "model")
     inode = (first.local_path() / "a.txt").stat().st_ino
-    assert store.publish(output(tmp_path / "two"), "model", FINGERPRINT) == first
-    assert store.publish(output(tmp_path / "three"), "model", OTHER).digest == first.digest
+    assert store.publish(output(tmp_path / "two"), "model") == first
+    assert store.publish(output(tmp_path / "three"), "model").digest == first.digest
     assert (first.local_path() / "a.txt").stat().st_ino == inode
     assert os.listdir(tmp_path / "store/artifacts/model") == [first.digest]
     assert not any((tmp_path / name).exists() for name in ("one", "two", "three"))
@@ -88,37 +98,44 @@ def test_equal_content_is_stored_once(store: Storage, tmp_path: Path) -> None:
 def test_publishing_from_another_file_system(
     store: Storage, tmp_path: Path, other_disk: Path
 ) -> None:
-    near = store.publish(output(tmp_path / "near"), "model", FINGERPRINT)
+    near = store.publish(output(tmp_path / "near"), "model")
     shutil.rmtree(near.local_path())
-    far = store.publish(output(other_disk / "far"), "model", FINGERPRINT)
+    far = store.publish(output(other_disk / "far"), "model")
     assert far == near
-    assert store.fetch(far).is_dir()
+    assert store.local_copy(far).is_dir()
     assert not (other_disk / "far").exists()
     assert os.listdir(tmp_path / "store/artifacts/model") == [far.digest]
 
 
-def test_the_first_commit_stands(
-    store: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = store.publish(output(tmp_path / "one", "x"), "model", FINGERPRINT)
-    second = store.publish(output(tmp_path / "two", "y"), "model", FINGERPRINT)
-    assert store.commit(record(first)).artifact == first
-    assert store.commit(record(first, attempt=1)) == record(first)
-    assert "different results" not in caplog.text
-    assert store.commit(record(second, attempt=2)) == record(first)
-    assert "different results" in caplog.text
-    assert store.committed(FINGERPRINT) == record(first)
+def test_the_latest_commit_stands_and_a_token_finds_its_own(store: Storage, tmp_path: Path) -> None:
+    first = record(store.publish(output(tmp_path / "one", "x"), "model"))
+    commit(store, first)
+    holder = Holder(id="forced", process="test")
+    attempt = store.attempts.hold(FINGERPRINT, holder, 2, "again")
+    assert store.lookup(FINGERPRINT) == first
+    second = record(store.publish(output(tmp_path / "two", "y"), "model"), attempt=2)
+    store.commit(attempt, second)
+    assert store.lookup(FINGERPRINT) == second
+    assert store.lookup(FINGERPRINT, "again") == second
+    assert store.lookup(FINGERPRINT, "never") is None
 
 
 def _publish_and_commit(store_root: Path, source: Path, number: int, start: Any, out: Any) -> None:
     store = LocalStorage(store_root)
     start.wait(30)
-    artifact = store.publish(source, "model", FINGERPRINT)
-    out.put((artifact.digest, store.commit(record(artifact, number)).model_dump_json()))
+    artifact = store.publish(source, "model")
+    holder = Holder(id=str(number), process="test")
+    try:
+        attempt = store.attempts.hold(FINGERPRINT, holder, 0)
+        out.put((artifact.digest, store.commit(attempt, record(artifact)).model_dump_json()))
+    except FencedError:
+        out.put((artifact.digest, None))
 
 
 @pytest.mark.parametrize("texts", [("same",) * 4, ("a", "b", "c", "d")])
-def test_processes_at_once_all_succeed_and_agree(tmp_path: Path, texts: tuple[str, ...]) -> None:
+def test_of_processes_at_once_one_commits_the_others_are_fenced(
+    tmp_path: Path, texts: tuple[str, ...]
+) -> None:
     context = multiprocessing.get_context("fork")
     start, out = context.Barrier(len(texts)), context.Queue()
     processes = [
@@ -136,10 +153,10 @@ def test_processes_at_once_all_succeed_and_agree(tmp_path: Path, texts: tuple[st
     assert [process.exitcode for process in processes] == [0] * len(texts)
     digests, standing = {digest for digest, _ in results}, {line for _, line in results}
     assert len(digests) == len(set(texts))
-    assert len(standing) == 1
-    committed = LocalStorage(tmp_path / "store").committed(FINGERPRINT)
+    committed = LocalStorage(tmp_path / "store").lookup(FINGERPRINT)
     assert committed is not None
-    assert {committed.model_dump_json()} == standing
+    assert standing == {committed.model_dump_json(), None}
+    assert [line is not None for _, line in results].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,8 +165,8 @@ def test_processes_at_once_all_succeed_and_agree(tmp_path: Path, texts: tuple[st
 def test_a_damaged_output_of_a_finished_stage_raises(
     store: Storage, tmp_path: Path, damage: str
 ) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
-    store.commit(record(artifact))
+    artifact = store.publish(output(tmp_path / "out"), "model")
+    commit(store, record(artifact))
     directory = artifact.local_path()
     if damage == "flip":
         (directory / "a.txt").write_text("weightz")
@@ -161,93 +178,103 @@ def test_a_damaged_output_of_a_finished_stage_raises(
         shutil.rmtree(directory)
     else:
         # A directory that is sound in itself, under the name of another one.
-        other = store.publish(output(tmp_path / "out", "else"), "model", OTHER)
+        other = store.publish(output(tmp_path / "out", "else"), "model")
         shutil.rmtree(directory)
         other.local_path().rename(directory)
-    with pytest.raises(ArtifactCorruptError, match=r"is committed, but its output is damaged: .*"):
-        store.committed(FINGERPRINT)
+    # A look-up reads the manifest, a run that reuses looks at sizes, who reads looks at bytes.
+    if "file" in damage or damage == "flip":
+        assert store.lookup(FINGERPRINT) is not None
+    else:
+        with pytest.raises(ArtifactCorruptError, match=r"is committed, but its output is damaged"):
+            store.lookup(FINGERPRINT)
+    if damage != "flip":
+        with pytest.raises(ArtifactError):
+            store.verify(artifact, "size")
     with pytest.raises(ArtifactError):
-        store.fetch(artifact)
+        store.local_copy(artifact)
 
 
 def test_publishing_the_content_again_heals_a_damaged_artifact(
     store: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
-    store.commit(record(artifact))
+    artifact = store.publish(output(tmp_path / "out"), "model")
+    commit(store, record(artifact))
     (artifact.local_path() / "a.txt").write_text("weightz")
-    assert store.publish(output(tmp_path / "again"), "model", FINGERPRINT) == artifact
+    assert store.publish(output(tmp_path / "again"), "model") == artifact
     assert "replacing a damaged artifact" in caplog.text
-    assert store.committed(FINGERPRINT) == record(artifact)
+    assert store.lookup(FINGERPRINT) == record(artifact)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"fingerprint": "', b"\x00" * 50])
 def test_a_damaged_record_raises(store: Storage, tmp_path: Path, data: bytes) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
-    store.commit(record(artifact))
-    (tmp_path / f"store/stages/{FINGERPRINT}.json").write_bytes(data)
-    with pytest.raises(ArtifactCorruptError, match="is not a commit record"):
-        store.committed(FINGERPRINT)
+    artifact = store.publish(output(tmp_path / "out"), "model")
+    commit(store, record(artifact))
+    (tmp_path / f"store/stages/{FINGERPRINT}/1").write_bytes(data)
+    store = open_storage(store.uri)
+    with pytest.raises(ArtifactCorruptError, match="is no entry of a stage log"):
+        store.lookup(FINGERPRINT)
     with pytest.raises(ArtifactCorruptError):
-        store.commit(record(artifact))
+        commit(store, record(artifact))
 
 
 def test_a_record_under_a_wrong_name_raises(store: Storage, tmp_path: Path) -> None:
-    store.commit(record(store.publish(output(tmp_path / "out"), "model", FINGERPRINT)))
-    shutil.copy(
-        tmp_path / f"store/stages/{FINGERPRINT}.json", tmp_path / f"store/stages/{OTHER}.json"
-    )
-    with pytest.raises(ArtifactCorruptError, match="is the record of f"):
-        store.committed(OTHER)
+    commit(store, record(store.publish(output(tmp_path / "out"), "model")))
+    log = tmp_path / "store/stages"
+    shutil.copytree(log / FINGERPRINT, log / OTHER)
+    with pytest.raises(ArtifactCorruptError, match="is entry 1 of f"):
+        store.lookup(OTHER)
+    (log / FINGERPRINT / "0").unlink()
+    with pytest.raises(ArtifactCorruptError, match=r"has entries \[1\]; restore the others"):
+        store.lookup(FINGERPRINT)
 
 
 def test_a_read_error_is_not_absence(store: Storage, tmp_path: Path) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
-    store.commit(record(artifact))
-    path = tmp_path / f"store/stages/{FINGERPRINT}.json"
+    artifact = store.publish(output(tmp_path / "out"), "model")
+    commit(store, record(artifact))
+    path = tmp_path / f"store/stages/{FINGERPRINT}/1"
     path.unlink()
     path.mkdir()  # reading it fails with EISDIR, for every user
     with pytest.raises(IsADirectoryError):
-        store.committed(FINGERPRINT)
+        open_storage(store.uri).lookup(FINGERPRINT)
 
 
 def test_commit_needs_the_artifact(store: Storage, tmp_path: Path) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
+    artifact = store.publish(output(tmp_path / "out"), "model")
     shutil.rmtree(artifact.local_path())
     with pytest.raises(ArtifactNotFoundError):
-        store.commit(record(artifact))
-    assert store.committed(FINGERPRINT) is None
+        commit(store, record(artifact))
+    assert store.lookup(FINGERPRINT) is None
 
 
 def test_a_moved_store_still_answers(store: Storage, tmp_path: Path) -> None:
-    artifact = store.publish(output(tmp_path / "out"), "model", FINGERPRINT)
-    store.commit(record(artifact))
+    artifact = store.publish(output(tmp_path / "out"), "model")
+    commit(store, record(artifact))
     (tmp_path / "store").rename(tmp_path / "moved")
     moved = LocalStorage(tmp_path / "moved")
-    committed = moved.committed(FINGERPRINT)
+    committed = moved.lookup(FINGERPRINT)
     assert committed is not None
     assert committed.artifact.local_path().parent == tmp_path / "moved/artifacts/model"
-    assert moved.fetch(artifact) == committed.artifact.local_path()
+    assert moved.local_copy(artifact) == committed.artifact.local_path()
 
 
 def test_fetch_of_external_input_notices_a_change(store: Storage, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
     artifact = external_artifact(path)
-    assert store.fetch(artifact) == path
+    assert store.local_copy(artifact) == path
     path.write_text("{ }\n")
     with pytest.raises(ArtifactCorruptError, match="changed after it was planned"):
-        store.fetch(artifact)
+        open_storage(store.uri).local_copy(artifact)
 
 
 @pytest.mark.parametrize("value", ["", "..", "a/b", "../x", ".hidden", "a\n"])
 def test_names_cannot_leave_the_store(store: Storage, tmp_path: Path, value: str) -> None:
     with pytest.raises(ValueError, match="fingerprint"):
-        store.committed(value)
+        store.lookup(value)
     with pytest.raises(ValueError, match="artifact kind"):
-        store.publish(output(tmp_path / "out"), value, FINGERPRINT)
+        store.publish(output(tmp_path / "out"), value)
     with pytest.raises(ValueError, match="artifact digest"):
-        store.fetch(Artifact(kind="model", uri="/", digest=value))
+        store.local_copy(Artifact(kind="model", uri="/", digest=value))
 
 
 def test_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

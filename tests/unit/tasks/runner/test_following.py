@@ -4,7 +4,8 @@ The job client is a stand-in that injects what a cluster does on a bad day; the 
 store, the attempts and the heartbeat are the real ones.
 """
 
-import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +13,22 @@ from pathlib import Path
 import pytest
 
 from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from infra import env
 from infra.errors import ConfigError, JobFailedError, JobSubmitError
-from infra.ray.job_types import JobHandle, JobRequest, JobState, JobStatus
+from infra.ray.job_types import JobRequest, JobState, JobStatus
 from infra.store.heartbeat import Heartbeat
-from infra.store.stage_spec import CommitRecord, StageSpec
+from infra.store.stage_log import Attempt, Holder
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
+from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, JournalRecord
-from tasks.runner import following, submission
+from tasks.runner import following
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
+HOLDER = Holder(id="another", process="elsewhere")
 REQUEST = StageRequest(
     stage="promote",
     label="promote",
@@ -37,30 +42,23 @@ REQUEST = StageRequest(
 class Jobs:
     """A job server that answers what the test wants."""
 
-    def __init__(self, on_status: Callable[[], JobState], attached: bool = False) -> None:
+    def __init__(self, on_status: Callable[[], JobState | None]) -> None:
         self._on_status = on_status
-        self._attached = attached
-        self.requests: list[JobRequest] = []
-        self.first_attempts: list[int] = []
+        self.requests: dict[str, JobRequest] = {}
         self.stopped: list[str] = []
 
-    def ensure(
-        self,
-        key: str,
-        build_attempt: Callable[[int], JobRequest],
-        is_alive: Callable[[int], bool],
-        *,
-        first_attempt: int = 0,
-    ) -> JobHandle:
-        self.first_attempts.append(first_attempt)
-        if not self._attached:
-            self.requests.append(build_attempt(first_attempt))
-        return JobHandle(first_attempt, f"{key}-a{first_attempt}", self._attached)
+    def submit(self, submission_id: str, request: JobRequest) -> bool:
+        self.requests[submission_id] = request
+        return True
 
-    def status(self, submission_id: str) -> JobStatus:
+    def look(self, submission_id: str) -> JobStatus | None:
         state = self._on_status()
         code = 137 if state == JobState.FAILED else None
+        if state is None:
+            return None
         return JobStatus(submission_id, state, "", code, None, time.time(), None, {})
+
+    status = look
 
     def log_tail(self, submission_id: str, num_lines: int) -> str:
         return "the last line"
@@ -70,14 +68,14 @@ class Jobs:
 
 
 class Stage:
-    """One stage's directories, as the task sees them."""
+    """One stage, as the task sees it."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.storage = LocalStorage(tmp_path / "store")
+        self.channel = self.storage.channel(REQUEST.fingerprint)
         self.submission = Submission(
             request=REQUEST,
-            work_dir=tmp_path / "work" / REQUEST.fingerprint,
-            store_uri=self.storage.uri,
+            storage=self.storage,
             runtime=Runtime(),
             metadata={"flow_run_id": "f"},
         )
@@ -85,36 +83,47 @@ class Stage:
         self.records: list[JournalRecord] = []
         self.scratch = tmp_path / "scratch"
 
-    def follow(self, jobs: Jobs) -> CommitRecord:
-        follower = JobFollower(
+    def follow(self, jobs: Jobs, *, force: str = "", follower: str = "me") -> CommitRecord:
+        return JobFollower(
             label="promote",
             fingerprint=REQUEST.fingerprint,
+            force=force,
+            follower=follower,
             submission=self.submission,
             storage=self.storage,
             page=RunPage("promote"),
             say=self.said.append,
-        )
-        return follower.follow(jobs, self.records.append)  # type: ignore[arg-type]
+        ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 
-    def commit(self) -> None:
+    def hold(self, number: int = 0) -> None:
+        """As another run that submitted a job."""
+        self.storage.attempts.hold(REQUEST.fingerprint, HOLDER, number)
+
+    def journal(self, attempt: int = 0) -> Journal:
+        return Journal(self.channel.local_dir(attempt) / "journal.jsonl")
+
+    def heartbeat(self, attempt: int = 0) -> Heartbeat:
+        return Heartbeat(self.channel.local_dir(attempt) / "heartbeat", every_s=0.05)
+
+    def commit(self, content: str = "{}") -> None:
+        """As the job of the last attempt."""
         self.scratch.mkdir()
-        (self.scratch / "decision.json").write_text("{}")
-        artifact = self.storage.publish(self.scratch, "promotion", REQUEST.fingerprint)
+        (self.scratch / "decision.json").write_text(content)
+        last = self.storage.attempts.entries(REQUEST.fingerprint)[-1]
         self.storage.commit(
+            Attempt(REQUEST.fingerprint, last.number, last.holder.id),
             CommitRecord(
                 fingerprint=REQUEST.fingerprint,
                 stage="promote",
-                artifact=artifact,
-                attempt=0,
+                artifact=self.storage.publish(self.scratch, "promotion"),
+                attempt=last.number,
                 committed_at="2026-01-01T00:00:00+00:00",
-            )
+            ),
         )
 
     def fail(self, kind: str, message: str, exit_code: int) -> None:
-        path = self.submission.attempt_dir(0)
-        path.mkdir(parents=True, exist_ok=True)
-        error = {"type": kind, "message": message, "exit_code": exit_code}
-        (path / "error.json").write_text(json.dumps(error))
+        problem = JobProblem(type=kind, message=message, exit_code=exit_code)
+        self.channel.write_error(0, problem)
 
 
 @pytest.fixture
@@ -125,10 +134,10 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path)
 
 
-def after(num_calls: int, then: Callable[[], JobState]) -> Callable[[], JobState]:
+def after(num_calls: int, then: Callable[[], JobState | None]) -> Callable[[], JobState | None]:
     calls = iter(range(num_calls))
 
-    def status() -> JobState:
+    def status() -> JobState | None:
         return JobState.RUNNING if next(calls, None) is not None else then()
 
     return status
@@ -136,7 +145,7 @@ def after(num_calls: int, then: Callable[[], JobState]) -> Callable[[], JobState
 
 def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Stage) -> None:
     def work() -> JobState:
-        with Journal(stage.submission.journal_path) as journal:
+        with stage.journal() as journal:
             journal.metrics(1, {"train/loss": 0.5})
             journal.progress(1, 1, "step 1/1")
         stage.commit()
@@ -146,24 +155,26 @@ def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Sta
     record = stage.follow(jobs)
     assert record.stage == "promote"
     assert [each.kind for each in stage.records] == ["metrics", "progress"]
-    spec = StageSpec.model_validate_json(Path(jobs.requests[0].argv[-1]).read_bytes())
-    assert spec.fingerprint == REQUEST.fingerprint
-    assert spec.attempt == 0
-    assert jobs.requests[0].metadata["flow_run_id"] == "f"
-    assert stage.said == [f"submitted promote-{REQUEST.fingerprint[:16]}-a0"]
+    name = f"promote-{REQUEST.fingerprint[:16]}-{stage.storage.name}-a0"
+    assert list(jobs.requests) == [name]
+    assert jobs.requests[name].argv[-3:] == [stage.storage.uri, REQUEST.fingerprint, "0"]
+    assert stage.channel.read_specification(0).fingerprint == REQUEST.fingerprint
+    assert jobs.requests[name].metadata["flow_run_id"] == "f"
+    assert stage.said == [f"submitted {name}"]
 
 
 def test_history_is_not_told_again_when_attaching(stage: Stage) -> None:
-    with Journal(stage.submission.journal_path) as journal:
+    stage.hold()
+    with stage.journal() as journal:
         journal.metrics(7, {"train/loss": 0.5})
 
     def work() -> JobState:
-        with Journal(stage.submission.journal_path) as journal:
+        with stage.journal() as journal:
             journal.metrics(8, {"train/loss": 0.4})
         stage.commit()
         return JobState.SUCCEEDED
 
-    stage.follow(Jobs(after(1, work), attached=True))
+    stage.follow(Jobs(after(2, work)))
     assert [record.step for record in stage.records] == [8]
     assert stage.said[0] == "earlier attempts reached step 7"
     assert stage.said[1].startswith("attached to promote-")
@@ -192,11 +203,10 @@ def test_a_crash_carries_the_reason_and_the_log(stage: Stage) -> None:
 def test_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(stage: Stage) -> None:
     with pytest.raises(JobFailedError, match="was killed .exit code 137"):
         stage.follow(Jobs(lambda: JobState.FAILED))
-    stage.fail("RuntimeError", "x", 1)
     jobs = Jobs(lambda: JobState.FAILED)
     with pytest.raises(JobFailedError):
         stage.follow(jobs)
-    assert jobs.first_attempts == [1]
+    assert [name[-3:] for name in jobs.requests] == ["-a1"]
 
 
 def test_ray_says_it_failed_but_the_commit_is_there(stage: Stage) -> None:
@@ -207,24 +217,52 @@ def test_ray_says_it_failed_but_the_commit_is_there(stage: Stage) -> None:
     assert stage.follow(Jobs(after(1, commit_and_fail))).stage == "promote"
 
 
-def test_a_silent_job_is_stopped_and_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "HEARTBEAT_STALE_S", 0.2)
-    monkeypatch.setattr(submission, "HEARTBEAT_STALE_S", 0.2)
-    attempt_dir = stage.submission.attempt_dir(0)
-    attempt_dir.mkdir(parents=True)
-    with Heartbeat(attempt_dir / "heartbeat.json", every_s=0.05):
+    monkeypatch.setattr(following, "LOST_GRACE_S", 0.2)
+    monkeypatch.setattr(following, "STATUS_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_silent_job_is_stopped_and_fails(stage: Stage) -> None:
+    with stage.heartbeat():
         pass
     jobs = Jobs(lambda: JobState.RUNNING)
     started = time.monotonic()
     with pytest.raises(JobFailedError, match="gave no sign of life"):
         stage.follow(jobs)
     assert len(jobs.stopped) == 1
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_silent_job_of_another_run_is_taken_over(stage: Stage) -> None:
+    stage.hold()
+    with stage.heartbeat():
+        pass
+
+    def work() -> JobState:
+        if len(stage.storage.attempts.entries(REQUEST.fingerprint)) == 2:
+            stage.commit()
+        return JobState.RUNNING
+
+    jobs = Jobs(work)
+    assert stage.follow(jobs).attempt == 1
+    assert [name[-3:] for name in jobs.stopped] == ["-a0"]
+    assert [name[-3:] for name in jobs.requests] == ["-a1"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_head_that_dies_before_the_first_beat_is_noticed_soon(stage: Stage) -> None:
+    def unreachable() -> JobState:
+        raise JobSubmitError("Ray does not answer")
+
+    with pytest.raises(JobFailedError, match="gave no sign of life"):
+        stage.follow(Jobs(unreachable))
 
 
 def test_a_lost_head_is_no_verdict_while_the_job_beats(stage: Stage) -> None:
-    attempt_dir = stage.submission.attempt_dir(0)
-    attempt_dir.mkdir(parents=True)
     calls = iter(range(20))
 
     def status() -> JobState:
@@ -233,8 +271,43 @@ def test_a_lost_head_is_no_verdict_while_the_job_beats(stage: Stage) -> None:
             return JobState.SUCCEEDED
         raise JobSubmitError("Ray does not answer")
 
-    with Heartbeat(attempt_dir / "heartbeat.json", every_s=0.05):
+    with stage.heartbeat():
         assert stage.follow(Jobs(status)).stage == "promote"
+
+
+def test_a_late_starter_looks_at_the_store_before_it_begins_another_attempt(stage: Stage) -> None:
+    stage.hold()
+    stage.commit()
+    jobs = Jobs(lambda: None)
+    assert stage.follow(jobs).attempt == 0
+    assert jobs.requests == {}
+
+
+def test_a_forced_generation_is_made_once_per_token(stage: Stage) -> None:
+    stage.hold()
+    stage.commit("first")
+
+    def work() -> JobState:
+        stage.commit("again")
+        return JobState.SUCCEEDED
+
+    forced = stage.follow(Jobs(after(1, work)), force="token")
+    assert forced.attempt == 2
+    assert stage.follow(Jobs(lambda: None)) == forced
+    assert stage.follow(Jobs(lambda: None), force="token") == forced
+
+
+def test_who_is_overtaken_follows_the_other_attempt(stage: Stage) -> None:
+    def overtake() -> JobState:
+        log = stage.storage.attempts.entries(REQUEST.fingerprint)
+        if len(log) == 1:
+            stage.hold(1)
+        elif len(log) == 2:
+            stage.commit()
+        return JobState.RUNNING
+
+    with stage.heartbeat(0), stage.heartbeat(1):
+        assert stage.follow(Jobs(after(1, overtake))).attempt == 1
 
 
 def test_ctrl_c_stops_the_job_and_a_crash_of_ours_does_not(stage: Stage) -> None:
@@ -252,3 +325,35 @@ def test_ctrl_c_stops_the_job_and_a_crash_of_ours_does_not(stage: Stage) -> None
     with pytest.raises(MemoryError):
         stage.follow(jobs)
     assert jobs.stopped == []
+
+
+def test_the_last_follower_that_is_cancelled_stops_the_job(stage: Stage) -> None:
+    attempts = stage.storage.attempts
+    attempts.join(REQUEST.fingerprint, "another")
+
+    def interrupt() -> JobState:
+        raise KeyboardInterrupt
+
+    jobs = Jobs(after(1, interrupt))
+    with stage.heartbeat():
+        with pytest.raises(KeyboardInterrupt):
+            stage.follow(jobs)
+        assert jobs.stopped == []
+        assert attempts.leave(REQUEST.fingerprint, "another") == 0
+        with pytest.raises(KeyboardInterrupt):
+            stage.follow(jobs)
+    assert len(jobs.stopped) == 1
+
+
+def test_a_follower_that_died_does_not_keep_a_job_alive(stage: Stage) -> None:
+    code = (
+        "import sys; from pathlib import Path; from infra.store.storage import LocalStorage\n"
+        "LocalStorage(Path(sys.argv[1])).attempts.join(sys.argv[2], 'dead')"
+    )
+    argv = [sys.executable, "-c", code, stage.storage.uri, REQUEST.fingerprint]
+    subprocess.run(argv, check=True, env=env.child_environment())
+    attempts = stage.storage.attempts
+    assert attempts.followed_by("dead") == [REQUEST.fingerprint]
+    attempts.join(REQUEST.fingerprint, "me")
+    assert attempts.leave(REQUEST.fingerprint, "me") == 0
+    assert attempts.followed_by("dead") == []

@@ -15,6 +15,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.rlhf_pipeline import run_stages
 from infra.identity import fingerprint
 from infra.identity.fingerprint import source_closure
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
@@ -48,7 +49,7 @@ class CommittingRunner:
 
     def run(self, request: StageRequest) -> StageResult:
         self.requests[request.label] = request
-        record = self._storage.committed(request.fingerprint)
+        record = self._storage.lookup(request.fingerprint)
         reused = record is not None
         if record is None:
             self.ran.append(request.label)
@@ -73,15 +74,17 @@ class CommittingRunner:
         directory.mkdir(parents=True)
         content = "same" if request.label in self._constant else request.fingerprint
         (directory / "content").write_text(f"{request.label} {content}")
-        artifact = self._storage.publish(directory, KINDS[request.stage], request.fingerprint)
+        artifact = self._storage.publish(directory, KINDS[request.stage])
+        holder = Holder(id="test", process="test")
         return self._storage.commit(
+            self._storage.attempts.hold(request.fingerprint, holder, 0),
             CommitRecord(
                 fingerprint=request.fingerprint,
                 stage=request.stage,
                 artifact=artifact,
                 attempt=0,
                 committed_at="2026-01-01T00:00:00+00:00",
-            )
+            ),
         )
 
 
