@@ -29,7 +29,7 @@ import psutil
 from pydantic import ValidationError
 
 from engines.config.base import StrictModel
-from engines.config.stages import Runtime
+from engines.config.stages import Runtime, StageConfig
 from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
@@ -47,7 +47,7 @@ LOAD_DEADLINE_S = 3600.0
 PUBLISH_DEADLINE_S = 7200.0
 """Without progress for so long, loading or publishing hangs."""
 
-Config = TypeVar("Config", bound=StrictModel)
+Config = TypeVar("Config", bound=StageConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,7 @@ def _run(
 ) -> None:
     """The life of a job between reading its specification and committing its output."""
     config = _validate(config_type, spec.config, "config")
+    config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
     import_external_modules()
     attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)

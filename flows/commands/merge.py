@@ -4,13 +4,13 @@ The same job as the stage `merge`, in a child process and over a store of its ow
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
 
-from engines.config.model import ModelConfig
 from engines.config.stages import MergeStageConfig
 from infra import env
 from infra.errors import ArtifactError, ConfigError, JobFailedError
@@ -21,7 +21,6 @@ from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import open_storage
-from tasks.merge import JOB_MODULE
 
 POLICY_KIND = "policy"
 
@@ -84,14 +83,13 @@ def run_merge(
     Raises:
         JobFailedError: the job failed; its own lines are on stderr already.
     """
-    config = MergeStageConfig(
-        model=ModelConfig(init="random"), dtype=dtype, adapter_only=adapter_only
-    )
+    state = json.loads((checkpoint / "checkpoint" / "engine.json").read_text(encoding="utf-8"))
+    config = MergeStageConfig(backend=state["backend"], dtype=dtype, adapter_only=adapter_only)
     policy = external_artifact(checkpoint)
     holder = Holder(id="merge", process=own_stamp())
     spec = StageSpec(
-        stage="merge",
-        job_module=JOB_MODULE,
+        stage=config.stage,
+        job_module=config.job_module,
         fingerprint=sha256_json(
             {"policy": policy.digest, "dtype": dtype, "adapter_only": adapter_only}
         ),

@@ -59,6 +59,7 @@ class StageContext:
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
+        seed: of the run.
         force: by stage label, a token: only a commit that was made for it will do.
         metadata: travels with each Ray job (`flow_run_id`).
     """
@@ -73,6 +74,7 @@ class StageContext:
         observer: StageObserver,
         runtime: Runtime,
         orchestrated: bool,
+        seed: int,
         force: Mapping[str, str],
         metadata: Mapping[str, str],
     ) -> None:
@@ -83,6 +85,7 @@ class StageContext:
         self._observer = observer
         self._runtime = runtime
         self._orchestrated = orchestrated
+        self._seed = seed
         self._force = force
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
@@ -92,6 +95,11 @@ class StageContext:
     def orchestrated(self) -> bool:
         """Whether each stage is to be a Prefect task run."""
         return self._orchestrated
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self._seed
 
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result.

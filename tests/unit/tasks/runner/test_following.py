@@ -29,14 +29,7 @@ from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")
-REQUEST = StageRequest(
-    stage="promote",
-    label="promote",
-    job_module="engines.jobs.promote",
-    config=PromoteStageConfig(promote=PromoteConfig()),
-    inputs={},
-    seed=0,
-)
+REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, seed=0)
 
 
 class Jobs:
