@@ -16,7 +16,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow contracts lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow races contracts lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -42,6 +42,9 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS)
 	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive" $(ARGS)
+
+races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at once
+	RACE_ROUNDS=200 $(BIN)/python -m pytest tests/e2e/test_ownership.py $(ARGS)
 
 contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
 	set -e; for backend in $(BACKENDS); do \

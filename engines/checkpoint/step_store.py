@@ -35,7 +35,8 @@ from infra.store.canonical import canonical_json
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
 _KIND = "step-checkpoint"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:-[0-9a-f]{12})?")
+"""With a part of its digest where other content of that step stood under the plain name."""
 _MIN_KEEP = 2
 
 logger = logging.getLogger(__name__)
@@ -101,8 +102,7 @@ class StepCheckpoints:
             raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
         make_directories(self._root)
         remove_abandoned(self._root)
-        final = self._directory(step)
-        tmp = temporary_sibling(final)
+        tmp = temporary_sibling(self._root / f"step-{step:08d}")
         try:
             (tmp / CHECKPOINT_DIR).mkdir(parents=True)
             write(tmp / CHECKPOINT_DIR)
@@ -110,13 +110,12 @@ class StepCheckpoints:
             (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
             manifest = build_manifest(tmp, _KIND)
             write_manifest(tmp, manifest)
-            if self._digest(final) != manifest.digest:
-                self._remove(final)
-                publish_directory(tmp, final)
+            final = self._publish(step, tmp, manifest.digest)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
         for old in self.steps()[: -self._keep]:
-            self._remove(self._directory(old))
+            for directory in self._directories(old):
+                self._remove(directory)
         return StepCheckpoint(step, final / CHECKPOINT_DIR, state)
 
     def steps(self) -> list[int]:
@@ -124,7 +123,7 @@ class StepCheckpoints:
         if not self._root.exists():
             return []
         matches = [_NAME.fullmatch(entry.name) for entry in self._root.iterdir()]
-        return sorted(int(match.group(1)) for match in matches if match)
+        return sorted({int(match.group(1)) for match in matches if match})
 
     def latest_valid(self) -> StepCheckpoint | None:
         """Find what to continue from.
@@ -166,8 +165,15 @@ class StepCheckpoints:
             raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
 
     def _verified(self, step: int) -> StepCheckpoint:
-        directory = self._directory(step)
-        verify_directory(directory)
+        # Who was killed between a replacement and the removal of what it replaces left both.
+        *others, directory = self._directories(step) or [self._root / f"step-{step:08d}"]
+        try:
+            verify_directory(directory)
+        except ArtifactCorruptError:
+            if not others:
+                raise
+            directory = others[-1]
+            verify_directory(directory)
         content = json.loads((directory / TRAINER_NAME).read_bytes())
         state = TrainerState(content["step"], content["values"])
         return StepCheckpoint(step, directory / CHECKPOINT_DIR, state)
@@ -179,8 +185,26 @@ class StepCheckpoints:
         except (ArtifactNotFoundError, ArtifactCorruptError):
             return None
 
-    def _directory(self, step: int) -> Path:
-        return self._root / f"step-{step:08d}"
+    def _publish(self, step: int, tmp: Path, digest: str) -> Path:
+        """Give a complete checkpoint its name; other content of that step goes afterwards."""
+        there = {path: self._digest(path) for path in self._directories(step)}
+        for path, found in there.items():
+            if found == digest:
+                return path
+            if found is None:
+                self._remove(path)
+        final = self._root / f"step-{step:08d}"
+        if final.exists():
+            final = final.with_name(f"{final.name}-{digest[:12]}")
+        publish_directory(tmp, final)
+        for path in there:
+            self._remove(path)
+        return final
+
+    def _directories(self, step: int) -> list[Path]:
+        """What is published of a step, the oldest first; nearly always one or none."""
+        found = [*self._root.glob(f"step-{step:08d}"), *self._root.glob(f"step-{step:08d}-*")]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _remove(self, directory: Path) -> None:
         """Take a checkpoint's name away in one step, then its files: never half a checkpoint."""

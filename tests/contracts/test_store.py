@@ -1,0 +1,220 @@
+"""The contract of a store: artifacts, stage logs and work channels, whatever form they have.
+
+    pytest tests/contracts/test_store.py --store /a/directory
+
+Covered: equal content has one name; a look-up finds the latest commit; of several claims of one
+entry one succeeds; a woken writer neither commits nor adds to the journal; a forced result is the
+next generation; followers join and leave; errors, beats and specifications arrive as written.
+Not covered: how long any of it takes, and what a power loss leaves.
+"""
+
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
+from infra.store.heartbeat import Heartbeat
+from infra.store.process_stamp import own_stamp
+from infra.store.stage_log import Attempt, Holder, journal_segments
+from infra.store.stage_spec import CommitRecord, StageSpec
+from infra.store.storage import Storage, open_storage
+from infra.store.work_channel import JobProblem
+from infra.tracking.journal import Journal, read_journal
+
+
+@pytest.fixture
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of the store under test; by default a new local one."""
+    return request.config.getoption("--store", default=None) or str(tmp_path / "store")
+
+
+@pytest.fixture
+def store(uri: str) -> Storage:
+    return open_storage(uri)
+
+
+@pytest.fixture
+def fingerprint() -> str:
+    """Of a stage that nobody ever asked for."""
+    return uuid.uuid4().hex * 2
+
+
+def holder() -> Holder:
+    return Holder(id=uuid.uuid4().hex, process=own_stamp())
+
+
+def files(tmp_path: Path, text: str) -> Path:
+    directory = tmp_path / uuid.uuid4().hex
+    (directory / "sub").mkdir(parents=True)
+    (directory / "sub/a.txt").write_text(text)
+    return directory
+
+
+def commit(store: Storage, tmp_path: Path, attempt: Attempt, text: str) -> CommitRecord:
+    return store.commit(
+        attempt,
+        CommitRecord(
+            fingerprint=attempt.fingerprint,
+            stage="sft",
+            artifact=store.publish(files(tmp_path, text), "model"),
+            attempt=attempt.number,
+            committed_at="2026-01-01T00:00:00+00:00",
+        ),
+    )
+
+
+def journal(store: Storage, fingerprint: str, attempt: int) -> Journal:
+    """As a job opens it."""
+    directory = store.channel(fingerprint).local_dir(attempt)
+    return Journal(directory / "journal.jsonl", read_journal(store, fingerprint)[0])
+
+
+def test_equal_content_has_one_name_and_is_read_back(store: Storage, tmp_path: Path) -> None:
+    text = uuid.uuid4().hex
+    first = store.publish(files(tmp_path, text), "model")
+    again = store.publish(files(tmp_path, text), "model")
+    assert (first.digest, first.uri) == (again.digest, again.uri)
+    assert store.publish(files(tmp_path, text), "dataset").digest != first.digest
+    assert (store.local_copy(first) / "sub/a.txt").read_text() == text
+    for level in ("manifest", "size", "bytes"):
+        store.verify(first, level)
+    absent = first.model_copy(update={"digest": "0" * 64})
+    with pytest.raises(ArtifactNotFoundError):
+        store.verify(absent, "manifest")
+    with pytest.raises(ArtifactNotFoundError):
+        store.local_copy(absent)
+
+
+def test_a_commit_is_found_from_anywhere(
+    store: Storage, uri: str, fingerprint: str, tmp_path: Path
+) -> None:
+    assert store.lookup(fingerprint) is None
+    attempt = store.attempts.hold(fingerprint, holder(), 0)
+    assert store.lookup(fingerprint) is None
+    record = commit(store, tmp_path, attempt, "x")
+    assert open_storage(uri).lookup(fingerprint) == record
+    assert record.artifact.fingerprint == fingerprint
+    assert open_storage(uri).name == store.name
+
+
+def test_of_many_claims_of_one_entry_one_succeeds(uri: str, fingerprint: str) -> None:
+    outcomes: list[bool] = []
+    barrier = threading.Barrier(8)
+
+    def claim() -> None:
+        store = open_storage(uri)
+        barrier.wait(30)
+        try:
+            store.attempts.hold(fingerprint, holder(), 0)
+            outcomes.append(True)
+        except FencedError:
+            outcomes.append(False)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(outcomes) == [False] * 7 + [True]
+
+
+def test_a_woken_holder_is_fenced_and_its_late_journal_does_not_count(
+    store: Storage, uri: str, fingerprint: str, tmp_path: Path
+) -> None:
+    stopped = store.attempts.hold(fingerprint, holder(), 0)
+    with journal(store, fingerprint, 0) as old:
+        old.metrics(1, {"loss": 1.0})
+        second = open_storage(uri)
+        heir = second.attempts.hold(fingerprint, holder(), 1)
+        with journal(second, fingerprint, 1) as new:
+            assert new.last_step == 1
+            assert not new.metrics(1, {"loss": 1.0})
+            new.metrics(2, {"loss": 0.5})
+            old.metrics(2, {"loss": 0.7})
+            old.metrics(3, {"loss": 0.6})
+            with pytest.raises(FencedError):
+                store.attempts.check(stopped)
+            with pytest.raises(FencedError, match="is taken: held by"):
+                commit(store, tmp_path, stopped, "old")
+            record = commit(second, tmp_path, heir, "new")
+            new.metrics(3, {"loss": 0.4})
+    with pytest.raises(FencedError, match="is taken"):
+        commit(store, tmp_path, stopped, "old")
+    assert store.lookup(fingerprint) == record
+    counted, _ = read_journal(store, fingerprint)
+    assert [(r.step, r.values["loss"]) for r in counted] == [(1, 1.0), (2, 0.5)]
+    segments = journal_segments(store.attempts.entries(fingerprint))
+    assert [segment.attempt for segment in segments] == [0, 1]
+
+
+def test_the_journal_is_read_on_from_where_it_was_left(store: Storage, fingerprint: str) -> None:
+    store.attempts.hold(fingerprint, holder(), 0)
+    with journal(store, fingerprint, 0) as first:
+        first.metrics(1, {"loss": 1.0})
+        found, positions = read_journal(store, fingerprint)
+        assert [r.step for r in found] == [1]
+        first.metrics(2, {"loss": 1.0})
+    store.attempts.hold(fingerprint, holder(), 1)
+    with journal(store, fingerprint, 1) as second:
+        second.metrics(3, {"loss": 1.0})
+    found, positions = read_journal(store, fingerprint, positions)
+    assert [r.step for r in found] == [2, 3]
+    assert read_journal(store, fingerprint, positions) == ([], positions)
+
+
+def test_a_forced_result_is_the_next_generation_and_stands(
+    store: Storage, fingerprint: str, tmp_path: Path
+) -> None:
+    first = commit(store, tmp_path, store.attempts.hold(fingerprint, holder(), 0), "first")
+    with journal(store, fingerprint, 0) as old:
+        old.metrics(9, {"loss": 9.0})
+    forced = store.attempts.hold(fingerprint, holder(), 2, "again")
+    assert store.lookup(fingerprint) == first, "until the forced one is there"
+    assert read_journal(store, fingerprint)[0] == []
+    heir = store.attempts.hold(fingerprint, holder(), 3)
+    with pytest.raises(FencedError):
+        commit(store, tmp_path, forced, "second")
+    second = commit(store, tmp_path, heir, "second")
+    assert store.lookup(fingerprint) == second
+    assert store.lookup(fingerprint, "again") == second
+    assert store.lookup(fingerprint, "another token") is None
+    assert commit(store, tmp_path, heir, "second") == second, "a lost answer is asked for again"
+
+
+def test_followers_join_and_leave(store: Storage, uri: str, fingerprint: str) -> None:
+    mine, theirs = uuid.uuid4().hex, uuid.uuid4().hex
+    other = open_storage(uri)
+    for _ in range(2):
+        store.attempts.join(fingerprint, mine)
+        other.attempts.join(fingerprint, theirs)
+    assert other.attempts.followed_by(mine) == [fingerprint]
+    assert store.attempts.leave(fingerprint, mine) == 1
+    assert store.attempts.leave(fingerprint, mine) == 1
+    assert other.attempts.leave(fingerprint, theirs) == 0
+    assert other.attempts.followed_by(mine) == []
+
+
+def test_what_job_and_watcher_tell_each_other_arrives(
+    store: Storage, uri: str, fingerprint: str
+) -> None:
+    channel, elsewhere = store.channel(fingerprint), open_storage(uri).channel(fingerprint)
+    with pytest.raises(ConfigError, match="does not exist"):
+        elsewhere.read_specification(0)
+    spec = StageSpec(
+        stage="sft", job_module="engines.jobs.sft", fingerprint=fingerprint, attempt=0,
+        config={"lr": 0.1}, inputs={}, seed=1, store_uri=uri,
+    )  # fmt: skip
+    channel.write_specification(spec)
+    assert elsewhere.read_specification(0) == spec
+    assert elsewhere.read_beat(0) is None
+    with Heartbeat(channel.local_dir(0) / "heartbeat", 60) as heartbeat:
+        heartbeat.enter("train", 60)
+    beat = elsewhere.read_beat(0)
+    assert beat is not None
+    assert (beat.phase, beat.process) == ("train", own_stamp())
+    assert elsewhere.read_error(0) is None
+    problem = JobProblem(type="ValueError", message="\u00fc", exit_code=1)
+    channel.write_error(0, problem)
+    assert elsewhere.read_error(0) == problem

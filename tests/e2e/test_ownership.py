@@ -1,0 +1,147 @@
+"""Who owns a stage, with real jobs: races on one Ray, and a holder that is stopped in publish."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from infra import env
+from infra.ray.cluster import ensure_cluster, stop_embedded
+from infra.ray.job_types import JobState
+from infra.ray.jobs import RayJobs
+from infra.store.canonical import canonical_json
+from infra.store.stage_log import Holder
+from infra.store.stage_spec import Artifact, StageSpec
+from infra.store.storage import LocalStorage, Storage, open_storage
+from infra.waiting import wait_for
+from tasks.runner.following import JobFollower
+from tasks.runner.identity import StageRequest
+from tasks.runner.run_page import RunPage
+from tasks.runner.submission import Submission
+
+NUM_ROUNDS = int(os.environ.get("RACE_ROUNDS", "20"))
+NUM_FOLLOWERS = 10
+ROUND_DEADLINE_S = 120.0
+CONFIG = PromoteStageConfig(promote=PromoteConfig())
+
+
+def inputs(store: Storage, scratch: Path) -> dict[str, Artifact]:
+    published = {}
+    for kind, name, content in (
+        ("evaluation", "summary.json", {"metrics": {"accuracy": 0.75}}),
+        ("model", "config.json", {}),
+    ):
+        directory = scratch / kind
+        directory.mkdir(parents=True)
+        (directory / name).write_bytes(canonical_json(content))
+        published[kind] = store.publish(directory, kind)
+    return published
+
+
+@pytest.fixture
+def two_homes(tmp_path: Path) -> Iterator[list[RayJobs]]:
+    """Job clients of two homes that share one Ray."""
+    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+    before = {name: os.environ.pop(name, None) for name in names}
+    home = tmp_path / "first"
+    try:
+        first = ensure_cluster(home)
+        yield [RayJobs(first), RayJobs(ensure_cluster(tmp_path / "second", first.jobs_url))]
+    finally:
+        stop_embedded(home)
+        for name, value in before.items():
+            env.set_for_process(name, value)
+
+
+@pytest.mark.slow
+def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
+    two_homes: list[RayJobs], tmp_path: Path
+) -> None:
+    uri = str(tmp_path / "store")
+    given = inputs(open_storage(uri), tmp_path / "inputs")
+    for number in range(NUM_ROUNDS):
+        request = StageRequest(CONFIG, given, seed=number)
+        barrier = threading.Barrier(NUM_FOLLOWERS)
+
+        def follow(
+            index: int, request: StageRequest = request, barrier: threading.Barrier = barrier
+        ) -> str:
+            store = open_storage(uri)
+            follower = JobFollower(
+                label="promote",
+                fingerprint=request.fingerprint,
+                force="",
+                follower=uuid.uuid4().hex,
+                submission=Submission(
+                    request=request, storage=store, runtime=Runtime(), metadata={}
+                ),
+                storage=store,
+                page=RunPage("promote"),
+                say=lambda text: None,
+            )
+            barrier.wait(ROUND_DEADLINE_S)
+            return follower.follow(two_homes[index % 2], lambda record: None).model_dump_json()
+
+        with ThreadPoolExecutor(NUM_FOLLOWERS) as pool:
+            records = set(pool.map(follow, range(NUM_FOLLOWERS), timeout=ROUND_DEADLINE_S))
+        assert len(records) == 1
+        entries = open_storage(uri).attempts.entries(request.fingerprint)
+        assert [entry.kind for entry in entries] == ["held", "committed"]
+        job = two_homes[0].find({"fingerprint": request.fingerprint})
+        assert len(job) == 1
+        assert two_homes[0].wait(job[0].submission_id, 60).state == JobState.SUCCEEDED
+
+
+def test_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:
+    store = LocalStorage(tmp_path / "store")
+    given = inputs(store, tmp_path / "inputs")
+    fingerprint = "ab" * 32
+
+    def start(attempt: int, **environment: str) -> "subprocess.Popen[str]":
+        holder = Holder(id=uuid.uuid4().hex, process="test")
+        store.attempts.hold(fingerprint, holder, attempt)
+        spec = StageSpec(
+            stage="promote", job_module="engines.jobs.promote", fingerprint=fingerprint,
+            attempt=attempt, holder=holder.id, config=CONFIG.model_dump(mode="json"),
+            inputs=given, seed=0, store_uri=store.uri,
+        )  # fmt: skip
+        store.channel(fingerprint).write_specification(spec)
+        return subprocess.Popen(
+            [sys.executable, *spec.job_argv],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env.child_environment(**environment),
+        )
+
+    stopped = start(0, RLHF_FAULTS="artifacts.before_manifest=stop")
+    try:
+        process = psutil.Process(stopped.pid)
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, "the fault to stop it", 60)
+        heir = start(1)
+        _, log = heir.communicate(timeout=60)
+        assert heir.returncode == 0, log
+        record = store.lookup(fingerprint)
+        stopped.send_signal(signal.SIGCONT)
+        _, log = stopped.communicate(timeout=60)
+    finally:
+        stopped.kill()
+    assert stopped.returncode == 1
+    problem = store.channel(fingerprint).read_error(0)
+    assert problem is not None
+    assert problem.type == "FencedError", log
+    fresh = LocalStorage(tmp_path / "store")
+    assert fresh.lookup(fingerprint) == record
+    assert record is not None
+    assert record.attempt == 1
+    fresh.verify(record.artifact, "bytes")
+    kinds = [entry.kind for entry in fresh.attempts.entries(fingerprint)]
+    assert kinds == ["held", "held", "committed"]
