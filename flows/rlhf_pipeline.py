@@ -37,17 +37,21 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
     """
     seed = recipe.seed
     data = preprocess(run, recipe.preprocess_stage(), seed).artifact
+    evaluation = recipe.evaluate_stage(policy=True)
     policy = None
     if recipe.sft:
         policy = sft(run, recipe.sft_stage(), seed, data).artifact
+        evaluate(run, evaluation, seed, data, policy=policy, label="evaluate_sft")
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
         policy = rl_round(run, stage, seed, data, policy, reference).artifact
+        evaluate(run, evaluation, seed, data, policy=policy, label=f"evaluate_rl_round_{number}")
     if policy is None:
         raise ValueError("the recipe trains nothing")
     model = merge(run, recipe.merge_stage(), seed, policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), seed, model, data).artifact
+    final = recipe.evaluate_stage(policy=False)
+    scores = evaluate(run, final, seed, data, model=model, label="evaluate").artifact
     return promote(run, recipe.promote_stage(), seed, scores, model)
 
 

@@ -41,7 +41,7 @@ def rl_round(
             seed=seed,
             interpreter=job_interpreter(config.training.backend, "training.backend"),
             plugins=plugin_modules(
-                training=config.training,
+                backend=config.training.backend,
                 rollout=config.rollout,
                 reward=config.reward,
                 algorithm=config.algorithm,

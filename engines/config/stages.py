@@ -129,10 +129,6 @@ class SFTStageConfig(StrictModel):
     training: TrainingConfig
     sft: SFTConfig
     checkpoint: CheckpointConfig
-    rollout: RolloutConfig
-    reward: RewardConfig
-    evaluation: EvaluationConfig
-    """Scored at the end of the stage, so that the gain of RL can be told."""
 
 
 class RLRoundStageConfig(StrictModel):
@@ -157,7 +153,6 @@ class RLRoundStageConfig(StrictModel):
     reward: RewardConfig
     max_logprob_diff: float | None
     checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
 
 
 class MergeStageConfig(StrictModel):
@@ -172,9 +167,11 @@ class MergeStageConfig(StrictModel):
 
 
 class EvaluateStageConfig(StrictModel):
-    """Stage `evaluate`: merged model and evaluation rows to scores."""
+    """Stage `evaluate`: a policy or a merged model, and the evaluation rows, to scores."""
 
     stage: Literal["evaluate"] = "evaluate"
+    backend: str | None = None
+    """Training backend whose checkpoint a policy is read from; null for a merged model."""
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig

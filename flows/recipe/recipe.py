@@ -112,9 +112,6 @@ class Recipe(StrictModel):
             training=self.training,
             sft=self.sft,
             checkpoint=self.checkpoint,
-            rollout=self.rollout,
-            reward=self.rl.reward,
-            evaluation=self._evaluation(),
         )
 
     def rl_round_stage(self, number: int) -> RLRoundStageConfig:
@@ -136,7 +133,6 @@ class Recipe(StrictModel):
             reward=rl.reward,
             max_logprob_diff=rl.max_logprob_diff,
             checkpoint=self.checkpoint,
-            evaluation=self._evaluation(),
         )
 
     def merge_stage(self) -> MergeStageConfig:
@@ -147,20 +143,20 @@ class Recipe(StrictModel):
             max_shard_bytes=self.merge.max_shard_bytes,
         )
 
-    def evaluate_stage(self) -> EvaluateStageConfig:
-        """Configuration of the stage `evaluate`."""
+    def evaluate_stage(self, *, policy: bool) -> EvaluateStageConfig:
+        """Configuration of the stage `evaluate`, of a policy or of the merged model."""
+        # A job sees no more of the recipe, so the length limit is spelled out.
+        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
         return EvaluateStageConfig(
-            evaluation=self._evaluation(), rollout=self.rollout, reward=self.rl.reward
+            backend=self.training.backend if policy else None,
+            evaluation=self.evaluation.model_copy(update={"max_new_tokens": limit}),
+            rollout=self.rollout,
+            reward=self.rl.reward,
         )
 
     def promote_stage(self) -> PromoteStageConfig:
         """Configuration of the stage `promote`."""
         return PromoteStageConfig(promote=self.promote)
-
-    def _evaluation(self) -> EvaluationConfig:
-        """The evaluation with its length limit spelled out: a job sees no more of the recipe."""
-        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
-        return self.evaluation.model_copy(update={"max_new_tokens": limit})
 
 
 def parse_recipe(data: Any) -> Recipe:

@@ -15,7 +15,6 @@ from engines.config.base import StrictModel
 from engines.config.model import ModelConfig
 from engines.config.plugins import BUILT_IN, PluginKind
 from engines.config.rollout import RolloutConfig
-from engines.config.training import TrainingConfig
 from infra.identity.fingerprint import (
     environment_digest,
     outside_code,
@@ -82,7 +81,7 @@ class StageRequest:
 
 def plugin_modules(
     *,
-    training: TrainingConfig | None = None,
+    backend: str | None = None,
     rollout: RolloutConfig | None = None,
     reward: RewardConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
@@ -90,7 +89,7 @@ def plugin_modules(
     """Modules of the built-in plugins that a configuration names, sorted.
 
     Args:
-        training: names a backend.
+        backend: that trains, or whose checkpoint is read.
         rollout: names a rollout engine.
         reward: names a reward, unless it is a file.
         algorithm: names an advantage estimator, a policy loss and a KL estimator.
@@ -99,8 +98,8 @@ def plugin_modules(
         Module names; a plugin of another distribution is not among them.
     """
     named: list[tuple[PluginKind, str]] = []
-    if training:
-        named.append(("backend", training.backend))
+    if backend:
+        named.append(("backend", backend))
     if rollout:
         named.append(("rollout", rollout.engine))
     if reward:

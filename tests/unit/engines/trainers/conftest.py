@@ -81,7 +81,6 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                 },
                 "max_logprob_diff": 1e-4,
                 "checkpoint": {},
-                "evaluation": {},
                 **changes,
             }
         )

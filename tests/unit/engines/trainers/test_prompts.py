@@ -28,7 +28,6 @@ def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
             "reward": {},
             "max_logprob_diff": None,
             "checkpoint": {},
-            "evaluation": {},
             **changes,
         }
     )
