@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
-from engines.config.stages import EvaluateStageConfig, EvaluationConfig
+from engines.config.stages import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within
@@ -29,7 +29,6 @@ from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.in_process import InProcessCheckpointEngine
-from infra.errors import ConfigError
 
 DEFAULT_DTYPE = "float32"
 
@@ -46,7 +45,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 load_dataset(context.input("dataset")).evaluation_rows(),
                 tokenizer,
                 context_length(served.hf_dir),
-                answer_length(config.evaluation),
+                config.evaluation.answer_length,
             )
             dtype = config.rollout.dtype or DEFAULT_DTYPE
             engine = create_rollout_engine(
@@ -92,23 +91,6 @@ def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
     model_dir = context.input("model")
     check_model_directory(model_dir)
     return ServedModel(model_dir, stored_tensors(model_dir), 0)
-
-
-def answer_length(evaluation: EvaluationConfig) -> int:
-    """The resolved `evaluation.max_new_tokens`.
-
-    Args:
-        evaluation: of the stage.
-
-    Returns:
-        Tokens of an answer.
-
-    Raises:
-        ConfigError: the recipe left it open.
-    """
-    if evaluation.max_new_tokens is None:
-        raise ConfigError("evaluation.max_new_tokens", "missing; need the recipe to resolve it")
-    return evaluation.max_new_tokens
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:

@@ -6,7 +6,8 @@ from typing import cast
 from engines.checkpoint.model_directory import load_tokenizer
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
-from engines.config.stages import CheckpointConfig
+from engines.config.rules import check_answer_length
+from engines.config.sections import CheckpointConfig
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
@@ -41,15 +42,10 @@ def prompts_within(
     Raises:
         ConfigError: a prompt and an answer together exceed the context, or there is no row.
     """
-    room = max_length - max_new_tokens
-    if room < 1:
-        raise ConfigError(
-            "rl.sampling.max_new_tokens",
-            f"got {max_new_tokens}; need less than model.max_length {max_length}; lower it",
-        )
+    check_answer_length("rl.sampling.max_new_tokens", max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    return rl_prompts(rows, tokenizer, room).prompts
+    return rl_prompts(rows, tokenizer, max_length - max_new_tokens).prompts
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
