@@ -57,19 +57,19 @@ def run_locally(
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
-    detached = False
+    keep_jobs = True
     try:
         wait_for_prefect()
         return rlhf_pipeline(recipe, force=tokens)
     except BaseException as error:
-        # SIGTERM is no Exception: a job that was not cancelled goes on, and needs its cluster.
-        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        # As in `open_run`: a job that still runs needs its cluster, whatever failed here.
+        keep_jobs = not isinstance(error, KeyboardInterrupt)
         raise
     finally:
         SURROUNDINGS.reset(resetter)
         display.close()
         drain_prefect()
-        cluster.release(keep_running_jobs=detached)
+        cluster.release(keep_running_jobs=keep_jobs)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -142,19 +142,19 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         force=force,
         metadata=metadata,
     )
-    detached = False
+    keep_jobs = True
     try:
         yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
     except BaseException as error:
-        # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
-        # not, the job must go on, and needs its cluster.
-        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        # A job that still runs is someone else's, or ours and healthy while something here (the
+        # Prefect API, a disk) failed: either needs the cluster. A cancelled one is stopped by now.
+        keep_jobs = not isinstance(error, KeyboardInterrupt)
         recorder.run_ended(end_status(error))
         raise
     finally:
         recorder.close()
         if borrowed is None:
-            cluster.release(keep_running_jobs=detached)
+            cluster.release(keep_running_jobs=keep_jobs)
 
 
 def tracking_uri(recipe: Recipe) -> str:
