@@ -187,12 +187,15 @@ class StepCheckpoints:
 
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
         """Give a complete checkpoint its name; other content of that step goes afterwards."""
-        there = {path: self._digest(path) for path in self._directories(step)}
-        for path, found in there.items():
+        there = []
+        for path in self._directories(step):
+            found = self._digest(path)
             if found == digest:
                 return path
             if found is None:
                 self._remove(path)
+            else:
+                there.append(path)
         final = self._root / f"step-{step:08d}"
         if final.exists():
             final = final.with_name(f"{final.name}-{digest[:12]}")

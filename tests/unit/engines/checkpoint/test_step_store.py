@@ -127,6 +127,20 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     assert (store.load(10).path / "tensors" / "weights").read_text() == "other"
 
 
+def test_a_step_is_there_until_its_replacement_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved(tmp_path, 5)
+    monkeypatch.setenv("RLHF_FAULTS", "atomic.before_publish=raise")
+    with pytest.raises(InjectedFaultError):
+        store.save(5, write("other"), TrainerState(5))
+    assert (store.load(5).path / "tensors" / "weights").read_text() == "weights of 5"
+    monkeypatch.delenv("RLHF_FAULTS")
+    store.save(5, write("other"), TrainerState(5))
+    assert (store.load(5).path / "tensors" / "weights").read_text() == "other"
+    assert len(names(tmp_path)) == 1
+
+
 def test_the_state_must_be_of_that_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the trainer is at step 3"):
         StepCheckpoints(tmp_path, 2).save(4, write(""), TrainerState(3))
