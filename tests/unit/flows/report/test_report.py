@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe.recipe import load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import build_report, markdown, plot_data, write_report
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
+from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal
 from tasks.runner.run import StageResult
 
@@ -44,15 +46,21 @@ def home(tmp_path: Path) -> Path:
     steps = {"sft": ("train/loss", [3.0, 2.0]), "rl_round_1": ("critic/score/mean", [0.2, 0.4])}
     steps["rl_round_2"] = ("critic/score/mean", [0.6])
     for label, (metric, values) in steps.items():
-        path = tmp_path / "work" / f"fingerprint-{label}" / "journal.jsonl"
-        with Journal(path) as journal:
+        store = LocalStorage(tmp_path / "store")
+        store.attempts.hold(f"fingerprint-{label}", Holder(id="test", process="test"), 0)
+        directory = store.channel(f"fingerprint-{label}").local_dir(0)
+        with Journal(directory / "journal.jsonl") as journal:
             for step, value in enumerate(values, start=1):
                 journal.metrics(step, {metric: value})
     return tmp_path
 
 
+def recipe_of(home: Path) -> Recipe:
+    return load_recipe("quickstart", [f"location.store={home / 'store'}"])
+
+
 def test_the_report_for_machines(home: Path) -> None:
-    recipe = load_recipe("quickstart")
+    recipe = recipe_of(home)
     directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
     data = json.loads((directory / "report.json").read_text())
     assert directory == home / "runs" / recipe.run_name
@@ -68,7 +76,7 @@ def test_the_report_for_machines(home: Path) -> None:
 
 
 def test_the_report_for_people(home: Path) -> None:
-    recipe = load_recipe("quickstart")
+    recipe = recipe_of(home)
     report = build_report(recipe, RESULTS, 12.5)
     directory = write_report(report, recipe, home)
     text = (directory / "report.md").read_text()
@@ -84,7 +92,9 @@ def test_the_report_for_people(home: Path) -> None:
 
 
 def test_curves_run_on_from_round_to_round(home: Path) -> None:
-    data = plot_data(build_report(load_recipe("quickstart"), RESULTS, 1.0), home)
+    data = plot_data(
+        build_report(load_recipe("quickstart"), RESULTS, 1.0), LocalStorage(home / "store")
+    )
     assert data.reward == Curve([1, 2, 3], [0.2, 0.4, 0.6], [3])
     assert data.loss == Curve([1, 2], [3.0, 2.0], [])
     assert [(bar.label, bar.low) for bar in data.accuracy] == [
@@ -99,7 +109,7 @@ def test_curves_run_on_from_round_to_round(home: Path) -> None:
 def test_a_run_that_reuses_everything_draws_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe("quickstart")
+    recipe = recipe_of(home)
     write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
 
     def refuse(data: PlotData, directory: Path) -> list[Path]:

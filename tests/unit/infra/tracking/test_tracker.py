@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,21 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from infra.store.stage_spec import Artifact
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, JournalRecord, read_records
 from infra.tracking.mlflow_connection import flatten, metric_key
-from infra.tracking.stage_run import OFFSET_TAG
+from infra.tracking.stage_run import OFFSET_TAG, JournalReader
 from infra.tracking.tracker import Tracker
+
+
+def reader(path: Path) -> JournalReader:
+    """A journal of one segment."""
+
+    def read(positions: Mapping[int, int]) -> tuple[list[JournalRecord], dict[int, int]]:
+        records, end = read_records(path, positions.get(0, 0))
+        return records, {0: end}
+
+    return read
+
 
 DATASET = Artifact(kind="dataset", uri="/store/dataset", digest="d" * 64, fingerprint="f" * 64)
 
@@ -109,7 +120,7 @@ def test_shipping_again_and_after_a_torn_tail_adds_no_row(
             journal.progress(step, 300)
         journal.metrics(300, {"odd": math.nan, "big": math.inf})
     stage = tracker.stage_run(parent, "rl_round_1", "b" * 64, {}, {})
-    assert stage.ship(path, now=True)
+    assert stage.ship(reader(path), now=True)
     rows = _rows(home, stage.run_id)
     expected = sorted(
         (key, step, value)
@@ -123,24 +134,24 @@ def test_shipping_again_and_after_a_torn_tail_adds_no_row(
     # A second follower of the same run, in another process, starts from the tag.
     again = tracker.stage_run(parent, "rl_round_1", "b" * 64, {}, {})
     assert again.run_id == stage.run_id
-    assert again.ship(path, now=True)
+    assert again.ship(reader(path), now=True)
     assert _rows(home, stage.run_id) == rows
 
     # The process was killed between the rows and the offset: everything is sent once more.
     client.set_tag(str(stage.run_id), OFFSET_TAG, "{}")
     killed = tracker.stage_run(parent, "rl_round_1", "b" * 64, {}, {})
-    assert killed.ship(path, now=True)
+    assert killed.ship(reader(path), now=True)
     assert _rows(home, stage.run_id) == rows
 
     # The job was killed inside a record; half of it is not shipped, and its repeat is, once.
     with path.open("ab") as file:
         file.write(b'{"kind":"metrics","step":301,"time_ms":1,"values":{"actor/pg_lo')
-    assert killed.ship(path, now=True)
+    assert killed.ship(reader(path), now=True)
     assert _rows(home, stage.run_id) == rows
     with Journal(path) as journal:
         journal.metrics(300, {"odd": math.nan, "big": math.inf})
         journal.metrics(301, {"actor/pg_loss": 1.5})
-    assert killed.ship(path, now=True)
+    assert killed.ship(reader(path), now=True)
     gained = [r for r in _rows(home, stage.run_id) if r not in rows]
     assert [r[:3] for r in gained] == [("actor/pg_loss", 301, 1.5)]
 
@@ -150,11 +161,11 @@ def test_shipping_is_rare_unless_asked_for(tracker: Tracker, home: Path, tmp_pat
     stage = tracker.stage_run(None, "often", "c" * 64, {}, {})
     with Journal(path) as journal:
         journal.metrics(0, {"a": 1})
-        assert stage.ship(path)
+        assert stage.ship(reader(path))
         journal.metrics(1, {"a": 2})
-        assert not stage.ship(path)
+        assert not stage.ship(reader(path))
         assert len(_rows(home, stage.run_id)) == 1
-        assert stage.ship(path, now=True)
+        assert stage.ship(reader(path), now=True)
     assert len(_rows(home, stage.run_id)) == 2
 
 
@@ -183,10 +194,10 @@ def test_headline_metrics_do_not_repeat_what_the_journal_brought(
     with Journal(path) as journal:
         journal.metrics(7, {"val-core/accuracy": 0.25})
     stage = tracker.stage_run(None, "sft", "2" * 64, {}, {})
-    assert stage.ship(path)
+    assert stage.ship(reader(path))
     with Journal(path) as journal:
         journal.metrics(8, {"late": 1})  # not shipped by anybody: finishing does
-    assert not stage.ship(path)
+    assert not stage.ship(reader(path))
     stage.finish("FAILED", None, {"val-core/accuracy": 0.25, "rows": 3})
     assert [row[:3] for row in _rows(home, stage.run_id)] == [
         ("late", 8, 1.0),
@@ -276,7 +287,7 @@ def test_an_absent_server_costs_one_warning_and_no_time(
     assert time.monotonic() - started < 6
     started = time.monotonic()
     stage = tracker.stage_run(parent, "sft", "4" * 64, {}, {})
-    assert not stage.ship(path, now=True)
+    assert not stage.ship(reader(path), now=True)
     stage.finish("FINISHED", DATASET, {"a": 1})
     tracker.finish_pipeline(parent, "FINISHED")
     tracker.log_artifacts(parent, tmp_path)
@@ -295,13 +306,13 @@ def test_a_database_that_comes_back_gets_what_it_missed(home: Path, tmp_path: Pa
         journal.metrics(0, {"a": 1})
     stage = tracker.stage_run(None, "sft", "5" * 64, {}, {})
     assert stage.run_id is None
-    assert not stage.ship(journal_path, now=True)
+    assert not stage.ship(reader(journal_path), now=True)
     gate.unlink()
     gate.mkdir()
     # A ready database spares this test MLflow's migrations.
     with sqlite3.connect(home / "mlflow.db") as source, sqlite3.connect(gate / "mlflow.db") as copy:
         source.backup(copy)
-    assert stage.ship(journal_path, now=True)
+    assert stage.ship(reader(journal_path), now=True)
     assert [row[:3] for row in _rows(gate, stage.run_id)] == [("a", 0, 1.0)]
 
 
