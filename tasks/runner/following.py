@@ -108,7 +108,6 @@ class JobFollower:
         self._page = page
         self._watcher = say
         self._positions: dict[int, int] = {}
-        self._job: _Job | None = None
 
     def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
         """Submit or attach, then wait for the commit.
@@ -159,8 +158,7 @@ class JobFollower:
             except FencedError:
                 continue  # someone was faster
             self._say(f"{'attached to' if attached else 'submitted'} {name}")
-            self._job = _Job(attempt, name, attached, self._watch(attempt))
-            return self._job
+            return _Job(attempt, name, attached, self._watch(attempt))
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""
@@ -245,7 +243,7 @@ class JobFollower:
         message = f"gave no sign of life for {silence_s:.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
         self._channel.write_error(job.attempt, problem)
-        self._stop(jobs, job)
+        self._stop(jobs, job.name)
         if job.attached:
             self._say(f"{job.name} {message}; taking over")
             return
@@ -309,19 +307,22 @@ class JobFollower:
         self._watcher(text)
 
     def _cancel(self, jobs: RayJobs, num_others: int) -> None:
-        if self._job is None:
+        """Stop the attempt that the log names, wherever in `follow` we were."""
+        log = self._storage.attempts.entries(self._fingerprint)
+        if not log or log[-1].kind != "held":
             return
+        name = self._submission.submission_id(log[-1].number)
         if num_others:
-            self._say(f"cancelled; {self._job.name} goes on: {num_others} others wait for it")
+            self._say(f"cancelled; {name} goes on: {num_others} others wait for it")
             return
-        self._say(f"cancelled; stopping {self._job.name}")
-        self._stop(jobs, self._job)
+        self._say(f"cancelled; stopping {name}")
+        self._stop(jobs, name)
 
-    def _stop(self, jobs: RayJobs, job: _Job) -> None:
+    def _stop(self, jobs: RayJobs, name: str) -> None:
         try:
-            jobs.stop(job.name, STOP_DEADLINE_S)
+            jobs.stop(name, STOP_DEADLINE_S)
         except (JobError, DeadlineError) as error:
-            self._say(f"{job.name} could not be stopped: {error}")
+            self._say(f"{name} could not be stopped: {error}")
 
 
 def _end(jobs: RayJobs, name: str) -> str:
