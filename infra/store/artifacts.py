@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -29,6 +29,7 @@ from pydantic import (
 from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
 from infra.store.canonical import canonical_json, sha256_json
+from infra.store.digest_cache import digest_once
 from infra.store.stage_spec import Artifact
 
 MANIFEST_NAME = "manifest.json"
@@ -241,20 +242,27 @@ def external_artifact(path: Path, field: str | None = None) -> Artifact:
     if not path.exists():
         raise ConfigError(where, f"{path} does not exist (cwd is {Path.cwd()}); give another path")
     single = path.is_file()
-    files = {"": _hash_regular(path)} if single else dict(_external_files(path, where))
+    paths = {"": path} if single else dict(_external_files(path, where))
+    files = _hash_all(paths, _hash_external)
     if not files:
         raise ConfigError(where, f"{path} holds no file; give another path")
     digest = sha256_json({"schema": MANIFEST_SCHEMA, "kind": EXTERNAL_KIND, "files": files})
     return Artifact(kind=EXTERNAL_KIND, uri=str(path), digest=digest)
 
 
-def _external_files(directory: Path, where: str) -> Iterator[tuple[str, FileEntry]]:
+def _external_files(directory: Path, where: str) -> Iterator[tuple[str, Path]]:
     for name, entry in _walk(directory, hidden=False):
         if entry.is_dir():
             raise ConfigError(where, f"{entry.path} is a link to a directory; copy or name it")
         if not entry.is_file():
             raise ConfigError(where, f"{entry.path} is not a readable file; remove it")
-        yield name, _hash_regular(Path(entry.path))
+        yield name, Path(entry.path)
+
+
+def _hash_external(path: Path) -> FileEntry:
+    size_bytes = path.stat().st_size
+    digest = digest_once(path, lambda: _hash_regular(path).sha256)
+    return FileEntry(size_bytes=size_bytes, sha256=digest)
 
 
 def _walk(
@@ -283,12 +291,15 @@ def _hash_regular(path: Path) -> FileEntry:
         return FileEntry(size_bytes=file.tell(), sha256=digest)
 
 
-def _hash_all(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
+def _hash_all(
+    paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] | None = None
+) -> dict[str, FileEntry]:
     """Size and digest of files by name, several at a time."""
+    hash_file = hash_file or _hash_regular
     if len(paths) < 2:
-        return {name: _hash_regular(path) for name, path in paths.items()}
+        return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:
-        return dict(zip(paths, pool.map(_hash_regular, paths.values()), strict=True))
+        return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
 
 
 def _check_size(entry: "os.DirEntry[str]", expected: FileEntry) -> None:

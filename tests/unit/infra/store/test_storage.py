@@ -20,6 +20,7 @@ from infra.errors import (
     ConfigError,
     FencedError,
 )
+from infra.store import digest_cache
 from infra.store.artifacts import external_artifact
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
@@ -307,3 +308,53 @@ def test_kill_at_every_line_of_publish_and_commit(
     summary = json.loads(done.stdout)
     assert summary["killed"] >= 100
     assert summary["states"] == ["committed", "nothing", "published"]
+
+
+def bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(lines[0].removeprefix("rchar: "))
+
+
+def test_looking_up_and_publishing_read_no_bytes_that_were_hashed(tmp_path: Path) -> None:
+    """An artifact of 20 GB, which a writer hashed while it wrote it."""
+    uri = str(tmp_path / "store")
+    store = open_storage(uri)
+    source = tmp_path / "out"
+    source.mkdir()
+    with (source / "weights").open("wb") as file:
+        file.truncate(20 * 10**9)
+    before = bytes_read()
+    commit(store, record(store.publish(source, "model", {"weights": "0" * 64})))
+    found = open_storage(uri).lookup(FINGERPRINT)
+    assert found is not None
+    store.verify(found.artifact, "size")
+    assert bytes_read() - before < 1_000_000
+
+
+def test_bytes_are_verified_once_by_a_process(store: Storage, tmp_path: Path) -> None:
+    source = tmp_path / "out"
+    source.mkdir()
+    (source / "weights").write_bytes(bytes(5_000_000))
+    artifact = store.publish(source, "model")
+    before = bytes_read()
+    for _ in range(5):
+        store.local_copy(artifact)
+    assert 5_000_000 <= bytes_read() - before < 6_000_000
+
+
+def test_a_large_external_file_is_read_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    monkeypatch.setattr(digest_cache, "SETTLED_NS", -1)
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(5_000_000))
+    first = external_artifact(path)
+    before = bytes_read()
+    assert external_artifact(path) == first
+    assert bytes_read() - before < 1_000_000
+    written = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(written, written))
+    assert external_artifact(path).digest != first.digest
