@@ -11,7 +11,7 @@ from engines.config.data import DataConfig
 from engines.config.stages import PreprocessStageConfig
 from infra.store.artifacts import external_artifact
 from infra.store.stage_spec import Artifact
-from tasks.runner.identity import StageRequest, model_input
+from tasks.runner.identity import StageRequest, model_input, plugin_modules
 from tasks.runner.prefect_task import stage_task
 from tasks.runner.run import StageResult, StageRunner
 
@@ -29,6 +29,7 @@ def preprocess(run: StageRunner, config: PreprocessStageConfig, seed: int) -> St
             config=config,
             inputs={**source_inputs(config.data), **model_input(config.model)},
             seed=seed,
+            plugins=plugin_modules(data=config.data),
         )
     )
 

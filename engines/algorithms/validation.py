@@ -1,17 +1,7 @@
-"""Checks of an algorithm's configuration that need the registries, before anything is loaded."""
+"""Checks of an algorithm's configuration that need the plugin tables, before anything is loaded."""
 
-from engines.algorithms import advantage, policy_objective  # noqa: F401  (register their parts)
-from engines.algorithms.registry import (
-    ADVANTAGES,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    Part,
-    PartFn,
-    Registry,
-    parse_options,
-)
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.plugins import refuse_two_owners
+from engines.config.options import check_parts
 from infra.errors import ConfigError
 
 
@@ -33,10 +23,7 @@ def validate_algorithm(
     Raises:
         ConfigError: one line that says what is wrong and what to do.
     """
-    estimator = _part(ADVANTAGES, algorithm.adv_estimator, path)
-    loss = _part(POLICY_LOSSES, algorithm.loss_mode, path)
-    _part(KL_ESTIMATORS, algorithm.kl_loss_type.removesuffix("+"), path)
-    parse_options(algorithm.options, [estimator.options, loss.options], f"{path}.options")
+    estimator = check_parts(algorithm)
     if estimator.group_relative and group_size is not None and group_size < 2:
         raise ConfigError(
             f"{path.rpartition('.')[0] or path}.group_size",
@@ -49,10 +36,3 @@ def validate_algorithm(
             f"{path}.overlong.buffer_length",
             f"got {overlong.buffer_length}; need at most max_new_tokens {max_new_tokens}; lower it",
         )
-
-
-def _part(registry: Registry[PartFn], name: str, path: str) -> Part[PartFn]:
-    """The part of that name, which nobody else may claim, be it imported already or not."""
-    setting = f"{path}.{registry.kind}"
-    refuse_two_owners(registry.kind, name, setting)
-    return registry.get(name, setting)

@@ -1,10 +1,13 @@
 """The RL algorithm: estimators and losses by the names that users of verl know."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from engines.config.base import StrictModel
+
+_PYTHON = ".py"
 
 LossAggMode = Literal[
     "token-mean",
@@ -70,7 +73,8 @@ class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
     function: str = "exact"
-    """A registered name (`exact`, `math`) or `path/to/file.py:name`."""
+    """A registered name (`exact`, `math`) or `path/to/file.py:name`; without a name: the file's
+    `compute_score`."""
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -79,3 +83,17 @@ class RewardConfig(StrictModel):
     """Share of unscored samples in a step above which the run stops."""
     num_workers: int = Field(default=1, ge=1)
     """Scoring processes."""
+
+    @property
+    def file(self) -> Path | None:
+        """The file of a reward that is given as one; None for a registered name."""
+        path, _, name = self.function.rpartition(":")
+        if self.function.endswith(_PYTHON):
+            return Path(self.function)
+        return Path(path) if path.endswith(_PYTHON) and name.isidentifier() else None
+
+    @property
+    def function_in_file(self) -> str:
+        """The name of the function in `file`."""
+        path, _, name = self.function.rpartition(":")
+        return name if path.endswith(_PYTHON) else "compute_score"

@@ -30,12 +30,12 @@ from engines.config.stages import (
     SFTStageConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
-from flows.recipe.errors import refuse_secrets, to_config_error
+from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
 from flows.recipe.validation import check_recipe
 from infra import env
+from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
-from tasks.runner.identity import reward_file
 
 RUN_NAME_DIGITS = 8
 
@@ -208,11 +208,12 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
             for split in ("sft", "rl", "evaluation")
         }
     )
-    file = reward_file(recipe.rl.reward)
+    reward = recipe.rl.reward
+    file = reward.file
     if file is None:
         return recipe.model_copy(update={"model": model, "data": data})
-    function = f"{_absolute(file)}:{recipe.rl.reward.function.rpartition(':')[2]}"
-    reward = recipe.rl.reward.model_copy(update={"function": function})
+    function = f"{_absolute(str(file))}:{reward.function_in_file}"
+    reward = reward.model_copy(update={"function": function})
     rl = recipe.rl.model_copy(update={"reward": reward})
     return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
 

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 
 from engines.config.backends import check_layout
 from engines.config.data import SourceConfig
-from engines.config.plugins import check_plugin
+from engines.config.options import (
+    check_backend,
+    check_parts,
+    check_preprocessors,
+    check_reward,
+    check_rollout,
+)
+from engines.config.plugins import ADVANTAGES
 from engines.config.rl_rules import check_rl_settings
 from infra.errors import ConfigError
-from tasks.runner.identity import reward_file
 
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
@@ -49,26 +55,17 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    algorithm = recipe.rl.algorithm
-    check_plugin("backend", recipe.training.backend, "training.backend")
-    check_plugin("rollout", recipe.rollout.engine, "rollout.engine")
-    check_plugin("adv_estimator", algorithm.adv_estimator, "rl.algorithm.adv_estimator")
-    check_plugin("loss_mode", algorithm.loss_mode, "rl.algorithm.loss_mode")
-    check_plugin(
-        "kl_loss_type", algorithm.kl_loss_type.removesuffix("+"), "rl.algorithm.kl_loss_type"
-    )
-    file = reward_file(recipe.rl.reward)
-    if file is not None:
-        if not Path(file).expanduser().is_file():
-            raise ConfigError("rl.reward.function", f"{file} does not exist (cwd is {Path.cwd()})")
-    else:
-        check_plugin("reward", recipe.rl.reward.function, "rl.reward.function")
+    check_backend(recipe.training)
+    check_rollout(recipe.rollout)
+    check_parts(recipe.rl.algorithm)
+    check_reward(recipe.rl.reward)
+    check_preprocessors(recipe.data)
 
 
 def _check_group_size(recipe: Recipe) -> None:
     name = recipe.rl.algorithm.adv_estimator
-    plugin = check_plugin("adv_estimator", name, "rl.algorithm.adv_estimator")
-    if recipe.rl.num_rounds and plugin and plugin.group_relative and recipe.rl.group_size < 2:
+    group_relative = ADVANTAGES.find(name).group_relative
+    if recipe.rl.num_rounds and group_relative and recipe.rl.group_size < 2:
         raise ConfigError(
             "rl.group_size",
             f"got {recipe.rl.group_size}; {name} needs >= 2 (the advantage would be 0 for every "

@@ -19,8 +19,8 @@ from platform import python_version_tuple
 from typing import Any
 
 from infra.errors import ConfigError
-from infra.identity.job_environments import installed_distributions
-from infra.plugins import external_module_names, import_external_modules, outside_plugins
+from infra.job_environments import installed_distributions
+from infra.plugins import external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
 from infra.store.stage_spec import Artifact
 
@@ -147,12 +147,12 @@ def outside_code() -> dict[str, Any]:
     Returns:
         Owners and source digests, as plain JSON values.
     """
-    plugins = outside_plugins()
-    modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})
+    rows = [row for _, row in outside_rows()]
+    modules = sorted({*external_modules(), *(row.module for row in rows)})
     if not modules:
         return {}
     code: dict[str, Any] = {
-        "owners": sorted({plugin.owner for plugin in plugins}),
+        "owners": sorted({row.owner for row in rows}),
         "sources": {module: _own_sources_digest(module) for module in modules},
     }
     broken = sorted(module.name for module in import_external_modules())

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.base import StrictModel
+from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import BUILT_IN, PluginKind
+from engines.config.plugins import PluginKind
+from engines.config.plugins import plugin_modules as modules_of
 from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from infra.identity.fingerprint import (
@@ -86,17 +88,19 @@ def plugin_modules(
     rollout: RolloutConfig | None = None,
     reward: RewardConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
+    data: DataConfig | None = None,
 ) -> tuple[str, ...]:
-    """Modules of the built-in plugins that a configuration names, sorted.
+    """Modules of the plugins that a configuration names, sorted.
 
     Args:
         training: names a backend.
         rollout: names a rollout engine.
         reward: names a reward, unless it is a file.
         algorithm: names an advantage estimator, a policy loss and a KL estimator.
+        data: its sources name preprocessors.
 
     Returns:
-        Module names; a plugin of another distribution is not among them.
+        Module names, other people's too.
     """
     named: list[tuple[PluginKind, str]] = []
     if training:
@@ -109,20 +113,16 @@ def plugin_modules(
         named.append(("adv_estimator", algorithm.adv_estimator))
         named.append(("loss_mode", algorithm.loss_mode))
         named.append(("kl_loss_type", algorithm.kl_loss_type.removesuffix("+")))
-    modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
-    return tuple(sorted(modules))
-
-
-def reward_file(reward: RewardConfig) -> str | None:
-    """The path of a reward given as `path/to/file.py:name`; None for a registered name."""
-    path, _, name = reward.function.rpartition(":")
-    return path if path.endswith(".py") and name.isidentifier() else None
+    if data:
+        sources = (*data.sft, *data.rl, *data.evaluation)
+        named.extend(("preprocessor", source.format) for source in sources)
+    return modules_of(named)
 
 
 def reward_input(reward: RewardConfig) -> dict[str, Artifact]:
     """A custom reward file as input `reward`; a registered reward counts by its sources."""
-    file = reward_file(reward)
-    return {"reward": external_artifact(Path(file), "rl.reward.function")} if file else {}
+    file = reward.file
+    return {"reward": external_artifact(file, "rl.reward.function")} if file else {}
 
 
 def model_input(model: ModelConfig) -> dict[str, Artifact]:

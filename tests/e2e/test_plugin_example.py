@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from rlhf.testing.context import OPTIMIZER, train
 from engines.config.training import TrainingConfig
-from engines.training.registry import create_engine
-from hardware.registry import detect
+from engines.training.create import create_engine
+from hardware.detection import detect
 from infra.errors import ConfigError
 root, backend = Path(sys.argv[1]), sys.argv[2]
 platform, reason = detect("auto")
