@@ -111,7 +111,8 @@ def _external_modules() -> Iterator[Check]:
         if name in broken:
             yield Check(f"module {name}", "error", str(broken[name]))
         else:
-            yield Check(f"module {name}", "ok", f"imported for {owner}")
+            whose = owner.removeprefix("environment.")
+            yield Check(f"module {name}", "ok", f"imported for {whose}")
 
 
 def _platform_and_plugins() -> Iterator[Check]:

@@ -213,9 +213,7 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
     known = {each.name for each in fields(row_type)} - {"owner", "registrar"}
     for fact in facts:
         if fact not in known:
-            raise ConfigError(
-                path, f"{unknown_name(fact, sorted(known))}; a {kind} has these facts"
-            )
+            raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
     register_row(kind, row_type(name=name, target=target, **facts))
 
 

@@ -13,8 +13,8 @@ import torch
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.options import check_parts
 from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
@@ -29,7 +29,7 @@ every_kl = pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 
 def algorithm_with(**parts: str) -> AlgorithmConfig:
     algorithm = AlgorithmConfig(**parts)
-    validate_algorithm(algorithm, group_size=4, max_new_tokens=8)
+    check_parts(algorithm)
     return algorithm
 
 

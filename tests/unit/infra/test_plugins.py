@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.backends import ENGINES
+from engines.config.options import check_parts
 from engines.config.plugins import ADVANTAGES, REWARDS, ROLLOUT_ENGINES, register_plugin
-from engines.config.stages import PromoteConfig
+from engines.config.stages import PromoteConfig, PromoteStageConfig
 from hardware.detection import create, detect, names
 from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.identity.fingerprint import environment_digest, outside_code
@@ -166,7 +166,7 @@ def test_an_algorithm_part_has_one_owner(name: str, tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(adv_estimator=name)
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"'{name}' is registered by both .*alg_a:part"):
-            validate_algorithm(algorithm)
+            check_parts(algorithm)
     with pytest.raises(ConfigError, match=f"'{name}' is registered by both .*alg_a:part"):
         ADVANTAGES.load(name)
 
@@ -318,8 +318,8 @@ def test_a_repaired_module_is_another_fingerprint(
 
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
     def fingerprint() -> str:
-        config = PromoteConfig(model_name="m", metric="accuracy", min_value=0.5)
-        return StageRequest("promote", "promote", "engines.jobs.promote", config, {}, 0).fingerprint
+        config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
+        return StageRequest(config, {}, 0).fingerprint
 
     found = [fingerprint()]
     for version in ("1.0", "1.1", "1.0"):

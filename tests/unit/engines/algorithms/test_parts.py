@@ -8,12 +8,13 @@ from pydantic import Field
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.validation import validate_algorithm
 from engines.config import options as options_module
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
-from engines.config.options import NoOptions, check_options, own_options
+from engines.config.options import NoOptions, check_options, check_parts, own_options
 from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, register_plugin
+from engines.config.rules import check_algorithm
+from engines.config.sections import RLConfig
 from infra.errors import ConfigError, UnknownPluginError
 from infra.plugins import Row
 
@@ -101,11 +102,13 @@ def test_facts_of_an_outside_estimator_are_known_without_importing_it(tmp_path: 
     )  # fmt: skip
     named = AlgorithmConfig(adv_estimator="pairwise", options={"margin": 1.0})
     with pytest.raises(ConfigError, match=r"rl\.group_size: got 1"):
-        validate_algorithm(named, group_size=1)
-    validate_algorithm(named, group_size=2)
+        check_algorithm(RLConfig(algorithm=named, group_size=1))
+    check_algorithm(RLConfig(algorithm=named, group_size=2))
     with pytest.raises(ConfigError, match="options.margn: not an option of pairwise and vanilla"):
-        validate_algorithm(AlgorithmConfig(adv_estimator="pairwise", options={"margn": 1.0}))
-    with pytest.raises(ConfigError, match="not a fact of a adv_estimator: no 'group_relativ'; .*"):
+        check_parts(AlgorithmConfig(adv_estimator="pairwise", options={"margn": 1.0}))
+    with pytest.raises(
+        ConfigError, match="has no such fact: no 'group_relativ'; .*mean group_relative"
+    ):
         register_plugin("adv_estimator", "x", "y:z", group_relativ=True)
 
 
