@@ -122,7 +122,7 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
-        options="engines.training.backends.megatron.options:MegatronOptions",
+        options="engines.training.backends.megatron_options:MegatronOptions",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
             "npu": (

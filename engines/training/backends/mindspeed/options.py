@@ -1,6 +1,6 @@
 """`training.options` of the backend megatron on `npu`. No torch: the plan reads them."""
 
-from engines.training.backends.megatron.options import MegatronOptions
+from engines.training.backends.megatron_options import MegatronOptions
 
 
 class MindSpeedOptions(MegatronOptions):
