@@ -20,7 +20,7 @@ from typing import Any
 
 from infra.errors import ConfigError
 from infra.job_environments import installed_distributions
-from infra.plugins import external_modules, import_external_modules, outside_rows
+from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
 from infra.store.stage_spec import Artifact
 
@@ -136,24 +136,34 @@ def environment_digest(
     return sha256_json(environment)
 
 
-def outside_code() -> dict[str, Any]:
-    """What identifies the code of other people's plugins; empty without any.
+def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
+    """What identifies the code of other people that a stage may run; empty without any.
 
-    A version alone would miss an editable installation: the sources of each plugin's own package
-    that its module reaches count too. A module that cannot be found or read counts as absent,
-    since a broken plugin may only stop whoever asks for it. A listed module that cannot be imported
-    is another identity than the same one repaired, even if only its surroundings were.
+    That is the parts that its configuration names, platforms (`auto` may choose one), and modules
+    that are imported and register nothing: they may change anything. A module that registers
+    parts counts for those who name one of them. A version alone would miss an editable
+    installation: the sources of each one's own package that its module reaches count too. A module
+    that cannot be found or read counts as absent, since a broken plugin may only stop whoever asks
+    for it. A listed module that cannot be imported is another identity than the same one repaired,
+    even if only its surroundings were.
+
+    Args:
+        named: rows that the stage's configuration names.
 
     Returns:
         Owners and source digests, as plain JSON values.
     """
-    rows = [row for _, row in outside_rows()]
-    modules = sorted({*external_modules(), *(row.module for row in rows)})
+    outside = outside_rows()
+    registrars = {row.registrar for _, row in outside}
+    asked = {(row.name, row.target) for row in named}
+    rows = [r for kind, r in outside if kind == "platform" or (r.name, r.target) in asked]
+    silent = {module for module in external_modules() if module not in registrars}
+    modules = silent | {row.module for row in rows} | {r.registrar for r in rows if r.registrar}
     if not modules:
         return {}
     code: dict[str, Any] = {
         "owners": sorted({row.owner for row in rows}),
-        "sources": {module: _own_sources_digest(module) for module in modules},
+        "sources": {module: _own_sources_digest(module) for module in sorted(modules)},
     }
     broken = sorted(module.name for module in import_external_modules())
     return {**code, "broken": broken} if broken else code

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from engines.config.base import identity_values
+from engines.config.plugins import named_rows
 from engines.config.stages import StageConfig
 from infra.identity.fingerprint import (
     environment_digest,
@@ -80,7 +81,9 @@ class StageRequest:
             seed=self.seed,
             sources_digest=sources_digest([self.job_module, *self.config.plugin_modules()]),
             environment_digest=environment_digest(
-                NUMERIC_DISTRIBUTIONS, outside_code(), self.interpreter
+                NUMERIC_DISTRIBUTIONS,
+                outside_code(named_rows(self.config.plugins())),
+                self.interpreter,
             ),
             force=self.force,
         )

@@ -12,7 +12,13 @@ import pytest
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.backends import ENGINES
 from engines.config.options import check_parts
-from engines.config.plugins import ADVANTAGES, REWARDS, ROLLOUT_ENGINES, register_plugin
+from engines.config.plugins import (
+    ADVANTAGES,
+    REWARDS,
+    ROLLOUT_ENGINES,
+    named_rows,
+    register_plugin,
+)
 from engines.config.stages import PromoteConfig, PromoteStageConfig
 from hardware.detection import create, detect, names
 from infra.errors import EXIT_TERMINATED, ConfigError
@@ -279,26 +285,49 @@ def test_plugins_enter_the_environment_of_a_fingerprint(
     (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 1\n")
     (tmp_path / "part_of_a.py").write_text("y = 1\n")
     install(tmp_path, "wheel_a", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
-    digests = [environment_digest(["numpy"], outside_code())]
+
+    def outside() -> dict[str, Any]:
+        return outside_code(named_rows([("backend", "mine"), ("reward", "gone"), ("rollout", "b")]))
+
+    digests = [environment_digest(["numpy"], outside())]
     install(tmp_path, "wheel_a", "1.1", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 2\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "registering_of_b.py").write_text(
         "from infra.plugins import Row, register_row\n"
         "register_row('rollout', Row(name='b', target='engine_of_b:E'))\n"
     )
     (tmp_path / "engine_of_b.py").write_text("z = 1\n")
     monkeypatch.setenv(VARIABLE, "registering_of_b")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "engine_of_b.py").write_text("z = 2\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "registering_of_b.py").write_text("# nothing any more\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     assert len({alone, *digests}) == 7
-    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+    assert environment_digest(["numpy"], outside()) == digests[-1]
     (tmp_path / "part_of_nobody.py").write_text("z = 2\n")
-    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+    assert environment_digest(["numpy"], outside()) == digests[-1]
+
+
+def test_listing_a_module_costs_only_stages_that_name_what_it_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_c.py").write_text(
+        "from infra.plugins import Row, register_row\n"
+        "register_row('rollout', Row(name='c', target='engine_of_c:E'))\n"
+    )
+    (tmp_path / "engine_of_c.py").write_text("z = 1\n")
+    monkeypatch.setenv(VARIABLE, "module_of_c")
+    assert outside_code(named_rows([("rollout", "transformers")])) == {}
+    assert list(outside_code(named_rows([("rollout", "c")]))["sources"]) == [
+        "engine_of_c",
+        "module_of_c",
+    ]
+    (tmp_path / "patch_of_d.py").write_text("# changes a library\n")
+    monkeypatch.setenv(VARIABLE, "module_of_c,patch_of_d")
+    assert list(outside_code()["sources"]) == ["patch_of_d"]
 
 
 def test_a_repaired_module_is_another_fingerprint(
@@ -323,7 +352,7 @@ def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
 
     found = [fingerprint()]
     for version in ("1.0", "1.1", "1.0"):
-        install(tmp_path, "wheel_a", version, backend__mine="json:loads")
+        install(tmp_path, "wheel_a", version, platform__mine="json:loads")
         found.append(fingerprint())
     assert len(set(found)) == 3
     assert found[1] == found[3]
