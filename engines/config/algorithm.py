@@ -71,7 +71,11 @@ class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
     function: str = "exact"
-    """A registered name (`exact`, `math`) or `path/to/file.py:name`."""
+    """A registered name (`exact`, `math`) or `path/to/file.py:name`.
+
+    A file counts with the modules beside it that it imports, and runs from a copy in the store.
+    Data files that it opens are not copied: give their absolute paths in `kwargs`.
+    """
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     timeout_s: float = Field(default=10.0, gt=0)

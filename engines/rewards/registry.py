@@ -8,6 +8,7 @@ before any process starts, and no user code runs to find that out.
 """
 
 import ast
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -95,7 +96,7 @@ def resolve(config: RewardConfig) -> RewardFunction:
 
 
 def load(target: str) -> ComputeScore:
-    """Import a function. Runs the code of its module.
+    """Import a function. Runs the code of its module, which may import what lies beside it.
 
     Args:
         target: `module:function` or `/absolute/file.py:function`.
@@ -111,6 +112,7 @@ def load(target: str) -> ComputeScore:
     if spec is None or spec.loader is None:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).parent))
     spec.loader.exec_module(module)
     return getattr(module, name)
 
