@@ -74,7 +74,11 @@ class RewardConfig(StrictModel):
 
     function: str = "exact"
     """A registered name (`exact`, `math`) or `path/to/file.py:name`; without a name: the file's
-    `compute_score`."""
+    `compute_score`.
+
+    A file counts with the modules beside it that it imports, and runs from a copy in the store.
+    Data files that it opens are not copied: give their absolute paths in `kwargs`.
+    """
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     timeout_s: float = Field(default=10.0, gt=0)

@@ -44,10 +44,12 @@ class ExternalInput:
     Attributes:
         path: a local file or directory.
         setting: what names it in a recipe, for error lines.
+        is_script: a Python file, which counts with the modules beside it that it imports.
     """
 
     path: Path
     setting: str
+    is_script: bool = False
 
 
 class StageConfig(StrictModel):
@@ -272,4 +274,4 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
     """The user's reward file."""
     file = reward.file
-    return {"reward": ExternalInput(file, "rl.reward.function")} if file else {}
+    return {"reward": ExternalInput(file, "rl.reward.function", is_script=True)} if file else {}

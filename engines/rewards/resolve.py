@@ -5,6 +5,7 @@ code runs to find that out.
 """
 
 import ast
+import sys
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -57,7 +58,7 @@ def resolve(config: RewardConfig) -> RewardFunction:
 
 
 def load(target: str) -> ComputeScore:
-    """Import a function. Runs the code of its module.
+    """Import a function. Runs the code of its module, which may import what lies beside it.
 
     Args:
         target: `module:function` or `/absolute/file.py:function`.
@@ -72,6 +73,7 @@ def load(target: str) -> ComputeScore:
     if spec is None or spec.loader is None:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).parent))
     spec.loader.exec_module(module)
     return getattr(module, name)
 

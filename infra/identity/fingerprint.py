@@ -169,6 +169,33 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
     return {**code, "broken": broken} if broken else code
 
 
+def script_files(script: Path) -> dict[str, Path]:
+    """A user's Python file, and every module beside it that importing it can execute.
+
+    Args:
+        script: imports are looked for in its directory, as Python does for a script; what is not
+            found there belongs to the environment.
+
+    Returns:
+        Paths by name relative to that directory, sorted.
+
+    Raises:
+        ConfigError: one of them is not Python.
+    """
+    found: dict[str, Path] = {}
+    pending = [_Source(script.stem, script)]
+    while pending:
+        source = pending.pop()
+        name = source.path.relative_to(script.parent).as_posix()
+        if name in found:
+            continue
+        found[name] = source.path
+        for imported in _imported_names(source):
+            if imported.partition(".")[0] not in OUR_PACKAGES:
+                pending.extend(_beside(script.parent, imported))
+    return dict(sorted(found.items()))
+
+
 def _own_sources_digest(module: str) -> str | None:
     try:
         return sha256_json(source_closure([module], packages=()))
@@ -210,6 +237,17 @@ def _executed_by(name: str) -> Iterator[_Source]:
         path = _module_file(module)
         if path is not None and path.is_file():
             yield _Source(module, path)
+
+
+def _beside(directory: Path, name: str) -> Iterator[_Source]:
+    """The files below a directory that `import name` executes."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        base = directory.joinpath(*parts[:length])
+        for path in (base / "__init__.py", base.with_name(f"{base.name}.py")):
+            if path.is_file():
+                yield _Source(".".join(parts[:length]), path)
+                break
 
 
 def _module_file(name: str) -> Path | None:

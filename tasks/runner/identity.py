@@ -19,6 +19,7 @@ from infra.identity.fingerprint import (
     sources_digest,
     stage_fingerprint,
 )
+from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.stage_spec import Artifact
 
@@ -105,7 +106,9 @@ def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> 
     """
     given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
     outside = {
-        name: external_artifact(source.path, source.setting)
+        name: (script_artifact if source.is_script else external_artifact)(
+            source.path, source.setting
+        )
         for name, source in config.external_inputs(given.keys()).items()
     }
     return StageRequest(config, {**given, **outside}, seed)
