@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from infra.errors import ConfigError, UnknownPluginError
 from infra.job_environments import interpreter_of
-from infra.plugins import Row, load_row, outside_rows, unknown_plugin
+from infra.plugins import Row, load_row, outside_plugins, unknown_plugin
 
 RowT = TypeVar("RowT", bound=Row)
 
@@ -52,7 +52,7 @@ class PluginTable(Generic[RowT]):
 
     def outside(self) -> tuple[RowT, ...]:
         """Rows of other people."""
-        return tuple(self._typed(row) for kind, row in outside_rows() if kind == self.kind)
+        return tuple(self._typed(row) for row in outside_plugins(self.kind))
 
     def names(self, form: str = "") -> list[str]:
         """Every name of a form, sorted."""
