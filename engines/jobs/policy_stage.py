@@ -15,6 +15,7 @@ from engines.jobs.policy_files import CHECKPOINT_DIR, write_policy
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from infra.errors import ConfigError
+from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
 
 
@@ -50,11 +51,18 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """The reward with its file, if it is one, taken from the stage's inputs."""
-    if "reward" not in context.spec.inputs:
+    """The reward with its file, if it is one, copied into the store as it was planned.
+
+    Scoring processes start at any time of the stage: they must not read what the user edits.
+    """
+    artifact = context.spec.inputs.get("reward")
+    if artifact is None:
         return reward
-    name = reward.function.rpartition(":")[2]
-    return reward.model_copy(update={"function": f"{context.input('reward')}:{name}"})
+    copy = context.attempt_dir / "reward"
+    copy_script(artifact, copy, "rl.reward.function")
+    stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
+    function = f"{stored / Path(artifact.uri).name}:{reward.function_in_file}"
+    return reward.model_copy(update={"function": function})
 
 
 def stage_progress(

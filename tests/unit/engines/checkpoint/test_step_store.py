@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
+from infra import faults
 from infra.faults import InjectedFaultError
 
 
@@ -131,6 +133,7 @@ def test_a_step_is_there_until_its_replacement_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = saved(tmp_path, 5)
+    monkeypatch.setattr(faults, "_passes", Counter())
     monkeypatch.setenv("RLHF_FAULTS", "atomic.before_publish=raise")
     with pytest.raises(InjectedFaultError):
         store.save(5, write("other"), TrainerState(5))
