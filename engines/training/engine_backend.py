@@ -209,6 +209,11 @@ class EngineBackend(ABC):
         """How the model wants images; None is a model that sees none."""
         return None
 
+    @property
+    def _rotary_limit(self) -> int | None:
+        """Longest sequence whose length does not change the others' outputs; None is any."""
+        return None
+
     def _activation_scope(self) -> AbstractContextManager[None]:
         """Scope of a forward pass whose activations are kept as the configuration says."""
         if self.spec.training.activation_offload:
