@@ -40,6 +40,7 @@ def check_recipe(recipe: Recipe) -> None:
         check_rl_settings(recipe.rl)
     _check_batch_sizes(recipe)
     _check_lengths(recipe)
+    _check_warmup(recipe)
     _check_data(recipe)
     _check_model(recipe)
     if recipe.sft is None and recipe.rl.num_rounds == 0:
@@ -90,6 +91,23 @@ def _check_batch_sizes(recipe: Recipe) -> None:
             mini,
             ranks,
         )
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    """A warm-up as long as the training never reaches its learning rate."""
+    rl = recipe.rl
+    mini = rl.mini_batch_size_prompts or rl.batch_size_prompts
+    per_step = rl.num_epochs * (rl.batch_size_prompts // mini)
+    trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
+    if recipe.sft:
+        trainings.append(("sft", recipe.sft.optimizer, recipe.sft.num_steps))
+    for name, optimizer, num_steps in trainings:
+        if num_steps and optimizer.num_warmup_steps >= num_steps:
+            raise ConfigError(
+                f"{name}.optimizer.num_warmup_steps",
+                f"got {optimizer.num_warmup_steps}; need less than the {num_steps} optimizer steps "
+                "of the training, or the rate never reaches lr; lower it",
+            )
 
 
 def _check_divides(path: str, size: int, ranks: int) -> None:
