@@ -1,5 +1,6 @@
 """A secret of the environment, and a reward that does its best to write it down."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytestmark = pytest.mark.slow
 SECRET = "correct-horse-battery-staple"
 REWARD = """
 import os, sys
+import tempfile
 from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -26,12 +28,10 @@ def test_no_secret_reaches_the_disk(tmp_path: Path) -> None:
     home.environment["HF_TOKEN"] = SECRET
     reward = tmp_path / "nosy.py"
     reward.write_text(REWARD)
-    sessions = Path("/tmp/ray")
-    before = set(sessions.glob("session_*")) if sessions.is_dir() else set()
     home.run("sft=null", f"rl.reward.function={reward}:compute_score")
     logs = [
         log
-        for root in (home.path, *(set(sessions.glob("session_*")) - before))
+        for root in (home.path, *Path(tempfile.gettempdir()).glob("rlhf-ray-*"))
         for log in root.rglob("*")
         if log.is_file() and not log.is_symlink()
     ]

@@ -36,6 +36,7 @@ class CommittingRunner:
     """Publishes a file that stands for what the job would compute, and commits it."""
 
     orchestrated = False
+    seed = 0
 
     def __init__(
         self, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ def run(
     recipe: Recipe, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
 ) -> CommittingRunner:
     runner = CommittingRunner(storage, scratch / "scratch", constant)
+    runner.seed = recipe.seed
     run_stages(recipe, runner)
     return runner
 
@@ -113,7 +115,19 @@ def two_rounds(*overrides: str) -> Recipe:
     return load_recipe("quickstart", ["rl.num_rounds=2", *overrides])
 
 
-ALL = ["preprocess", "sft", "rl_round_1", "rl_round_2", "merge", "evaluate", "promote"]
+MEASURING = ["evaluate_sft", "evaluate_rl_round_1", "evaluate_rl_round_2", "evaluate"]
+ALL = [
+    "preprocess",
+    "sft",
+    "evaluate_sft",
+    "rl_round_1",
+    "evaluate_rl_round_1",
+    "rl_round_2",
+    "evaluate_rl_round_2",
+    "merge",
+    "evaluate",
+    "promote",
+]
 
 
 def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Path) -> None:
@@ -124,13 +138,14 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "ran"),
     [
-        (["rl.num_rounds=3"], ["rl_round_3", "merge", "evaluate", "promote"]),
+        (["rl.num_rounds=3"], ["rl_round_3", "evaluate_rl_round_3", *ALL[7:]]),
         (["rl.num_rounds=1"], ["merge", "evaluate", "promote"]),
         (["seed=1"], ALL),
         (["data.arithmetic.num_sft=100"], ALL),
         (["sft.num_steps=1"], ALL[1:]),
-        (["rl.group_size=4"], ALL[2:]),
-        (["merge.dtype=bfloat16"], ALL[4:]),
+        (["rl.group_size=4"], ALL[3:]),
+        (["evaluation.num_problems=7"], [*MEASURING, "promote"]),
+        (["merge.dtype=bfloat16"], ALL[7:]),
         (["promote.min_value=0.1"], ["promote"]),
         (["location.experiment=other"], []),
         (["hardware.platform=cpu"], []),
@@ -147,6 +162,21 @@ def test_an_equal_output_stops_the_ripple(storage: LocalStorage, tmp_path: Path)
     run(two_rounds(), storage, tmp_path, constant=("sft",))
     changed = two_rounds("sft.num_steps=1")
     assert run(changed, storage, tmp_path, constant=("sft",)).ran == ["sft"]
+
+
+def test_a_repaired_evaluation_trains_nothing(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings I 13: the code of an evaluation is in no fingerprint of a training stage."""
+    run(two_rounds(), storage, tmp_path)
+
+    @cache
+    def edited(modules: tuple[str, ...]) -> str:
+        reached = "engines.trainers.evaluation" in source_closure(modules)
+        return f"{digest_once(modules)}{' edited' * reached}"
+
+    monkeypatch.setattr(identity, "sources_digest", lambda modules: edited(tuple(modules)))
+    assert run(two_rounds(), storage, tmp_path).ran == [*MEASURING, "promote"]
 
 
 def test_one_changed_data_row_changes_everything_after(
@@ -180,9 +210,8 @@ def test_a_custom_reward_counts_by_its_content(storage: LocalStorage, tmp_path: 
     run(recipe, storage, tmp_path)
     assert run(recipe, storage, tmp_path).ran == []
     reward.write_text("def score(*args): return 0.5\n")
-    assert run(recipe, storage, tmp_path).ran == [name for name in ALL[1:] if name != "promote"] + [
-        "promote"
-    ]
+    # Findings IX 8: SFT does not use it.
+    assert run(recipe, storage, tmp_path).ran == ALL[2:]
 
 
 def test_the_reference_is_an_input_only_for_a_kl_loss(
@@ -206,22 +235,26 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
     run(two_rounds(), storage, tmp_path)
-    planner = Planner(storage, {})
+    planner = Planner(storage, 0, {})
     run_stages(two_rounds("rl.num_rounds=3"), planner)
     status = {stage.label: stage.status for stage in planner.stages}
     assert status == {
         "preprocess": "hit",
         "sft": "hit",
+        "evaluate_sft": "hit",
         "rl_round_1": "hit",
+        "evaluate_rl_round_1": "hit",
         "rl_round_2": "hit",
+        "evaluate_rl_round_2": "hit",
         "rl_round_3": "miss",
+        "evaluate_rl_round_3": "unknown",
         "merge": "unknown",
         "evaluate": "unknown",
         "promote": "unknown",
     }
     assert not planner.all_hit
     assert planner.stages[-1].fingerprint == ""
-    again = Planner(storage, {"merge": "token"})
+    again = Planner(storage, 0, {"merge": "token"})
     run_stages(two_rounds(), again)
     assert [stage.label for stage in again.stages if stage.status != "hit"] == [
         "merge",
@@ -233,7 +266,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
 def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     request = runner.requests["rl_round_1"]
-    closure = source_closure([request.job_module, *request.plugins])
+    closure = source_closure([request.job_module, *request.config.plugin_modules()])
     for module in (
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers_engine",
@@ -250,7 +283,7 @@ RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.a
 def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     reached = {
-        label: source_closure([request.job_module, *request.plugins])
+        label: source_closure([request.job_module, *request.config.plugin_modules()])
         for label, request in runner.requests.items()
     }
     assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS
