@@ -28,16 +28,6 @@ from engines.config.sections import (
 )
 from engines.config.training import TrainingConfig
 
-    @model_validator(mode="after")
-    def _check_reachable(self) -> "PromoteConfig":
-        is_share = self.metric == "accuracy" or self.metric.startswith("pass@")
-        if is_share and self.min_value > 1:
-            raise ValueError(
-                f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "
-                f"{self.min_value / 100:g} for {self.min_value:g} %"
-            )
-        return self
-
 
 class Runtime(StrictModel):
     """What a job needs to run but that cannot change its output; outside the fingerprint."""
