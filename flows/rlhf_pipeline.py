@@ -11,9 +11,10 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 
+from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
-from flows.run.pipeline_run import open_run, stop_jobs_of
+from flows.run.pipeline_run import SURROUNDINGS, open_run, stop_jobs_of
 from infra import env
 from infra.plugins import import_external_modules
 from tasks.runner.run import StageResult, StageRunner
@@ -34,14 +35,16 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
     policy = None
     if recipe.sft:
         policy = sft(run, recipe.sft_stage(), dataset=data).artifact
+        evaluate(run, recipe.evaluate_stage("sft"), dataset=data, policy=policy)
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
         policy = rl_round(run, stage, dataset=data, policy=policy, reference=reference).artifact
+        evaluate(run, recipe.evaluate_stage(stage.label), dataset=data, policy=policy)
     if policy is None:
         raise ValueError("the recipe trains nothing")
     model = merge(run, recipe.merge_stage(), policy=policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), model=model, dataset=data).artifact
+    scores = evaluate(run, recipe.evaluate_stage(), dataset=data, model=model).artifact
     return promote(run, recipe.promote_stage(), evaluation=scores, model=model)
 
 
@@ -76,6 +79,8 @@ def rlhf_pipeline(
     recipe = prepare_recipe(recipe)
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
+    if SURROUNDINGS.get() is None:
+        preflight(recipe)  # whoever runs the flow in a process of his own has looked before
     with open_run(recipe, force or {}) as run:
         run_stages(recipe, run.stages)
         return run.finish()
