@@ -36,6 +36,7 @@ from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
 from infra.field_errors import to_config_error
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
+from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat, Stall
 from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import CommitRecord, StageSpec
@@ -134,6 +135,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
         body: computes the output.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    end_output = redact_output()
     _configure_logging()
     report: Callable[[JobProblem], None] | None = None
     try:
@@ -156,8 +158,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
         sys.stderr.write(redact(traceback.format_exc()))
     if problem is not None and report is not None:
         report(_described(problem, code))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_output()
     raise SystemExit(code)
 
 
