@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
+from infra.host.signals import OrderlyEnd
 from infra.redact import redact
 
 EXIT_FAILURE = 1
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if argv is None:  # in a process of its own
+        OrderlyEnd().install()
     arguments = build_parser().parse_args(argv)
     if arguments.debug:
         env.set_for_process(env.RLHF_DEBUG.name, "1")
@@ -75,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", "check this machine from end to end")
     doctor.add_argument("--json", action="store_true", help="for machines")
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
-    add("down", "stop what `up` started")
-    add("status", "show what `up` started")
+    add("down", "stop every server of this home that no living run uses")
+    add("status", "show the servers of this home")
     merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")

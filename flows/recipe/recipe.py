@@ -92,7 +92,7 @@ class Recipe(StrictModel):
     def home(self) -> Path:
         """Directory of everything a run keeps, absolute."""
         home = self.location.home
-        return Path(home).expanduser().absolute() if home else env.home()
+        return env.absolute_home("location.home", home) if home else env.home()
 
     @property
     def store_uri(self) -> str:

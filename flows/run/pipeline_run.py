@@ -1,8 +1,8 @@
 """What a pipeline run stands on: its home, store, cluster, tracking and display.
 
 Promises: the Ray cluster is started only if some stage has to run, by whoever needs it first,
-and ended only by the run that started it; a run that is ended from outside without having been
-cancelled leaves the cluster and its job to the next run.
+and ended by its last user; a run that ends while its job runs on leaves both to the next run, if
+it was not cancelled or interrupted.
 """
 
 import logging
@@ -19,19 +19,22 @@ from engines.config.stages import Runtime
 from flows.recipe.recipe import Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
-from flows.run.lazy_cluster import LazyCluster, living_cluster
+from flows.run.lazy_cluster import LazyCluster
 from infra import env
 from infra.errors import PipelineError
+from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
 from infra.services.stack import running_mlflow_url
 from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord
 from infra.tracking.tracker import Tracker
-from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.recorder import CLOSE_DEADLINE_S, Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
 
 STOP_DEADLINE_S = 20.0
+END_CLOSE_DEADLINE_S = 10.0
+"""A run that failed or was ended is not held up by MLflow; the journals keep what it missed."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +125,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     flow_run = context.flow_run if context else None
     home = recipe.home
     surroundings = SURROUNDINGS.get() or Surroundings()
-    borrowed = surroundings.cluster
-    cluster = borrowed or LazyCluster(home)
+    cluster = surroundings.cluster or LazyCluster(home)
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
     recorder = Recorder(
         lambda: Tracker.open(home, tracking_uri(recipe), recipe.location.experiment),
@@ -142,19 +144,21 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         force=force,
         metadata=metadata,
     )
-    detached = False
+    interrupted = False
+    close_deadline_s = CLOSE_DEADLINE_S
     try:
         yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
     except BaseException as error:
-        # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
-        # not, the job must go on, and needs its cluster.
-        detached = not isinstance(error, Exception | KeyboardInterrupt)
+        # Ctrl-C means the job too. Whatever else ends a run leaves a job that runs alone: its
+        # work is not lost, and the next run attaches to it.
+        interrupted = isinstance(error, KeyboardInterrupt)
+        close_deadline_s = END_CLOSE_DEADLINE_S
         recorder.run_ended(end_status(error))
         raise
     finally:
-        recorder.close()
-        if borrowed is None:
-            cluster.release(keep_running_jobs=detached)
+        # First the cluster: whoever waits for the end of the run waits for this.
+        cluster.release(with_jobs=interrupted)
+        recorder.close(close_deadline_s)
 
 
 def tracking_uri(recipe: Recipe) -> str:

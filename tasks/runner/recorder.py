@@ -102,16 +102,20 @@ class Recorder:
         if self._thread is not None:
             self._put(lambda: self._end_run(status))
 
-    def close(self) -> None:
-        """Wait until everything is sent, but not for ever."""
+    def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Wait until everything is sent, but not for ever.
+
+        Args:
+            deadline_s: for all of it, in seconds.
+        """
         if self._thread is None:
             return
         self._queue.put(None)
-        self._thread.join(CLOSE_DEADLINE_S)
+        self._thread.join(deadline_s)
         if self._thread.is_alive():
             _log.warning(
                 "MLflow did not take everything within %g s; metrics stay in the journals",
-                CLOSE_DEADLINE_S,
+                deadline_s,
             )
 
     def _put(self, work: Callable[[], object]) -> None:

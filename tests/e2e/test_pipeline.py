@@ -86,7 +86,7 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
     finished: tuple[Home, str],
 ) -> None:
     home, first = finished
-    log = home.path / "services" / "ray.log"
+    log = home.path / "logs" / "ray.log"
     before = log.stat().st_mtime_ns
     printed = home.rlhf("run")
     report = home.report(printed)

@@ -13,15 +13,13 @@ import psutil
 import pytest
 
 from infra import env
+from infra.host import servers
 from infra.host.loopback_http import online_workers
 from infra.host.processes import ProcessRecord, is_alive
-from infra.host.records import load_record
 from infra.ray.cluster import ensure_cluster
-from infra.ray.embedded import RayRecord, record_path
 from infra.ray.jobs import RayJobs
 from infra.services.commands import WORK_POOL
 from infra.services.stack import (
-    ServiceRecord,
     down,
     running_mlflow_url,
     running_prefect_url,
@@ -63,13 +61,12 @@ def running(home: Path) -> Path:
 
 def _records(home: Path) -> dict[str, ProcessRecord]:
     records = {}
-    for name in NAMES[:3]:
-        record = load_record(home / "services" / f"{name}.json", ServiceRecord)
+    for name in NAMES:
+        record = servers.load(home, name)
         assert record is not None
+        assert record.process is not None
         records[name] = record.process
-    ray = load_record(record_path(home), RayRecord)
-    assert ray is not None
-    return {**records, "ray": ray.process}
+    return records
 
 
 def test_everything_answers_on_loopback_only(running: Path) -> None:
@@ -172,14 +169,15 @@ def test_zz_down_ends_exactly_these_and_is_idempotent(running: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     try:
         started = time.monotonic()
-        assert sorted(down(running)) == sorted(NAMES)
+        ended, kept = down(running)
+        assert (sorted(ended), kept) == (sorted(NAMES), [])
         assert time.monotonic() - started < 30
         assert psutil.wait_procs(processes, timeout=1)[1] == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
         bystander.wait()
-    assert down(running) == []
+    assert down(running) == ([], [])
     assert [service.state for service in status(running)] == ["down"] * 4
 
 
@@ -187,7 +185,8 @@ def test_zz_down_spares_the_head_of_a_run_that_is_no_service(tmp_path: Path) -> 
     cluster = ensure_cluster(tmp_path)
     try:
         assert cluster.started
-        assert down(tmp_path) == []
+        ended, kept = down(tmp_path)
+        assert (ended, [(k.name, k.users) for k in kept]) == ([], [("ray", (os.getpid(),))])
         assert cluster.api.version()
     finally:
         assert cluster.release() is True

@@ -25,7 +25,8 @@ from engines.errors import NonFiniteError, WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra import env
 from infra.errors import DeadlineError
-from infra.ray.cluster import ensure_cluster, stop_embedded
+from infra.host import servers
+from infra.ray.cluster import ensure_cluster
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
@@ -96,7 +97,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
     patch.undo()
     env.set_for_process("RAY_ADDRESS", None)
-    stop_embedded(home)
+    servers.end(home, "ray")
     for name, value in before.items():
         env.set_for_process(name, value)
 
