@@ -6,6 +6,7 @@ expected errors are their text and exit code 1; `--debug` adds the traceback.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -113,7 +114,11 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
 def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    sys.stderr.write(f"{redact(str(error))}\n")
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        place = error.filename or "a disk of this run (home, store or temporary directory)"
+        text = f"{place} is full; free space there, then the same command resumes"
+    sys.stderr.write(f"{redact(text)}\n")
     return exit_code
 
 

@@ -173,7 +173,8 @@ def _start(
     except (ServiceError, DeadlineError) as error:
         if given_up():
             raise
-        _log.warning("the Ray head did not start and is started once more: %s", error)
+        reason = str(error).partition("\n")[0]
+        _log.warning("the Ray head did not start and is started once more: %s", reason)
     return _start_once(home, command(), persistent, given_up)
 
 

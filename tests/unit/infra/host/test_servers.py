@@ -134,8 +134,9 @@ def test_a_full_disk_holds_no_server_up(tmp_path: Path) -> None:
         servers.wait_until_ready(record)
         with pytest.raises(OSError, match="No space left"):
             (disk / "ballast").write_bytes(b"0" * 4_000_000)
-        with pytest.raises(OSError, match="No space left"), servers.lock(disk, "other"):
+        with pytest.raises(OSError, match="No space left") as full, servers.lock(disk, NAME):
             servers.start(disk, _command(disk), persistent=True)
+        assert str(disk) in full.value.filename
         assert servers.leave(disk, NAME) is True
         assert _processes(disk) == []
         assert servers.load(disk, NAME) is None
