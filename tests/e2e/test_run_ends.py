@@ -72,7 +72,7 @@ def test_a_signal_during_the_start_leaves_nothing(
     run.send_signal(number)
     time.sleep(0.5)
     run.send_signal(number)  # impatience must not skip the end
-    assert run.wait(timeout=DEADLINE_S) in {143, 130}
+    assert run.wait(timeout=DEADLINE_S) in {143, 130, -number}  # the last: after the end
     assert _processes(home.path) == []
     assert servers.recorded(home.path) == []
 
