@@ -35,8 +35,8 @@ from infra.waiting import wait_for
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 12.0
-LOCK_DEADLINE_S = 2 * START_DEADLINE_S + 2 * STOP_DEADLINE_S
-"""Whoever holds a server's lock may start it, end it and start it again."""
+LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)
+"""Whoever holds a server's lock may start it, end it and start it again, twice."""
 
 _log = logging.getLogger(__name__)
 

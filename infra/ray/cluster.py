@@ -27,6 +27,7 @@ from infra.waiting import wait_for
 
 UNRESPONSIVE_DEADLINE_S = 20.0
 JOB_END_GRACE_S = 3.0
+NUM_STARTS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -119,8 +120,8 @@ def ensure_cluster(
 
     Raises:
         ConfigError: the address is not one, or the cluster refuses our token.
-        ServiceError: the cluster does not answer, or the head did not start, twice.
-        DeadlineError: the head did not answer in time, twice; what was started is stopped.
+        ServiceError: the cluster does not answer, or the head did not start.
+        DeadlineError: the head did not answer in time; what was started is stopped.
     """
     address = address or env.RAY_ADDRESS.get()
     if address:
@@ -167,14 +168,19 @@ def _start(
     persistent: bool,
     given_up: Callable[[], bool],
 ) -> ServerRecord:
-    """A new head that can take jobs. A port may be lost between its choice and its use: twice."""
-    try:
-        return _start_once(home, command(), persistent, given_up)
-    except (ServiceError, DeadlineError) as error:
-        if given_up():
-            raise
-        reason = str(error).partition("\n")[0]
-        _log.warning("the Ray head did not start and is started once more: %s", reason)
+    """A new head that can take jobs.
+
+    Ray's raylet ends at its start if a port was lost between its choice and its use, or if its
+    agent takes more than some 30 s to load, as on a machine that is busy.
+    """
+    for _ in range(NUM_STARTS - 1):
+        try:
+            return _start_once(home, command(), persistent, given_up)
+        except (ServiceError, DeadlineError) as error:
+            if given_up():
+                raise
+            reason = str(error).partition("\n")[0]
+            _log.warning("the Ray head did not start and is started once more: %s", reason)
     return _start_once(home, command(), persistent, given_up)
 
 
