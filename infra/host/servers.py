@@ -33,7 +33,7 @@ from infra.host.processes import (
 from infra.host.records import file_lock, load_record, log_tail, save_record
 from infra.waiting import wait_for
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 12.0
 LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)
 """Whoever holds a server's lock may start it, end it and start it again, twice."""

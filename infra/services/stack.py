@@ -24,7 +24,7 @@ from infra.services.commands import WORK_POOL, mlflow_server, prefect_server, pr
 
 SERVICES = ("prefect", "worker", "mlflow", "ray")
 LOCK = "services"
-UP_DEADLINE_S = 120.0
+UP_DEADLINE_S = 240.0
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
 
