@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
-from flows.platform_probe import check_platform
+from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from infra.host.records import make_home
 
@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     make_home(recipe.home)
     tell_broken_modules()
-    check_platform(recipe.hardware.platform)
+    preflight(recipe)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:
