@@ -1,7 +1,7 @@
 """Stage `promote`: the gate in front of the model registry.
 
-Needs the `evaluation` and the `model` it speaks of. Yields a `promotion`: `decision.json`. The
-runner registers the model and sets its alias when the decision says so.
+Needs the `evaluation` and the `model` it speaks of. Yields a `promotion`: `decision.json`.
+Whoever sees the committed promotion first on a tracking server registers the model there.
 """
 
 from engines.config.stages import PromoteStageConfig
@@ -18,7 +18,7 @@ def promote(
     run: StageRunner, config: PromoteStageConfig, seed: int, evaluation: Artifact, model: Artifact
 ) -> StageResult:
     """Decide whether the model may bear the alias."""
-    result = run.run(
+    return run.run(
         StageRequest(
             stage="promote",
             label="promote",
@@ -28,6 +28,3 @@ def promote(
             seed=seed,
         )
     )
-    if result.metrics.get("promoted"):
-        run.register_model(config.promote, model, result.metrics)
-    return result
