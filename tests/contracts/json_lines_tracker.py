@@ -85,7 +85,7 @@ class JsonLinesTracker:
             return str([*digests, digest].index(digest) + 1)
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """A run as it stands, in the form of `test_tracker.SeenRun`."""
+        """A run as it stands, as `test_tracker` reads one."""
         lines = self._of(run_id)
         metrics = [(p["name"], p["step"], p["value"]) for x in lines for p in x.get("points", ())]
         headline = {k: v for line in lines for k, v in line.get("metrics", {}).items()}
@@ -94,7 +94,7 @@ class JsonLinesTracker:
         states = [line["state"] for line in lines if "state" in line]
         return {
             "state": states[-1] if states else "RUNNING",
-            "parent": next(line["parent"] for line in lines if "parent" in line),
+            "parent": next((line["parent"] for line in lines if "parent" in line), None),
             "tags": {k: v for line in lines for k, v in line.get("tags", {}).items()},
             "metrics": sorted(metrics),
         }

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
@@ -84,7 +85,7 @@ def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) 
     assert [metric.step for metric in history] == [1, 2, 3, 4]
     version = client.get_model_version_by_alias("tiny", "champion")
     assert version.tags["rlhf.digest"] == digests["merge"]
-    loaded = load_model("models:/tiny@champion", return_type="components")
+    loaded: Any = load_model("models:/tiny@champion", return_type="components")
     assert sum(weight.numel() for weight in loaded["model"].parameters()) > 0
     assert loaded["tokenizer"]("1+1=")["input_ids"]
 

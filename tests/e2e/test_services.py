@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,6 +119,7 @@ def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
     running: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = running_mlflow_url(running)
+    assert url is not None
     tracker = MlflowTracker(TrackerSettings(running, url))
     parent = tracker.open_run(TrackedRun("p" * 8, "through the server", params={"a": 1}))
     run_id = tracker.open_run(TrackedRun("s" * 8, "promote", parent))
@@ -141,7 +143,7 @@ def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
     set_tracking_uri(url)
     # Another machine has neither the store nor the server's files.
     shutil.move(directory, tmp_path / "elsewhere")
-    loaded = load_model("models:/m@champion", return_type="components")
+    loaded: Any = load_model("models:/m@champion", return_type="components")
     assert sum(weight.numel() for weight in loaded["model"].parameters()) > 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rlhf.testing.tiny_models import write_tiny_models
@@ -110,9 +111,10 @@ def test_a_registered_model_loads_by_mlflows_own_api(
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == digests
 
     import mlflow
+    from mlflow.transformers import load_model
 
     mlflow.set_tracking_uri(tracker.uri)
-    loaded = mlflow.transformers.load_model("models:/m@champion", return_type="components")
+    loaded: Any = load_model("models:/m@champion", return_type="components")
     assert sum(weight.numel() for weight in loaded["model"].parameters()) > 0
     assert loaded["tokenizer"]("t1 t2")["input_ids"] == [3, 4]
     answers = mlflow.pyfunc.load_model("models:/m@champion").predict(["t1 t2"])
