@@ -67,22 +67,21 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                 "model": {"init": "random", "max_length": 32},
                 "training": {"num_threads": 1},
                 "rollout": {},
-                "num_steps": 2,
-                "batch_size_prompts": 4,
-                "group_size": 4,
-                "mini_batch_size_prompts": 4,
-                "num_epochs": 1,
-                "sampling": {"max_new_tokens": 5},
-                "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
-                "algorithm": {},
-                "reward": {
-                    "function": f"{reward_file}:{reward}",
-                    "max_unscored_frac": max_unscored_frac,
+                "rl": {
+                    "num_steps_per_round": 2,
+                    "batch_size_prompts": 4,
+                    "group_size": 4,
+                    "sampling": {"max_new_tokens": 5},
+                    "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
+                    "reward": {
+                        "function": f"{reward_file}:{reward}",
+                        "max_unscored_frac": max_unscored_frac,
+                    },
+                    "max_logprob_diff": 1e-4,
+                    **changes,
                 },
-                "max_logprob_diff": 1e-4,
                 "checkpoint": {},
                 "evaluation": {},
-                **changes,
             }
         )
         return _run(config, tiny_model, tmp_path)
@@ -99,7 +98,7 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
     prompts = rl_prompts(rows, tokenizer, 27).prompts
     with ExitStack() as stack:
         rewards = stack.enter_context(
-            RewardScorer(RewardConfig.model_validate(config.reward.model_dump()))
+            RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
         )
         spec = PolicySpec(
             policy=ModelSource(model),
@@ -107,10 +106,10 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
             serving_dir=model,
             restore_optimizer=False,
             training=config.training,
-            optimizer=config.optimizer,
-            total_num_steps=config.num_steps,
+            optimizer=config.rl.optimizer,
+            total_num_steps=config.rl.num_steps_per_round,
             rollout=config.rollout,
-            temperature=config.sampling.temperature,
+            temperature=config.rl.sampling.temperature,
             platform="cpu",
             seed=0,
         )
@@ -121,11 +120,11 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
             Heartbeat(work / "heartbeat.json", 60.0),
             StepCheckpoints(work / "checkpoints", 2),
             100,
-            config.num_steps,
+            config.rl.num_steps_per_round,
             PhaseClock(),
         )
         scorer = CompletionScorer(
-            rewards, tokenizer, config.algorithm.overlong, config.sampling.max_new_tokens
+            rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
         RLTrainer(config, workers, PromptSource(prompts, config, 0), scorer, progress).run()
     records, _ = read_records(work / "journal.jsonl", 0)

@@ -20,12 +20,9 @@ from tasks.runner.recorder import Recorder, end_status
 ARTIFACT = Artifact(kind="evaluation", uri="/x", digest="d" * 64)
 
 
-def request(label: str, seed: int = 0) -> StageRequest:
-    config = PromoteStageConfig(promote=PromoteConfig())
-    return StageRequest(
-        stage="promote", label=label, job_module="engines.jobs.promote", config=config,
-        inputs={}, seed=seed,
-    )  # fmt: skip
+def request(label: str) -> StageRequest:
+    kind = type(label, (PromoteStageConfig,), {"stage": label})
+    return StageRequest(kind(promote=PromoteConfig()), inputs={"evaluation": ARTIFACT}, seed=0)
 
 
 def record(of: StageRequest) -> CommitRecord:
