@@ -30,11 +30,11 @@ def result(label: str, metrics: dict[str, float], *, reused: bool = False) -> St
 
 RESULTS = [
     result("preprocess", {"num_rl": 10.0}, reused=True),
-    result("sft", {}),
+    result("sft", {"num_steps": 2.0}),
     result("evaluate_sft", {"accuracy": 0.4, "accuracy_low": 0.3}),
-    result("rl_round_1", {}),
+    result("rl_round_1", {"num_steps": 2.0}),
     result("evaluate_rl_round_1", {"accuracy": 0.7}),
-    result("rl_round_2", {}),
+    result("rl_round_2", {"num_steps": 3.0}),
     result("evaluate_rl_round_2", {"accuracy": 0.9}),
     result("evaluate", {"accuracy": 0.91, "accuracy_low": 0.88, "accuracy_high": 0.93}),
     result("promote", {"accuracy": 0.91, "promoted": 1.0}),
@@ -76,6 +76,7 @@ def test_the_report_for_machines(home: Path, recipe: Recipe, history: StageHisto
     assert data["stages"][0]["reused"] is True
     assert data["stages"][0]["seconds"] == 4.0, "of the job that did the work"
     assert data["stages"][1]["seconds"] == 2.0
+    assert data["stages"][2]["metrics"]["accuracy"] == 0.4
     assert set(data["stages"][1]) >= {"name", "reused", "seconds", "digest", "metrics"}
     assert json.loads((directory / "recipe.json").read_text())["name"] == "quickstart"
 
