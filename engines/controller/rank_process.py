@@ -16,9 +16,12 @@ import torch
 
 from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
-from engines.external_modules import import_external_modules
+from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter
+from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class RankProcess:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
+        redact_output()
         self._worker: Any = None
         self._store: TCPStore | None = None
         # Line buffered and kept open: the crash handler writes to this descriptor.
@@ -81,7 +85,8 @@ class RankProcess:
 
     def build(self, factory: Callable[[], Any]) -> int:
         """Make the worker and initialize it; returns its data-parallel place."""
-        import_external_modules()
+        for broken in import_external_modules():
+            logger.warning("%s", broken)
         # As `engines.jobs.torch_setup` does: no collection looks through what was imported. On
         # one rank it would make all the others wait.
         gc.freeze()

@@ -14,7 +14,7 @@ from engines.errors import RewardError
 from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe, interpret
 from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
-from engines.rewards.registry import load, resolve
+from engines.rewards.resolve import load, resolve
 
 _SHOWN_REASONS = 3
 
@@ -38,8 +38,9 @@ class RewardScorer:
             self._function = load(function.target)
         else:
             setup = WorkerSetup(
-                function.target, config.kwargs, config.timeout_s, function.memory_limit_bytes
-            )
+                function.target, config.kwargs, config.timeout_s,
+                function.memory_limit_bytes, config.environment,
+            )  # fmt: skip
             self._pool = ScoringPool(setup, config.num_workers)
 
     def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.config.data import SourceConfig
-from engines.config.plugins import check_plugin
+from engines.config.options import (
+    check_backend,
+    check_parts,
+    check_preprocessors,
+    check_reward,
+    check_rollout,
+)
 from engines.config.rules import check_answer_length
 from infra.errors import ConfigError
 
@@ -33,6 +39,7 @@ def check_recipe(recipe: Recipe) -> None:
     """
     _check_plugins(recipe)
     _check_lengths(recipe)
+    _check_warmup(recipe)
     for stage in recipe.stages():
         stage.check()
     _check_data(recipe)
@@ -44,20 +51,28 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    algorithm = recipe.rl.algorithm
-    check_plugin("backend", recipe.training.backend, "training.backend")
-    check_plugin("rollout", recipe.rollout.engine, "rollout.engine")
-    check_plugin("adv_estimator", algorithm.adv_estimator, "rl.algorithm.adv_estimator")
-    check_plugin("loss_mode", algorithm.loss_mode, "rl.algorithm.loss_mode")
-    check_plugin(
-        "kl_loss_type", algorithm.kl_loss_type.removesuffix("+"), "rl.algorithm.kl_loss_type"
-    )
-    file = recipe.rl.reward.file
-    if file is not None:
-        if not file.expanduser().is_file():
-            raise ConfigError("rl.reward.function", f"{file} does not exist (cwd is {Path.cwd()})")
-    else:
-        check_plugin("reward", recipe.rl.reward.function, "rl.reward.function")
+    check_backend(recipe.training)
+    check_rollout(recipe.rollout)
+    check_parts(recipe.rl.algorithm)
+    check_reward(recipe.rl.reward)
+    check_preprocessors(recipe.data)
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    """A warm-up as long as the training never reaches its learning rate."""
+    rl = recipe.rl
+    mini = rl.mini_batch_size_prompts or rl.batch_size_prompts
+    per_step = rl.num_epochs * (rl.batch_size_prompts // mini)
+    trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
+    if recipe.sft:
+        trainings.append(("sft", recipe.sft.optimizer, recipe.sft.num_steps))
+    for name, optimizer, num_steps in trainings:
+        if num_steps and optimizer.num_warmup_steps >= num_steps:
+            raise ConfigError(
+                f"{name}.optimizer.num_warmup_steps",
+                f"got {optimizer.num_warmup_steps}; need less than the {num_steps} optimizer steps "
+                "of the training, or the rate never reaches lr; lower it",
+            )
 
 
 def _check_lengths(recipe: Recipe) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import plugins
-from engines.config.plugins import BUILT_IN, Plugin
+from engines.config.plugins import ROLLOUT_ENGINES
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
+from infra.plugins import Row
 
 # The quickstart is tuned from time to time; what the lines below speak of is fixed here.
 BASE = [
@@ -169,6 +169,22 @@ OVERRIDES = [
         ["sft=null", "rl.num_rounds=0"],
         "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one",
     ),
+    (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
+    (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),
+    (
+        ["sft.num_steps=100", "sft.optimizer.num_warmup_steps=500"],
+        "sft.optimizer.num_warmup_steps: got 500; need less than the 100 optimizer steps of the "
+        "training, or the rate never reaches lr; lower it",
+    ),
+    (
+        ["rl.num_rounds=1", "rl.num_steps_per_round=4", "rl.optimizer.num_warmup_steps=4"],
+        "rl.optimizer.num_warmup_steps: got 4; need less than the 4 optimizer steps of the "
+        "training, or the rate never reaches lr; lower it",
+    ),
+    (
+        ["promote.min_value=90"],
+        "promote.min_value: got 90; accuracy is at most 1; use 0.9 for 90 %",
+    ),
     (["rl.num_rounds"], "--set: got 'rl.num_rounds'; need path.to.key=value"),
     (
         ["evaluation.num_problems=100000"],
@@ -188,8 +204,8 @@ def test_a_bad_value_is_one_line(overrides: list[str], line: str) -> None:
 
 # Row 9: a known plugin whose extra is missing.
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {**BUILT_IN["rollout"], "faraway": Plugin("faraway.engine:Engine", "faraway", "far")}
-    monkeypatch.setattr(plugins, "BUILT_IN", {**BUILT_IN, "rollout": rows})
+    row = Row(name="faraway", target="faraway.engine:Engine", requires="faraway", extra="far")
+    monkeypatch.setattr(ROLLOUT_ENGINES, "rows", (*ROLLOUT_ENGINES.rows, row))
     with pytest.raises(ConfigError) as caught:
         load_recipe("quickstart", [*BASE, "rollout.engine=faraway"])
     assert str(caught.value) == (
