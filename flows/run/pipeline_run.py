@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prefect.context import FlowRunContext
 
+from engines.config.plugins import TRACKERS
 from engines.config.stages import Runtime
 from flows.recipe.recipe import Recipe
 from flows.report.page import show_report
@@ -30,8 +31,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import TrackerSettings
-from infra.tracking.trackers import make_tracker
+from infra.tracking.tracker import Tracker, TrackerSettings
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
@@ -165,7 +165,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
     """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
     location = recipe.location
     settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
-    tracker = make_tracker(location.tracker, settings)
+    tracker: Tracker = TRACKERS.load(location.tracker)(settings)
     params = recipe.model_dump(mode="json", exclude={"location"})
     ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
     return Recorder(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from infra.errors import JournalError, PipelineError
+from infra.errors import ArtifactError, JournalError, PipelineError
 from infra.redact import redact
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
@@ -164,7 +164,7 @@ class Shipper:
         """Do something with the tracker; whether it is there."""
         try:
             action()
-        except TrackerRefusedError as error:
+        except (TrackerRefusedError, ArtifactError) as error:
             _log.warning("tracking: %s refused to %s: %s", *self._words(what, error))
             return True
         except Exception as error:  # noqa: BLE001  process boundary: a tracker's failure ends no run

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
+from engines.config.plugins import TRACKERS
 from infra.plugins import register_outside
 from infra.store.stage_spec import Artifact
 from infra.tracking.tracker import (
@@ -33,7 +34,6 @@ from infra.tracking.tracker import (
     TrackerRefusedError,
     TrackerSettings,
 )
-from infra.tracking.trackers import make_tracker
 
 register_outside("tracker", "json-lines", "rlhf.testing.json_lines_tracker:JsonLinesTracker")
 
@@ -74,7 +74,7 @@ def make(
     uri = request.config.getoption("--tracker-uri", default=None)
     # The address of whoever runs the tests is not that of the test.
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    return lambda: make_tracker(name, TrackerSettings(home, uri, "contract"))
+    return lambda: TRACKERS.load(name)(TrackerSettings(home, uri, "contract"))
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def read(name: str, request: pytest.FixtureRequest) -> Read:
 def test_making_one_imports_nothing_heavy_and_writes_nothing(name: str, tmp_path: Path) -> None:
     code = (
         "import sys, json; from pathlib import Path; from infra.tracking.tracker import *; "
-        "from infra.tracking.trackers import make_tracker; from infra.plugins import *; "
+        "from engines.config.plugins import TRACKERS; from infra.plugins import register_outside; "
         "register_outside('tracker', 'json-lines', "
         "'rlhf.testing.json_lines_tracker:JsonLinesTracker'); "
-        f"t = make_tracker({name!r}, TrackerSettings(Path({str(tmp_path)!r}))); "
+        f"t = TRACKERS.load({name!r})(TrackerSettings(Path({str(tmp_path)!r}))); "
         "heavy = {'mlflow', 'wandb', 'torch', 'pandas', 'sqlalchemy'} & set(sys.modules); "
         "print(json.dumps([t.address, t.is_absent(), sorted(heavy)]))"
     )
