@@ -1,6 +1,6 @@
 """How completions are sampled."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ class RolloutConfig(StrictModel):
 
     engine: str = "transformers"
     """Name of a rollout engine."""
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     """null uses `training.dtype`."""
     max_num_sequences: int = Field(default=256, ge=1)
     """Sequences decoded together."""
@@ -31,3 +31,10 @@ class RolloutConfig(StrictModel):
     """Deadline of one batch of requests."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""
+
+
+class TransformersRolloutOptions(StrictModel):
+    """`rollout.options` of the engine `transformers`."""
+
+    max_prefill_tokens: int = Field(default=8192, ge=1)
+    """Token budget of one prefill; a longer prompt is computed alone."""

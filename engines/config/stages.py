@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.algorithm import AlgorithmConfig, RewardConfig
+from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
@@ -57,8 +57,9 @@ class RLConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
-    max_logprob_diff: float | None = Field(default=None, gt=0)
-    """Stop when |rollout logprob - training logprob| of a sampled token exceeds this."""
+    mismatch: MismatchConfig = MismatchConfig()
+    max_num_skipped_steps: int = Field(default=10, ge=0)
+    """Steps in a row that may have nothing to train on; one more stops the run."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RLConfig":
@@ -155,7 +156,8 @@ class RLRoundStageConfig(StrictModel):
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
     reward: RewardConfig
-    max_logprob_diff: float | None
+    mismatch: MismatchConfig
+    max_num_skipped_steps: int = Field(ge=0)
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
 

@@ -90,13 +90,26 @@ class PolicyWorker:
         self._loop = asyncio.new_event_loop()
 
     def initialize(self) -> None:
-        """Build the models and load their weights. Collective."""
+        """Build the models and load their weights. Collective.
+
+        Raises:
+            ConfigError: the rollout engine cannot serve that model, dtype or those options.
+        """
+        # First, because it costs nothing and may refuse.
+        rollout = self._spec.rollout
+        self._rollout = create_rollout_engine(
+            rollout.engine, self._spec.serving_dir, rollout, self._rollout_dtype, self._platform
+        )
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
             self._reference = self._create_engine(self._spec.reference, None)
             _load(self._reference, self._spec.reference, optimizer=False)
             self._reference.leave_device()
+
+    @property
+    def _rollout_dtype(self) -> str:
+        return self._spec.rollout.dtype or self._spec.training.dtype
 
     @property
     def _adapter_off_is_reference(self) -> bool:
@@ -121,7 +134,7 @@ class PolicyWorker:
         with self._policy.train_mode():
             return self._policy.train_batch(batch, loss_fn)
 
-    @dispatch(Dispatch.ONE_TO_ALL)
+    @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
         """`perf/*` of the optimizer steps since the last call."""
         return self._policy.performance_metrics()
@@ -157,10 +170,8 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        if self._rollout is None:
-            raise RolloutError("nothing can be sampled before the first weight sync")
         timeout_s = self._spec.rollout.timeout_s
-        sampling = asyncio.wait_for(_drain(self._rollout, requests), timeout_s)
+        sampling = asyncio.wait_for(_drain(self._served(), requests), timeout_s)
         try:
             return self._loop.run_until_complete(sampling)
         except TimeoutError as error:
@@ -169,13 +180,7 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        rollout = self._spec.rollout
-        dtype = rollout.dtype or self._spec.training.dtype
-        if self._rollout is None:
-            self._rollout = create_rollout_engine(
-                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
-            )
-        sender = InProcessCheckpointEngine(self._rollout, dtype)
+        sender = InProcessCheckpointEngine(self._served(), self._rollout_dtype)
         return self._loop.run_until_complete(
             sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
         )
@@ -208,6 +213,11 @@ class PolicyWorker:
         finally:
             self._loop.close()
             close_process_group()
+
+    def _served(self) -> RolloutEngine:
+        if self._rollout is None:
+            raise RolloutError("this worker has no rollout engine; initialize builds it")
+        return self._rollout
 
     def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec

@@ -14,11 +14,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
-from engines.config.base import StrictModel
-from engines.config.rollout import RolloutConfig
+from engines.config.rollout import RolloutConfig, TransformersRolloutOptions
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.inference_model import InferenceModel
@@ -30,13 +29,6 @@ from hardware.base import PlatformBase
 from infra.errors import ConfigError, DeadlineError
 
 NO_VERSION = -1
-
-
-class TransformersOptions(StrictModel):
-    """`rollout.options` of this engine."""
-
-    max_prefill_tokens: int = Field(default=8192, ge=1)
-    """Token budget of one prefill; a longer prompt is computed alone."""
 
 
 class TransformersEngine(RolloutEngine):
@@ -85,7 +77,10 @@ class TransformersEngine(RolloutEngine):
         return len(self._scheduler.waiting)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """See the base class. Requests are checked at the call, not at the first completion."""
+        """See the base class. Requests are checked at the call, not at the first completion.
+
+        From the call on they are in line, and their ids taken until the completions are out.
+        """
         if not self._can_serve():
             raise RolloutError(self._refusal())
         seen = {s.request.request_id for s in (*self._batch.samples, *self._scheduler.waiting)}
@@ -94,7 +89,14 @@ class TransformersEngine(RolloutEngine):
             if request.request_id in seen:
                 raise RolloutError(f"{request.request_id}: a request of that id is in flight")
             seen.add(request.request_id)
-        return self._stream(requests)
+        call = next(self._call_ids)
+        self._calls[call] = asyncio.Queue()
+        self._scheduler.add(
+            Sample(request, index, call, request.sampling.max_new_tokens)
+            for request in requests
+            for index in range(request.num_samples)
+        )
+        return self._stream(call, requests)
 
     async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
@@ -186,17 +188,13 @@ class TransformersEngine(RolloutEngine):
             return "the rollout engine is asleep; wake it up and send it weights"
         return "the rollout engine has no confirmed weights; send them first"
 
-    async def _stream(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        call = next(self._call_ids)
-        queue = self._calls[call] = asyncio.Queue()
+    async def _stream(
+        self, call: int, requests: Sequence[RolloutRequest]
+    ) -> AsyncIterator[Completion]:
+        queue = self._calls[call]
         num_open = sum(request.num_samples for request in requests)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            self._scheduler.add(
-                Sample(request, index, call, request.sampling.max_new_tokens)
-                for request in requests
-                for index in range(request.num_samples)
-            )
             self._start_driver()
             while num_open:
                 try:
@@ -261,11 +259,11 @@ class TransformersEngine(RolloutEngine):
             queue.put_nowait(sample.completion(finish_reason, self._version))
 
 
-def _options(rollout: RolloutConfig) -> TransformersOptions:
+def _options(rollout: RolloutConfig) -> TransformersRolloutOptions:
     try:
-        return TransformersOptions.model_validate(rollout.options)
+        return TransformersRolloutOptions.model_validate(rollout.options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = ".".join(["rollout.options", *map(str, first["loc"])])
-        known = ", ".join(TransformersOptions.model_fields)
+        known = ", ".join(TransformersRolloutOptions.model_fields)
         raise ConfigError(path, f"{first['msg']}; known options: {known}") from None

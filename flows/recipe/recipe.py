@@ -134,7 +134,8 @@ class Recipe(StrictModel):
             optimizer=rl.optimizer,
             algorithm=rl.algorithm,
             reward=rl.reward,
-            max_logprob_diff=rl.max_logprob_diff,
+            mismatch=rl.mismatch,
+            max_num_skipped_steps=rl.max_num_skipped_steps,
             checkpoint=self.checkpoint,
             evaluation=self._evaluation(),
         )
