@@ -43,11 +43,13 @@ class Planner:
 
     Args:
         storage: the store that would be used.
+        seed: of the run.
         force: by stage label, the token that would make it run anew.
     """
 
-    def __init__(self, storage: Storage, force: Mapping[str, str]) -> None:
+    def __init__(self, storage: Storage, seed: int, force: Mapping[str, str]) -> None:
         self._storage = storage
+        self.seed = seed
         self._force = force
         self.stages: list[PlannedStage] = []
 

@@ -16,13 +16,8 @@ from flows.report.report import Report
 from flows.run.pipeline_run import open_run, stop_jobs_of
 from infra import env
 from infra.plugins import import_external_modules
-from tasks.evaluate import evaluate
-from tasks.merge import merge
-from tasks.preprocess import preprocess
-from tasks.promote import promote
-from tasks.rl_round import rl_round
 from tasks.runner.run import StageResult, StageRunner
-from tasks.sft import sft
+from tasks.stages import evaluate, merge, preprocess, promote, rl_round, sft
 
 
 def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
@@ -35,20 +30,19 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
     Returns:
         The result of the last stage.
     """
-    seed = recipe.seed
-    data = preprocess(run, recipe.preprocess_stage(), seed).artifact
+    data = preprocess(run, recipe.preprocess_stage()).artifact
     policy = None
     if recipe.sft:
-        policy = sft(run, recipe.sft_stage(), seed, data).artifact
+        policy = sft(run, recipe.sft_stage(), dataset=data).artifact
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
-        policy = rl_round(run, stage, seed, data, policy, reference).artifact
+        policy = rl_round(run, stage, dataset=data, policy=policy, reference=reference).artifact
     if policy is None:
         raise ValueError("the recipe trains nothing")
-    model = merge(run, recipe.merge_stage(), seed, policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), seed, model, data).artifact
-    return promote(run, recipe.promote_stage(), seed, scores, model)
+    model = merge(run, recipe.merge_stage(), policy=policy).artifact
+    scores = evaluate(run, recipe.evaluate_stage(), model=model, dataset=data).artifact
+    return promote(run, recipe.promote_stage(), evaluation=scores, model=model)
 
 
 def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)

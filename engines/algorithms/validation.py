@@ -12,14 +12,13 @@ from engines.algorithms.registry import (
 )
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.plugins import refuse_two_owners
-from infra.errors import ConfigError
+from engines.config.rules import check_group_size
 
 
 def validate_algorithm(
     algorithm: AlgorithmConfig,
     *,
     group_size: int | None = None,
-    max_new_tokens: int | None = None,
     path: str = "rl.algorithm",
 ) -> None:
     """Refuse a configuration that names unknown parts or cannot work.
@@ -27,7 +26,6 @@ def validate_algorithm(
     Args:
         algorithm: what to check.
         group_size: samples per prompt, when known.
-        max_new_tokens: length limit of a response, when known.
         path: where the configuration stands, for the error text.
 
     Raises:
@@ -37,18 +35,8 @@ def validate_algorithm(
     loss = _part(POLICY_LOSSES, algorithm.loss_mode, path)
     _part(KL_ESTIMATORS, algorithm.kl_loss_type.removesuffix("+"), path)
     parse_options(algorithm.options, [estimator.options, loss.options], f"{path}.options")
-    if estimator.group_relative and group_size is not None and group_size < 2:
-        raise ConfigError(
-            f"{path.rpartition('.')[0] or path}.group_size",
-            f"got {group_size}; need at least 2 with adv_estimator {estimator.name!r}, which "
-            "compares the samples of one prompt; raise it, or choose another estimator",
-        )
-    overlong = algorithm.overlong
-    if overlong.enable and max_new_tokens is not None and overlong.buffer_length > max_new_tokens:
-        raise ConfigError(
-            f"{path}.overlong.buffer_length",
-            f"got {overlong.buffer_length}; need at most max_new_tokens {max_new_tokens}; lower it",
-        )
+    if estimator.group_relative and group_size is not None:
+        check_group_size(estimator.name, group_size)
 
 
 def _part(registry: Registry[PartFn], name: str, path: str) -> Part[PartFn]:

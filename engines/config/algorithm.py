@@ -1,5 +1,6 @@
 """The RL algorithm: estimators and losses by the names that users of verl know."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -94,3 +95,9 @@ class RewardConfig(StrictModel):
     """Share of unscored samples in a step above which the run stops."""
     num_workers: int = Field(default=1, ge=1)
     """Scoring processes."""
+
+    @property
+    def file(self) -> Path | None:
+        """The file of a reward given as `path/to/file.py:name`; None for a registered name."""
+        path, _, name = self.function.rpartition(":")
+        return Path(path) if path.endswith(".py") and name.isidentifier() else None

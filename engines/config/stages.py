@@ -1,109 +1,32 @@
-"""The resolved configuration of each stage: exactly what enters its fingerprint.
+"""Each stage, declared once: its name, its configuration, its plugins, its files, its rules.
 
-A value that must not re-run a stage when it changes (the number of rounds still to come, a
-time-out, a number of threads) does not belong here; see `Runtime`.
+All of a stage's configuration enters its fingerprint, but for the fields marked `NotIdentity`.
+What a job needs without being configured by a recipe stands in `Runtime`.
 """
 
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
+from engines.config.algorithm import RewardConfig
+from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.rollout import RolloutConfig, SamplingConfig
-from engines.config.training import OptimizerConfig, TrainingConfig
-
-
-class CheckpointConfig(StrictModel):
-    """Step checkpoints inside a stage."""
-
-    every_num_steps: int = Field(default=50, ge=1)
-    num_keep: int = Field(default=2, ge=2)
-    """Kept newest checkpoints; never below 2, the newest may be the one being written."""
-    async_save: bool = False
-    """Copy the state to host memory and write it while training goes on."""
-    timeout_s: float = Field(default=1800.0, gt=0)
-    """Deadline of writing one checkpoint in the background."""
-
-
-class SFTConfig(StrictModel):
-    """Supervised fine-tuning."""
-
-    num_steps: int = Field(default=200, ge=1)
-    batch_size_sequences: int = Field(default=128, ge=1)
-    """Sequences of one optimizer step, over all ranks."""
-    target_loss: float | None = Field(default=None, gt=0)
-    """Stop early once the moving average of the training loss reaches this; null runs all steps."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
-
-
-class RLConfig(StrictModel):
-    """Iterative RL; one round is one stage."""
-
-    num_rounds: int = Field(default=1, ge=0)
-    num_steps_per_round: int = Field(default=20, ge=1)
-    """RL steps of a round: generate, score, train, publish."""
-    batch_size_prompts: int = Field(default=32, ge=1)
-    """Prompts of one RL step."""
-    group_size: int = Field(default=8, ge=1)
-    """Samples per prompt."""
-    mini_batch_size_prompts: int | None = Field(default=None, ge=1)
-    """Prompts of one optimizer step; null trains on the whole batch at once."""
-    num_epochs: int = Field(default=1, ge=1)
-    """Passes over each batch."""
-    sampling: SamplingConfig = SamplingConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    reward: RewardConfig = RewardConfig()
-    mismatch: MismatchConfig = MismatchConfig()
-    max_num_skipped_steps: int = Field(default=10, ge=0)
-    """Steps in a row that may have nothing to train on; one more stops the run."""
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> "RLConfig":
-        mini = self.mini_batch_size_prompts
-        if mini and self.batch_size_prompts % mini:
-            raise ValueError(
-                f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
-                f"mini_batch_size_prompts {mini}; make it one"
-            )
-        return self
-
-
-class EvaluationConfig(StrictModel):
-    """Held-out evaluation: greedy pass@1 and, when asked, sampled pass@k."""
-
-    num_problems: int | None = Field(default=None, ge=1)
-    """null takes every evaluation row."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    """null uses `rl.sampling.max_new_tokens`."""
-    num_samples: int = Field(default=0, ge=0)
-    """Samples per problem for pass@k; 0 skips the sampled part."""
-    pass_at: tuple[int, ...] = (1,)
-    """Values of k; each at most `num_samples`."""
-    temperature: float = Field(default=1.0, gt=0)
-    confidence: float = Field(default=0.95, gt=0, lt=1)
-
-    @model_validator(mode="after")
-    def _check_k(self) -> "EvaluationConfig":
-        if self.num_samples and max(self.pass_at, default=0) > self.num_samples:
-            raise ValueError(
-                f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}"
-            )
-        return self
-
-
-class PromoteConfig(StrictModel):
-    """The gate in front of the model registry."""
-
-    model_name: str = "policy"
-    """Name of the registered model in MLflow."""
-    alias: str = "champion"
-    metric: str = "accuracy"
-    min_value: float = Field(default=0.0)
-    """The metric of the final evaluation must reach this, else nothing is promoted."""
+from engines.config.plugins import BUILT_IN, PluginKind
+from engines.config.rollout import RolloutConfig
+from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
+from engines.config.sections import (
+    CheckpointConfig,
+    EvaluationConfig,
+    PromoteConfig,
+    RLConfig,
+    SFTConfig,
+)
+from engines.config.training import TrainingConfig
 
 
 class Runtime(StrictModel):
@@ -114,76 +37,231 @@ class Runtime(StrictModel):
     heartbeat_s: float = Field(default=2.0, gt=0)
 
 
-class PreprocessStageConfig(StrictModel):
-    """Stage `preprocess`: raw data to rows, and the tokenizer of a model made from scratch."""
+@dataclass(frozen=True)
+class ExternalInput:
+    """Something from outside the pipeline that a stage reads.
 
-    stage: Literal["preprocess"] = "preprocess"
+    Attributes:
+        path: a local file or directory.
+        setting: what names it in a recipe, for error lines.
+    """
+
+    path: Path
+    setting: str
+
+
+class StageConfig(StrictModel):
+    """One stage. Its job is `engines.jobs.<stage>`, its task is in `tasks.stages`."""
+
+    stage: ClassVar[str]
+    """Kind of stage, and the name of its job's module."""
+
+    @property
+    def job_module(self) -> str:
+        """The job's main module."""
+        return f"engines.jobs.{self.stage}"
+
+    @property
+    def label(self) -> str:
+        """Name of this stage within a run."""
+        return self.stage
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Python of the job environment that the job needs; None: the project's own."""
+        return None
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The kind and name of every part that the configuration names."""
+        yield from ()
+
+    def plugin_modules(self) -> tuple[str, ...]:
+        """Modules of the named parts that this project brings, sorted; their sources count."""
+        named = self.plugins()
+        modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
+        return tuple(sorted(modules))
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """What the job reads that no stage made.
+
+        Args:
+            given: names of the artifacts that it is given.
+
+        Returns:
+            By the name that the job knows it by.
+        """
+        del given
+        return {}
+
+    def check(self) -> None:
+        """Refuse settings that do not fit each other; asked by the recipe and by the job.
+
+        Raises:
+            ConfigError: names the field.
+        """
+
+
+class PreprocessStageConfig(StageConfig):
+    """Raw data to rows, and the tokenizer of a model made from scratch."""
+
+    stage = "preprocess"
     data: DataConfig
     model: ModelConfig
 
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """Every local source, and the model, for its tokenizer."""
+        del given
+        sources = {
+            f"data.{split}.{index}": ExternalInput(path, f"data.{split}.{index}.path")
+            for split in ("sft", "rl", "evaluation")
+            for index, source in enumerate(getattr(self.data, split))
+            if (path := Path(source.path).expanduser()).exists()
+        }
+        return {**sources, **_model(self.model)}
 
-class SFTStageConfig(StrictModel):
-    """Stage `sft`: dataset to policy checkpoint."""
 
-    stage: Literal["sft"] = "sft"
+class TrainingStageConfig(StageConfig):
+    """What the stages that train a policy share."""
+
     model: ModelConfig
     training: TrainingConfig
+    rollout: RolloutConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
+    """Scored at the end of the stage, so that the gain of each can be told."""
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Of the training backend."""
+        return job_interpreter(self.training.backend, "training.backend")
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The training backend and the rollout engine."""
+        yield "backend", self.training.backend
+        yield "rollout", self.rollout.engine
+
+    def check(self) -> None:
+        """The backend has the layout, and an answer fits into the context."""
+        check_layout(self.training)
+        check_answer_length(
+            "evaluation.max_new_tokens", self.evaluation.answer_length, self.model.max_length
+        )
+
+
+class SFTStageConfig(TrainingStageConfig):
+    """Dataset to policy checkpoint."""
+
+    stage = "sft"
     sft: SFTConfig
-    checkpoint: CheckpointConfig
-    rollout: RolloutConfig
     reward: RewardConfig
-    evaluation: EvaluationConfig
-    """Scored at the end of the stage, so that the gain of RL can be told."""
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """And the reward."""
+        yield from super().plugins()
+        yield "reward", self.reward.function
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """The model, and a reward file."""
+        del given
+        return {**_model(self.model), **_reward(self.reward)}
+
+    def check(self) -> None:
+        """And a batch divides among the ranks."""
+        super().check()
+        check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
 
 
-class RLRoundStageConfig(StrictModel):
-    """Stage `rl_round`: policy checkpoint to policy checkpoint.
+class RLRoundStageConfig(TrainingStageConfig):
+    """Policy checkpoint to policy checkpoint."""
 
-    Holds the round's number and not the number of rounds: adding a round re-runs none.
-    """
-
-    stage: Literal["rl_round"] = "rl_round"
+    stage = "rl_round"
     round: int = Field(ge=1)
-    model: ModelConfig
-    training: TrainingConfig
-    rollout: RolloutConfig
-    num_steps: int = Field(ge=1)
-    batch_size_prompts: int = Field(ge=1)
-    group_size: int = Field(ge=1)
-    mini_batch_size_prompts: int = Field(ge=1)
-    num_epochs: int = Field(ge=1)
-    sampling: SamplingConfig
-    optimizer: OptimizerConfig
-    algorithm: AlgorithmConfig
-    reward: RewardConfig
-    mismatch: MismatchConfig
-    max_num_skipped_steps: int = Field(ge=0)
-    checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
+    rl: RLConfig
+
+    @property
+    def label(self) -> str:
+        """With the round's number."""
+        return f"{self.stage}_{self.round}"
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """And the reward and the parts of the algorithm."""
+        algorithm = self.rl.algorithm
+        yield from super().plugins()
+        yield "reward", self.rl.reward.function
+        yield "adv_estimator", algorithm.adv_estimator
+        yield "loss_mode", algorithm.loss_mode
+        yield "kl_loss_type", algorithm.kl_loss_type.removesuffix("+")
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """A reward file, and the model where the round or its reference starts from it."""
+        from_model = "policy" not in given or (
+            self.rl.algorithm.use_kl_loss and "reference" not in given
+        )
+        return {**_reward(self.rl.reward), **(_model(self.model) if from_model else {})}
+
+    def check(self) -> None:
+        """And the rules of RL."""
+        super().check()
+        check_sampling(self.rl)
+        check_algorithm(self.rl)
+        check_answer_length(
+            "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
+        )
+        # The unset mini-batch is the whole batch, which is what the user can change.
+        smaller = self.rl.prompts_per_update < self.rl.batch_size_prompts
+        field = "rl.mini_batch_size_prompts" if smaller else "rl.batch_size_prompts"
+        check_divides(field, self.rl.prompts_per_update, self.training)
 
 
-class MergeStageConfig(StrictModel):
-    """Stage `merge`: sharded policy checkpoint to a Hugging Face safetensors directory."""
+class MergeStageConfig(StageConfig):
+    """Sharded policy checkpoint to a Hugging Face safetensors directory."""
 
-    stage: Literal["merge"] = "merge"
-    model: ModelConfig
+    stage = "merge"
+    backend: str
+    """The training backend that wrote the checkpoint: its code writes the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
     adapter_only: bool = False
     """Write the low-rank adapter alone, as PEFT loads it, instead of whole weights."""
 
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The training backend."""
+        yield "backend", self.backend
 
-class EvaluateStageConfig(StrictModel):
-    """Stage `evaluate`: merged model and evaluation rows to scores."""
 
-    stage: Literal["evaluate"] = "evaluate"
+class EvaluateStageConfig(StageConfig):
+    """Merged model and evaluation rows to scores."""
+
+    stage = "evaluate"
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig
 
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The rollout engine and the reward."""
+        yield "rollout", self.rollout.engine
+        yield "reward", self.reward.function
 
-class PromoteStageConfig(StrictModel):
-    """Stage `promote`: final scores to a decision."""
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """A reward file."""
+        del given
+        return _reward(self.reward)
 
-    stage: Literal["promote"] = "promote"
+
+class PromoteStageConfig(StageConfig):
+    """Final scores to a decision."""
+
+    stage = "promote"
     promote: PromoteConfig
+
+
+def _model(model: ModelConfig) -> dict[str, ExternalInput]:
+    """The user's model directory."""
+    path = Path(model.path).expanduser() if model.path else None
+    return {"model": ExternalInput(path, "model.path")} if path and path.exists() else {}
+
+
+def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
+    """The user's reward file."""
+    file = reward.file
+    return {"reward": ExternalInput(file, "rl.reward.function")} if file else {}

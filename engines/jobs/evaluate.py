@@ -15,7 +15,6 @@ from engines.jobs.policy_stage import (
     local_reward,
     policy_tokenizer,
     prompts_within,
-    required_answer_length,
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
@@ -36,7 +35,7 @@ DEFAULT_DTYPE = "float32"
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     """Serve the model, answer every problem, judge the answers."""
     config, spec = context.config, context.spec
-    num_new_tokens = required_answer_length(config.evaluation)
+    num_new_tokens = config.evaluation.answer_length
     with RewardScorer(local_reward(context, config.reward)) as rewards:
         with context.clock("load"):
             platform = prepare_torch(context.runtime)

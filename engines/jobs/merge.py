@@ -1,9 +1,12 @@
 """Job `merge`: sharded policy checkpoint to a Hugging Face directory."""
 
+from engines.checkpoint.engine_state import read_scalars
+from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.stages import MergeStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.training.backends.merging import extract_adapter, merge_checkpoint
+from infra.errors import ConfigError
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
@@ -11,6 +14,9 @@ def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     config = context.config
     prepare_torch(context.runtime)
     policy_dir = context.input("policy")
+    written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend
+    if written_by != config.backend:
+        raise ConfigError("backend", f"got {config.backend!r}; need {written_by!r}, which wrote it")
     with context.clock("save"):
         if config.adapter_only:
             extract_adapter(policy_dir, context.output_dir, config.dtype)

@@ -7,8 +7,8 @@ from typing import cast
 from engines.checkpoint.model_directory import load_tokenizer
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
-from engines.config.model import ModelConfig
-from engines.config.stages import CheckpointConfig, EvaluationConfig
+from engines.config.rules import check_answer_length
+from engines.config.sections import CheckpointConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.data.read.examples import RLPrompt, rl_prompts
@@ -48,15 +48,10 @@ def prompts_within(
     Raises:
         ConfigError: a prompt and an answer together exceed the context, or there is no row.
     """
-    room = max_length - max_new_tokens
-    if room < 1:
-        raise ConfigError(
-            "rl.sampling.max_new_tokens",
-            f"got {max_new_tokens}; need less than model.max_length {max_length}; lower it",
-        )
+    check_answer_length("rl.sampling.max_new_tokens", max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    return rl_prompts(rows, tokenizer, room).prompts
+    return rl_prompts(rows, tokenizer, max_length - max_new_tokens).prompts
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
@@ -80,33 +75,6 @@ def stage_progress(
         clock=context.clock,
         background_timeout_s=checkpoint.timeout_s if checkpoint.async_save else None,
     )
-
-
-def required_answer_length(evaluation: EvaluationConfig) -> int:
-    """The resolved `evaluation.max_new_tokens`.
-
-    Args:
-        evaluation: of the stage.
-
-    Returns:
-        Tokens of an answer.
-
-    Raises:
-        ConfigError: the recipe left it open.
-    """
-    if evaluation.max_new_tokens is None:
-        raise ConfigError("evaluation.max_new_tokens", "missing; need the recipe to resolve it")
-    return evaluation.max_new_tokens
-
-
-def check_evaluation(model: ModelConfig, evaluation: EvaluationConfig) -> None:
-    """Refuse an evaluation that cannot fit the context."""
-    if required_answer_length(evaluation) >= model.max_length:
-        raise ConfigError(
-            "evaluation.max_new_tokens",
-            f"got {evaluation.max_new_tokens}; need less than model.max_length "
-            f"{model.max_length}; lower it",
-        )
 
 
 def generate_with(workers: WorkerGroup) -> Generate:

@@ -2,7 +2,7 @@
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
 from engines.config.stages import PreprocessStageConfig
-from engines.data.build.dataset import build_dataset
+from engines.data.prepare.dataset import build_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 

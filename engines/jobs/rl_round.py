@@ -7,21 +7,18 @@ optimizer of the round before. The reference is loaded only for a KL loss.
 from contextlib import ExitStack, closing
 
 from engines.algorithms.validation import validate_algorithm
-from engines.config.rl_rules import check_rl_settings
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import initial_source, policy_source, write_hf_files
 from engines.jobs.policy_stage import (
-    check_evaluation,
     evaluate_policy,
     generate_with,
     local_reward,
     policy_output,
     policy_tokenizer,
     prompts_within,
-    required_answer_length,
     stage_progress,
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
@@ -35,12 +32,11 @@ from engines.trainers.scoring import CompletionScorer
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     """Generate, score and train for one round, then score the policy on the held-out rows."""
-    config, spec = context.config, context.spec
-    check_round(config)
-    check_evaluation(config.model, config.evaluation)
+    config, spec, rl = context.config, context.spec, context.config.rl
+    validate_algorithm(rl.algorithm, group_size=rl.group_size)
     with ExitStack() as stack:
         with context.clock("load"):
-            rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
+            rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
             prepare_torch(context.runtime, config.training)
             dataset = load_dataset(context.input("dataset"))
             policy, reference = _sources(context)
@@ -50,8 +46,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             prompts, held_out = (
                 prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
                 for rows, num_new_tokens in (
-                    (dataset.rl_rows(), config.sampling.max_new_tokens),
-                    (dataset.evaluation_rows(), required_answer_length(config.evaluation)),
+                    (dataset.rl_rows(), rl.sampling.max_new_tokens),
+                    (dataset.evaluation_rows(), config.evaluation.answer_length),
                 )
             )
             workers = stack.enter_context(
@@ -63,10 +59,10 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                             serving_dir=hf_dir,
                             restore_optimizer=config.round > 1,
                             training=config.training,
-                            optimizer=config.optimizer,
-                            total_num_steps=config.round * config.num_steps,
+                            optimizer=rl.optimizer,
+                            total_num_steps=config.round * rl.num_steps_per_round,
                             rollout=config.rollout,
-                            temperature=config.sampling.temperature,
+                            temperature=rl.sampling.temperature,
                             platform=context.runtime.platform,
                             seed=spec.seed,
                         ),
@@ -74,8 +70,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                     )
                 )
             )
-        progress = stage_progress(context, config.checkpoint, config.num_steps)
-        overlong, num_new_tokens = config.algorithm.overlong, config.sampling.max_new_tokens
+        progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
+        overlong, num_new_tokens = rl.algorithm.overlong, rl.sampling.max_new_tokens
         RLTrainer(
             config,
             workers,
@@ -86,25 +82,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, held_out, scorer, spec.seed)
         evaluation = evaluate_policy(context, generate_with(workers), evaluator)
-        num_steps = config.round * config.num_steps
+        num_steps = config.round * rl.num_steps_per_round
         return policy_output(context, progress, evaluation, hf_dir, num_steps)
-
-
-def check_round(config: RLRoundStageConfig) -> None:
-    """Refuse what would only fail, or quietly mislead, after the models were loaded.
-
-    Args:
-        config: of the round.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    validate_algorithm(
-        config.algorithm,
-        group_size=config.group_size,
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
-    check_rl_settings(config)
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
@@ -123,7 +102,7 @@ def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, Mode
 
     start = None if "policy" in inputs else initial()
     policy = start or policy_source(context.input("policy"))
-    if not config.algorithm.use_kl_loss:
+    if not config.rl.algorithm.use_kl_loss:
         return policy, None
     if "reference" in inputs:
         return policy, policy_source(context.input("reference"))

@@ -26,7 +26,7 @@ import psutil
 from pydantic import ValidationError
 
 from engines.config.base import StrictModel
-from engines.config.stages import Runtime
+from engines.config.stages import Runtime, StageConfig
 from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
@@ -41,7 +41,7 @@ from infra.tracking.journal import Journal
 
 EXIT_FAILURE = 1
 
-Config = TypeVar("Config", bound=StrictModel)
+Config = TypeVar("Config", bound=StageConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
 def _run(spec: StageSpec, config_type: type[Config], body: Body[Config]) -> None:
     """The life of a job between reading its specification and committing its output."""
     config = _validate(config_type, spec.config, "config")
+    config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
     import_external_modules()
     storage = open_storage(spec.store_uri)

@@ -9,14 +9,12 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import sft_examples
 from engines.jobs.policy_files import initial_source, write_hf_files
 from engines.jobs.policy_stage import (
-    check_evaluation,
     evaluate_policy,
     generate_with,
     local_reward,
     policy_output,
     policy_tokenizer,
     prompts_within,
-    required_answer_length,
     stage_progress,
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
@@ -30,7 +28,6 @@ from engines.trainers.supervised import SupervisedTrainer
 def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
     """Train the model on the supervised rows, then score it on the held-out ones."""
     config, spec = context.config, context.spec
-    check_evaluation(config.model, config.evaluation)
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
@@ -51,7 +48,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                 dataset.evaluation_rows(),
                 tokenizer,
                 config.model.max_length,
-                required_answer_length(config.evaluation),
+                config.evaluation.answer_length,
             )
             workers = stack.enter_context(
                 closing(

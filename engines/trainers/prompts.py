@@ -48,15 +48,15 @@ class PromptSource:
         seed: int,
     ) -> None:
         self._prompts = prompts
-        self._config = config
+        self._config, self._round = config.rl, config.round
         self._seed = seed
         self._sampling = SamplingParams(
-            max_new_tokens=config.sampling.max_new_tokens,
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            top_k=config.sampling.top_k,
+            max_new_tokens=config.rl.sampling.max_new_tokens,
+            temperature=config.rl.sampling.temperature,
+            top_p=config.rl.sampling.top_p,
+            top_k=config.rl.sampling.top_k,
         )
-        size = config.batch_size_prompts
+        size = config.rl.batch_size_prompts
         self._order = ResumableOrder(num_rows=len(prompts), batch_size=size, seed=seed)
         self._refill_order = ResumableOrder(
             num_rows=len(prompts), batch_size=size, seed=derive_seed(seed, "refill")
@@ -83,7 +83,7 @@ class PromptSource:
 
     def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:
         prompts = [self._prompts[index] for index in indices]
-        name = f"round={self._config.round}/step={step}/prompt="
+        name = f"round={self._round}/step={step}/prompt="
         requests = tuple(
             RolloutRequest(
                 request_id=f"{name}{first_group + place}",

@@ -49,14 +49,14 @@ class RLTrainer:
         scorer: CompletionScorer,
         progress: StageProgress,
     ) -> None:
-        self.config, self.workers, self.prompts = config, workers, prompts
+        self.config, self.workers, self.prompts = config.rl, workers, prompts
         self.scorer, self.progress = scorer, progress
-        objective = policy_loss_fn(config.algorithm, config.sampling.max_new_tokens)
+        objective = policy_loss_fn(config.rl.algorithm, config.rl.sampling.max_new_tokens)
         self.loss_fn = MeasuredObjective(objective)
         training_dtype = config.training.dtype
         rollout_dtype = config.rollout.dtype or training_dtype
-        self.gate = MismatchGate.of(config.mismatch, training_dtype, rollout_dtype)
-        self.previous_steps = (config.round - 1) * config.num_steps
+        self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
+        self.previous_steps = (config.round - 1) * config.rl.num_steps_per_round
         self.version = self.previous_steps
         self.num_skipped = 0
 
@@ -67,7 +67,7 @@ class RLTrainer:
         self.num_skipped = int(state.values.get("num_skipped", 0))
         with self.progress.clock("train"):
             self.workers.run(PolicyWorker.sync_weights, self.version)
-        for step in range(state.step + 1, self.config.num_steps + 1):
+        for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
 
     def step(self, step: int) -> None:
@@ -99,7 +99,7 @@ class RLTrainer:
         if experience.num_groups:
             with clock("old_log_prob"):
                 # A single update is on-policy: its own pass yields the old logprobs.
-                if experience.num_groups > config.mini_batch_size_prompts or config.num_epochs > 1:
+                if experience.num_groups > config.prompts_per_update or config.num_epochs > 1:
                     old_T = run(PolicyWorker.infer_logprobs, experience.batch)
                     experience = experience.with_columns(old_logprobs=old_T)
             with clock("ref"):
@@ -110,7 +110,7 @@ class RLTrainer:
                 experience = experience.with_advantages(algorithm)
             with clock("update_actor"):
                 for mini_batch in experience.mini_batches(
-                    config.mini_batch_size_prompts, config.num_epochs
+                    config.prompts_per_update, config.num_epochs
                 ):
                     updates.append(run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn))
             self.gate.check([update.metrics for update in updates])

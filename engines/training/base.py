@@ -176,7 +176,6 @@ class BaseEngine(EngineBackend):
             return output.loss * factor
 
         with self.train_mode(), self._measured().step(ready.work):
-            self._set_training(True)
             self.optimizer_zero_grad()
             micro_batches = [micro.batch for micro in ready.micro_batches]
             entropy = bool(getattr(loss_fn, "needs_entropy", False))
@@ -206,7 +205,6 @@ class BaseEngine(EngineBackend):
         num_rows = 1 + (entropy and not values)
         columns = torch.zeros(num_rows, batch.num_tokens)
         with self.eval_mode(), torch.no_grad():
-            self._set_training(False)
             outputs = self._infer([micro.batch for micro in micro_batches], entropy=entropy)
             for micro, output in zip(micro_batches, outputs, strict=False):
                 _place(columns, micro, output)

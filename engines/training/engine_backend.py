@@ -104,10 +104,6 @@ class EngineBackend(ABC):
         """Whether forward passes go through the adapter."""
         raise EngineError(f"{self.spec.training.backend} has no adapter")
 
-    @abstractmethod
-    def _set_training(self, training: bool) -> None:
-        """Switch the model between training and evaluation behaviour."""
-
     def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
         """Give back what forward passes without a backward pass left behind."""
 

@@ -14,14 +14,13 @@ from engines import collectives
 from engines.errors import EngineError
 from engines.training.flops import TrainingFlops
 from engines.training.model.image_layout import (
-    NUM_FAULT_NUMBERS,
     ImageLayout,
     find_image_fault,
     raise_image_fault,
 )
 from engines.training.step.meter import StepWork
 from engines.training.step.micro_batches import MicroBatch, cut, filler, plan_micro_batches
-from engines.training.step.totals import loss_counts
+from engines.training.step.totals import loss_counts, trained_first_token
 from engines.types import GlobalCounts, TokenBatch
 from infra.errors import ConfigError
 
@@ -63,7 +62,8 @@ def prepare(
         The preparation.
 
     Raises:
-        EngineError: a rank has no sequence, or a sequence no token or images that do not fit.
+        EngineError: a rank has no sequence, or a sequence no token, images that do not fit, or a
+            loss mask that is on at its first token.
         ConfigError: a sequence exceeds the budget.
     """
     lengths = batch.lengths_B.tolist()
@@ -73,12 +73,12 @@ def prepare(
     own_maxima = _Maxima(
         len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)
     )
-    fault = find_image_fault(batch, image_layout).numbers()
-    rows = collectives.gather_rows([*own_sums, *own_maxima, *fault], device, group)
+    faults = [trained_first_token(batch), *find_image_fault(batch, image_layout).numbers()]
+    rows = collectives.gather_rows([*own_sums, *own_maxima, *faults], device, group)
     num_sums = len(own_sums)
     sums = _Sums(*collectives.column_sums([row[:num_sums] for row in rows]))
-    maxima = _Maxima(*collectives.column_maxima([row[num_sums:-NUM_FAULT_NUMBERS] for row in rows]))
-    _check(maxima, [row[-NUM_FAULT_NUMBERS:] for row in rows], max_tokens)
+    maxima = _Maxima(*collectives.column_maxima([row[num_sums : -len(faults)] for row in rows]))
+    _check(maxima, [row[-len(faults) :] for row in rows], max_tokens)
     num_micro = int(maxima.num_micro_batches)
     if num_micro > len(plan):
         plan = plan_micro_batches(lengths, max_tokens, min_num=num_micro, costs=costs)
@@ -123,15 +123,19 @@ def _sums_of(batch: TokenBatch, flops: TrainingFlops | None) -> _Sums:
     )
 
 
-def _check(maxima: _Maxima, image_faults: list[list[float]], max_tokens: int) -> None:
+def _check(maxima: _Maxima, faults: list[list[float]], max_tokens: int) -> None:
     """Raise, on all ranks alike, what is wrong with the batch of any."""
     if maxima.minus_fewest_sequences == 0:
-        raise EngineError(
-            f"a rank has no sequence; give each of {len(image_faults)} ranks one or more"
-        )
+        raise EngineError(f"a rank has no sequence; give each of {len(faults)} ranks one or more")
     if maxima.minus_shortest == 0:
         raise EngineError("a sequence has no token")
-    raise_image_fault(image_faults)
+    for rank, (sequence, *_) in enumerate(faults):
+        if sequence >= 0:
+            raise EngineError(
+                f"loss_mask: sequence {int(sequence)} of data-parallel rank {rank} has its first "
+                "token in it; need 0 there, for nothing predicts that token; set it to 0"
+            )
+    raise_image_fault([numbers for _, *numbers in faults])
     if maxima.longest > max_tokens:
         raise ConfigError(
             "training.max_tokens_per_micro_batch",

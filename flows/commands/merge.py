@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from engines.config.model import ModelConfig
 from engines.config.stages import MergeStageConfig
 from infra import env
 from infra.errors import ArtifactError, ConfigError, JobFailedError
@@ -20,7 +19,6 @@ from infra.store.atomic import publish_directory
 from infra.store.canonical import canonical_json, sha256_json
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import open_storage
-from tasks.merge import JOB_MODULE
 
 POLICY_KIND = "policy"
 
@@ -83,13 +81,12 @@ def run_merge(
     Raises:
         JobFailedError: the job failed; its own lines are on stderr already.
     """
-    config = MergeStageConfig(
-        model=ModelConfig(init="random"), dtype=dtype, adapter_only=adapter_only
-    )
+    state = json.loads((checkpoint / "checkpoint" / "engine.json").read_text(encoding="utf-8"))
+    config = MergeStageConfig(backend=state["backend"], dtype=dtype, adapter_only=adapter_only)
     policy = external_artifact(checkpoint)
     spec = StageSpec(
-        stage="merge",
-        job_module=JOB_MODULE,
+        stage=config.stage,
+        job_module=config.job_module,
         fingerprint=sha256_json(
             {"policy": policy.digest, "dtype": dtype, "adapter_only": adapter_only}
         ),
@@ -104,7 +101,7 @@ def run_merge(
     path.parent.mkdir(parents=True)
     path.write_bytes(canonical_json(spec))
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", JOB_MODULE, str(path)],
+        [sys.executable, "-P", "-m", config.job_module, str(path)],
         env=env.child_environment(),
         check=False,
     )

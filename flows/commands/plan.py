@@ -21,7 +21,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    planner = Planner(open_storage(recipe.store_uri), {label: "plan" for label in arguments.force})
+    planner = Planner(
+        open_storage(recipe.store_uri), recipe.seed, {label: "plan" for label in arguments.force}
+    )
     run_stages(recipe, planner)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]

@@ -45,7 +45,7 @@ def run_locally(
     # A new token for every run: the same one would find the stage committed under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(force, token)
-    planner = Planner(open_storage(recipe.store_uri), tokens)
+    planner = Planner(open_storage(recipe.store_uri), recipe.seed, tokens)
     run_stages(recipe, planner)
     labels = [stage.label for stage in planner.stages]
     for label in force:

@@ -6,7 +6,7 @@ exactly what the stages' fingerprints are made from.
 Does not promise: that data and models are well formed inside; the jobs check that in preflight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from engines.config.stages import (
     RLRoundStageConfig,
     SFTConfig,
     SFTStageConfig,
+    StageConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe.errors import refuse_secrets, to_config_error
@@ -35,7 +36,6 @@ from flows.recipe.source import read_recipe
 from flows.recipe.validation import check_recipe
 from infra import env
 from infra.store.canonical import sha256_json
-from tasks.runner.identity import reward_file
 
 RUN_NAME_DIGITS = 8
 
@@ -119,23 +119,12 @@ class Recipe(StrictModel):
 
     def rl_round_stage(self, number: int) -> RLRoundStageConfig:
         """Configuration of RL round `number`, counted from 1."""
-        rl = self.rl
         return RLRoundStageConfig(
             round=number,
             model=self.model,
             training=self.training,
             rollout=self.rollout,
-            num_steps=rl.num_steps_per_round,
-            batch_size_prompts=rl.batch_size_prompts,
-            group_size=rl.group_size,
-            mini_batch_size_prompts=rl.mini_batch_size_prompts or rl.batch_size_prompts,
-            num_epochs=rl.num_epochs,
-            sampling=rl.sampling,
-            optimizer=rl.optimizer,
-            algorithm=rl.algorithm,
-            reward=rl.reward,
-            mismatch=rl.mismatch,
-            max_num_skipped_steps=rl.max_num_skipped_steps,
+            rl=self.rl,
             checkpoint=self.checkpoint,
             evaluation=self._evaluation(),
         )
@@ -143,7 +132,7 @@ class Recipe(StrictModel):
     def merge_stage(self) -> MergeStageConfig:
         """Configuration of the stage `merge`."""
         return MergeStageConfig(
-            model=self.model,
+            backend=self.training.backend,
             dtype=self.merge.dtype,
             max_shard_bytes=self.merge.max_shard_bytes,
         )
@@ -157,6 +146,17 @@ class Recipe(StrictModel):
     def promote_stage(self) -> PromoteStageConfig:
         """Configuration of the stage `promote`."""
         return PromoteStageConfig(promote=self.promote)
+
+    def stages(self) -> Iterator[StageConfig]:
+        """Every stage that the recipe has, in order; of the rounds, which are alike, the first."""
+        yield self.preprocess_stage()
+        if self.sft:
+            yield self.sft_stage()
+        if self.rl.num_rounds:
+            yield self.rl_round_stage(1)
+        yield self.merge_stage()
+        yield self.evaluate_stage()
+        yield self.promote_stage()
 
     def _evaluation(self) -> EvaluationConfig:
         """The evaluation with its length limit spelled out: a job sees no more of the recipe."""
@@ -209,10 +209,10 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
             for split in ("sft", "rl", "evaluation")
         }
     )
-    file = reward_file(recipe.rl.reward)
+    file = recipe.rl.reward.file
     if file is None:
         return recipe.model_copy(update={"model": model, "data": data})
-    function = f"{_absolute(file)}:{recipe.rl.reward.function.rpartition(':')[2]}"
+    function = f"{_absolute(str(file))}:{recipe.rl.reward.function.rpartition(':')[2]}"
     reward = recipe.rl.reward.model_copy(update={"function": function})
     rl = recipe.rl.model_copy(update={"reward": reward})
     return recipe.model_copy(update={"model": model, "data": data, "rl": rl})

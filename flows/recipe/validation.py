@@ -10,12 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.config.backends import check_layout
 from engines.config.data import SourceConfig
 from engines.config.plugins import check_plugin
-from engines.config.rl_rules import check_rl_settings
+from engines.config.rules import check_answer_length
 from infra.errors import ConfigError
-from tasks.runner.identity import reward_file
 
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
@@ -34,12 +32,9 @@ def check_recipe(recipe: Recipe) -> None:
         ConfigError: the first rule that is broken.
     """
     _check_plugins(recipe)
-    check_layout(recipe.training)
-    _check_group_size(recipe)
-    if recipe.rl.num_rounds:
-        check_rl_settings(recipe.rl)
-    _check_batch_sizes(recipe)
     _check_lengths(recipe)
+    for stage in recipe.stages():
+        stage.check()
     _check_data(recipe)
     _check_model(recipe)
     if recipe.sft is None and recipe.rl.num_rounds == 0:
@@ -57,74 +52,22 @@ def _check_plugins(recipe: Recipe) -> None:
     check_plugin(
         "kl_loss_type", algorithm.kl_loss_type.removesuffix("+"), "rl.algorithm.kl_loss_type"
     )
-    file = reward_file(recipe.rl.reward)
+    file = recipe.rl.reward.file
     if file is not None:
-        if not Path(file).expanduser().is_file():
+        if not file.expanduser().is_file():
             raise ConfigError("rl.reward.function", f"{file} does not exist (cwd is {Path.cwd()})")
     else:
         check_plugin("reward", recipe.rl.reward.function, "rl.reward.function")
 
 
-def _check_group_size(recipe: Recipe) -> None:
-    name = recipe.rl.algorithm.adv_estimator
-    plugin = check_plugin("adv_estimator", name, "rl.algorithm.adv_estimator")
-    if recipe.rl.num_rounds and plugin and plugin.group_relative and recipe.rl.group_size < 2:
-        raise ConfigError(
-            "rl.group_size",
-            f"got {recipe.rl.group_size}; {name} needs >= 2 (the advantage would be 0 for every "
-            "sample)",
-        )
-
-
-def _check_batch_sizes(recipe: Recipe) -> None:
-    ranks = recipe.training.data_parallel_size
-    mini = recipe.rl.mini_batch_size_prompts or recipe.rl.batch_size_prompts
-    if recipe.sft:
-        _check_divides("sft.batch_size_sequences", recipe.sft.batch_size_sequences, ranks)
-    if recipe.rl.num_rounds:
-        _check_divides(
-            "rl.mini_batch_size_prompts"
-            if mini != recipe.rl.batch_size_prompts
-            # The unset mini-batch is the whole batch, which is what the user can change.
-            else "rl.batch_size_prompts",
-            mini,
-            ranks,
-        )
-
-
-def _check_divides(path: str, size: int, ranks: int) -> None:
-    if size % ranks == 0:
-        return
-    below, above = size // ranks * ranks, -(-size // ranks) * ranks
-    use = f"{below} or {above}" if below else f"{above}"
-    raise ConfigError(
-        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
-    )
-
-
 def _check_lengths(recipe: Recipe) -> None:
+    """As the stages do, with room for the longest prompt that the data may have."""
     prompt, limit = recipe.data.max_prompt_length, recipe.model.max_length
-    lengths = [("rl.sampling.max_new_tokens", recipe.rl.sampling.max_new_tokens)]
-    if recipe.evaluation.max_new_tokens:
-        lengths.append(("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens))
-    for path, response in lengths:
-        if prompt + response > limit:
-            lower = limit - prompt
-            remedy = (
-                f"lower it to {lower}" if lower > 0 else f"lower data.max_prompt_length {prompt}"
-            )
-            raise ConfigError(
-                path,
-                f"{prompt} (data.max_prompt_length) + {response} = {prompt + response} tokens "
-                f"exceeds model.max_length {limit}; {remedy}",
-            )
-    overlong = recipe.rl.algorithm.overlong
-    if overlong.enable and overlong.buffer_length > recipe.rl.sampling.max_new_tokens:
-        raise ConfigError(
-            "rl.algorithm.overlong.buffer_length",
-            f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens "
-            f"{recipe.rl.sampling.max_new_tokens}; lower it",
-        )
+    for path, answer in (
+        ("rl.sampling.max_new_tokens", recipe.rl.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens),
+    ):
+        check_answer_length(path, answer or 0, limit, prompt)
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -139,6 +139,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         observer=surroundings.observer,
         runtime=Runtime(platform=recipe.hardware.platform),
         orchestrated=flow_run is not None,
+        seed=recipe.seed,
         force=force,
         metadata=metadata,
     )

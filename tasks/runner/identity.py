@@ -10,12 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from engines.config.algorithm import AlgorithmConfig, RewardConfig
-from engines.config.base import StrictModel
-from engines.config.model import ModelConfig
-from engines.config.plugins import BUILT_IN, PluginKind
-from engines.config.rollout import RolloutConfig
-from engines.config.training import TrainingConfig
+from engines.config.base import identity_values
+from engines.config.stages import StageConfig
 from infra.identity.fingerprint import (
     environment_digest,
     outside_code,
@@ -25,7 +21,7 @@ from infra.identity.fingerprint import (
 from infra.store.artifacts import external_artifact
 from infra.store.stage_spec import Artifact
 
-STAGE_SCHEMA_VERSION = 1
+STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
     "megatron-core", "mbridge",
@@ -38,26 +34,36 @@ class StageRequest:
     """One stage to be run, before it is known whether its output exists.
 
     Attributes:
-        stage: kind of stage (`rl_round`).
-        label: name of this stage within the run (`rl_round_3`).
-        job_module: the job's main module.
-        config: resolved configuration; all of it enters the fingerprint.
+        config: the stage.
         inputs: artifacts by the name the job knows them by.
         seed: the run's seed.
-        plugins: modules of the plugins that the configuration names; their sources count too.
-        interpreter: Python of the job environment that the job needs; None: this one.
         force: any text; a new one makes a new fingerprint, and so a new run of the stage.
     """
 
-    stage: str
-    label: str
-    job_module: str
-    config: StrictModel
+    config: StageConfig
     inputs: Mapping[str, Artifact]
     seed: int
-    plugins: tuple[str, ...] = ()
-    interpreter: Path | None = None
     force: str = ""
+
+    @property
+    def stage(self) -> str:
+        """Kind of stage (`rl_round`)."""
+        return self.config.stage
+
+    @property
+    def label(self) -> str:
+        """Name of this stage within the run (`rl_round_3`)."""
+        return self.config.label
+
+    @property
+    def job_module(self) -> str:
+        """The job's main module."""
+        return self.config.job_module
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Python of the job environment that the job needs; None: this one."""
+        return self.config.interpreter
 
     def forced(self, token: str) -> "StageRequest":
         """The same request with a force token; an empty one changes nothing."""
@@ -69,10 +75,10 @@ class StageRequest:
         return stage_fingerprint(
             stage=self.stage,
             schema_version=STAGE_SCHEMA_VERSION,
-            config=self.config.model_dump(mode="json"),
+            config=identity_values(self.config),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sources_digest([self.job_module, *self.plugins]),
+            sources_digest=sources_digest([self.job_module, *self.config.plugin_modules()]),
             environment_digest=environment_digest(
                 NUMERIC_DISTRIBUTIONS, outside_code(), self.interpreter
             ),
@@ -80,52 +86,23 @@ class StageRequest:
         )
 
 
-def plugin_modules(
-    *,
-    training: TrainingConfig | None = None,
-    rollout: RolloutConfig | None = None,
-    reward: RewardConfig | None = None,
-    algorithm: AlgorithmConfig | None = None,
-) -> tuple[str, ...]:
-    """Modules of the built-in plugins that a configuration names, sorted.
+def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> StageRequest:
+    """A stage with its inputs: what other stages made, and what it reads from outside.
 
     Args:
-        training: names a backend.
-        rollout: names a rollout engine.
-        reward: names a reward, unless it is a file.
-        algorithm: names an advantage estimator, a policy loss and a KL estimator.
+        config: the stage.
+        seed: the run's seed.
+        **inputs: artifacts by the name the job knows them by; None is no input.
 
     Returns:
-        Module names; a plugin of another distribution is not among them.
+        The request.
+
+    Raises:
+        ConfigError: something from outside is not there.
     """
-    named: list[tuple[PluginKind, str]] = []
-    if training:
-        named.append(("backend", training.backend))
-    if rollout:
-        named.append(("rollout", rollout.engine))
-    if reward:
-        named.append(("reward", reward.function))
-    if algorithm:
-        named.append(("adv_estimator", algorithm.adv_estimator))
-        named.append(("loss_mode", algorithm.loss_mode))
-        named.append(("kl_loss_type", algorithm.kl_loss_type.removesuffix("+")))
-    modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
-    return tuple(sorted(modules))
-
-
-def reward_file(reward: RewardConfig) -> str | None:
-    """The path of a reward given as `path/to/file.py:name`; None for a registered name."""
-    path, _, name = reward.function.rpartition(":")
-    return path if path.endswith(".py") and name.isidentifier() else None
-
-
-def reward_input(reward: RewardConfig) -> dict[str, Artifact]:
-    """A custom reward file as input `reward`; a registered reward counts by its sources."""
-    file = reward_file(reward)
-    return {"reward": external_artifact(Path(file), "rl.reward.function")} if file else {}
-
-
-def model_input(model: ModelConfig) -> dict[str, Artifact]:
-    """The user's model directory as input `model`; a hub id is identified by its configuration."""
-    path = Path(model.path).expanduser() if model.path else None
-    return {"model": external_artifact(path, "model.path")} if path and path.exists() else {}
+    given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
+    outside = {
+        name: external_artifact(source.path, source.setting)
+        for name, source in config.external_inputs(given.keys()).items()
+    }
+    return StageRequest(config, {**given, **outside}, seed)

@@ -20,45 +20,40 @@ Params = ParamSpec("Params")
 StageFunction = Callable[Concatenate[StageRunner, Params], StageResult]
 
 
-def stage_task(
-    task_run_name: str,
-) -> Callable[[StageFunction[Params]], StageFunction[Params]]:
+def stage_task(function: StageFunction[Params]) -> StageFunction[Params]:
     """Make a stage function a Prefect task wherever its runner is orchestrated by Prefect.
 
+    The task has the function's name, and its run the label of its stage.
+
     Args:
-        task_run_name: name on the run page; `{parameter}` is replaced.
+        function: of a runner, a configuration `config` and input artifacts.
 
     Returns:
-        The decorator. The decorated function keeps its signature; a runner that is not
-        orchestrated (a plan, a test, a notebook) calls it directly.
+        A function of the same signature; with a runner that is not orchestrated (a plan, a test,
+        a notebook) it calls the given one directly.
     """
 
-    def decorate(function: StageFunction[Params]) -> StageFunction[Params]:
-        @wraps(function)
-        def with_state(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if not result.reused:
-                return result
-            message = f"{result.label} {result.fingerprint[:12]} was already committed"
-            return Completed(name="Reused", message=message, data=result)
+    @wraps(function)
+    def with_state(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if not result.reused:
+            return result
+        message = f"{result.label} {result.fingerprint[:12]} was already committed"
+        return Completed(name="Reused", message=message, data=result)
 
-        prefect_task = task(
-            name=function.__name__,
-            task_run_name=task_run_name,
-            cache_policy=NO_CACHE,
-            persist_result=True,
-            result_serializer="json",
-        )(with_state)
+    prefect_task = task(
+        name=function.__name__,
+        task_run_name="{config.label}",
+        cache_policy=NO_CACHE,
+        persist_result=True,
+        result_serializer="json",
+    )(with_state)
 
-        @wraps(function)
-        def call(run: StageRunner, *args: Params.args, **kwargs: Params.kwargs) -> StageResult:
-            if run.orchestrated:
-                outcome: Any = prefect_task(run, *args, **kwargs)
-                return cast(
-                    StageResult, outcome.result() if isinstance(outcome, State) else outcome
-                )
-            return function(run, *args, **kwargs)
+    @wraps(function)
+    def call(run: StageRunner, *args: Params.args, **kwargs: Params.kwargs) -> StageResult:
+        if run.orchestrated:
+            outcome: Any = prefect_task(run, *args, **kwargs)
+            return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
+        return function(run, *args, **kwargs)
 
-        return call
-
-    return decorate
+    return call

@@ -67,6 +67,11 @@ class StageRunner(Protocol):
         """Whether each stage is to be a Prefect task run."""
         ...
 
+    @property
+    def seed(self) -> int:
+        """Seed of the run: all randomness of every stage derives from it."""
+        ...
+
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or find that it is done."""
         ...

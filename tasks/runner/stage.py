@@ -57,6 +57,7 @@ class StageContext:
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
+        seed: of the run.
         force: by stage label, a token that makes the stage run anew.
         metadata: travels with each Ray job (`flow_run_id`).
     """
@@ -71,6 +72,7 @@ class StageContext:
         observer: StageObserver,
         runtime: Runtime,
         orchestrated: bool,
+        seed: int,
         force: Mapping[str, str],
         metadata: Mapping[str, str],
     ) -> None:
@@ -81,6 +83,7 @@ class StageContext:
         self._observer = observer
         self._runtime = runtime
         self._orchestrated = orchestrated
+        self._seed = seed
         self._force = force
         self._metadata = metadata
         self.results: list[StageResult] = []
@@ -89,6 +92,11 @@ class StageContext:
     def orchestrated(self) -> bool:
         """Whether each stage is to be a Prefect task run."""
         return self._orchestrated
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self._seed
 
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result.

@@ -29,7 +29,7 @@ every_kl = pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 
 def algorithm_with(**parts: str) -> AlgorithmConfig:
     algorithm = AlgorithmConfig(**parts)
-    validate_algorithm(algorithm, group_size=4, max_new_tokens=8)
+    validate_algorithm(algorithm, group_size=4)
     return algorithm
 
 

@@ -62,21 +62,22 @@ RL_ROUND = {
     "model": MODEL,
     "training": {"num_threads": 1},
     "rollout": {},
-    "num_steps": 8,
-    "batch_size_prompts": 8,
-    "group_size": 4,
-    "mini_batch_size_prompts": 4,
-    "num_epochs": 2,
-    "sampling": {"max_new_tokens": 5},
-    "optimizer": {"lr": 1e-3},
-    "algorithm": {
-        "use_kl_loss": True,
-        "filter_groups": {"enable": True, "max_num_gen_batches": 3},
-        "overlong": {"enable": True, "buffer_length": 2, "penalty_factor": 0.5},
+    "rl": {
+        "num_steps_per_round": 8,
+        "batch_size_prompts": 8,
+        "group_size": 4,
+        "mini_batch_size_prompts": 4,
+        "num_epochs": 2,
+        "sampling": {"max_new_tokens": 5},
+        "optimizer": {"lr": 1e-3},
+        "algorithm": {
+            "use_kl_loss": True,
+            "filter_groups": {"enable": True, "max_num_gen_batches": 3},
+            "overlong": {"enable": True, "buffer_length": 2, "penalty_factor": 0.5},
+        },
+        "reward": REWARD,
+        "mismatch": {"max": 1e-4},
     },
-    "reward": REWARD,
-    "mismatch": {"max": 1e-4},
-    "max_num_skipped_steps": 10,
     "checkpoint": {"every_num_steps": 2},
     "evaluation": EVALUATION,
 }
@@ -215,7 +216,9 @@ def test_a_stage_killed_twice_ends_as_if_it_never_was(
     undisturbed = reference.bench.spec(stage, config, inputs)
     # The same store for the inputs, another work directory and fingerprint for the stage.
     spec = undisturbed.model_copy(update={"work_dir": tmp_path, "fingerprint": _digest(stage)})
-    num_steps = config["num_steps"] if stage == "rl_round" else config["sft"]["num_steps"]
+    num_steps = (
+        config["rl"]["num_steps_per_round"] if stage == "rl_round" else config["sft"]["num_steps"]
+    )
     first, second = sorted(random.Random(time.time_ns()).sample(range(1, num_steps), 2))
     bench = reference.bench
     bench.kill_after_step(spec, first)
@@ -283,7 +286,8 @@ def test_rl_reports_under_the_names_that_users_of_verl_know(reference: Reference
 def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     """A second round continues the optimizer; merge, evaluate and promote follow."""
     bench, dataset = reference.bench, reference.dataset
-    second = {**RL_ROUND, "round": 2, "num_steps": 2, "algorithm": {}, "num_epochs": 1}
+    plain = {**RL_ROUND["rl"], "num_steps_per_round": 2, "algorithm": {}, "num_epochs": 1}
+    second = {**RL_ROUND, "round": 2, "rl": plain}
     inputs = {"dataset": dataset, "policy": reference.rl.artifact}
     spec = bench.spec("rl_round", second, inputs)
     round_2 = bench.run(spec)
@@ -294,7 +298,9 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
         (reference.rl.artifact.local_path() / "checkpoint" / "engine.json").read_text()
     )
     assert engine_state["num_optimizer_steps"] == before["num_optimizer_steps"] + 4
-    model = bench.run(bench.spec("merge", {"model": MODEL}, {"policy": round_2.artifact})).artifact
+    model = bench.run(
+        bench.spec("merge", {"backend": "fsdp2"}, {"policy": round_2.artifact})
+    ).artifact
     config = {"evaluation": EVALUATION, "rollout": {}, "reward": REWARD}
     evaluated = bench.run(bench.spec("evaluate", config, {"model": model, "dataset": dataset}))
     # The merged model is the policy: the same answers, hence the same numbers.

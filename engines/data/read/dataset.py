@@ -2,7 +2,7 @@
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
 
-Promises: rows come back as `engines.data.build.dataset` wrote them, typed and checked.
+Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
 Imports without torch and transformers.
 """
 

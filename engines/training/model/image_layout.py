@@ -57,9 +57,6 @@ class ImageFault:
         return [float(self.sequence), float(self.kind), float(self.found), float(self.needed)]
 
 
-NUM_FAULT_NUMBERS = len(ImageFault().numbers())
-
-
 def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFault:
     """Look for a sequence whose images do not fit.
 

@@ -19,6 +19,16 @@ def loss_counts(batch: TokenBatch) -> tuple[int, int]:
     return int(cumulative[-1]), int((per_sequence_B > 0).sum())
 
 
+def trained_first_token(batch: TokenBatch) -> int:
+    """The first sequence whose mask is on at its first token, which nothing predicts; -1: none."""
+    mask_T = batch.columns.get("loss_mask")
+    if mask_T is None:
+        return -1
+    starts_B = batch.cu_seqlens[:-1].to(torch.int64).clamp(max=max(batch.num_tokens - 1, 0))
+    wrong_N = ((mask_T[starts_B] != 0) & (batch.lengths_B > 0)).nonzero()
+    return int(wrong_N[0]) if len(wrong_N) else -1
+
+
 class Totals:
     """Sums and maxima over micro-batches, kept on the device until the one exchange."""
 

@@ -13,7 +13,7 @@ from engines.algorithms.registry import ADVANTAGES
 from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.plugins import check_plugin, refuse_two_owners, register_plugin
-from engines.config.stages import PromoteConfig
+from engines.config.stages import PromoteConfig, PromoteStageConfig
 from engines.rollout.registry import load
 from engines.training.registry import built_in_registry as engine_registry
 from hardware.registry import built_in_registry, detect, register_platform
@@ -327,8 +327,8 @@ def test_a_repaired_module_is_another_fingerprint(
 
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
     def fingerprint() -> str:
-        config = PromoteConfig(model_name="m", metric="accuracy", min_value=0.5)
-        return StageRequest("promote", "promote", "engines.jobs.promote", config, {}, 0).fingerprint
+        config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
+        return StageRequest(config, {}, 0).fingerprint
 
     found = [fingerprint()]
     for version in ("1.0", "1.1", "1.0"):

@@ -56,7 +56,6 @@ def check_architecture(config: PretrainedConfig) -> None:
         or getattr(config, "decoder_sparse_step", 1) != 1,
         "one normalised expert per token": getattr(config, "norm_topk_prob", False)
         and getattr(config, "num_experts_per_tok", 2) == 1,
-        "dropout": bool(getattr(config, "attention_dropout", 0.0)),
         f"rotary embeddings of type {_rope_type(config)}": _rope_type(config) not in _ROPE_TYPES,
     }
     for what, is_needed in needed.items():

@@ -168,10 +168,6 @@ class MegatronEngine(BaseEngine):
     def _set_gradient_sync(self, enabled: bool) -> None:
         """Nothing to do: the schedule reduces gradients after its last micro-batch."""
 
-    def _set_training(self, training: bool) -> None:
-        with self._library():
-            self.replica.set_training(training)
-
     def _set_adapter(self, enabled: bool) -> None:
         self.replica.set_adapter(enabled)
 

@@ -108,6 +108,8 @@ class Pipeline:
         missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
         batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
         device = self._spec.platform.device()
+        for chunk in self._chunks:
+            chunk.train(not forward_only)  # there is no dropout; it decides on recomputation
 
         def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
             batch = next(iterator).to(device)

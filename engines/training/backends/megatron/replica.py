@@ -170,11 +170,6 @@ class Replica:
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
 
-    def set_training(self, training: bool) -> None:
-        """Switch between training and evaluation behaviour."""
-        for chunk in self.wrapped:
-            chunk.train(training)
-
     @property
     def pipeline(self) -> Pipeline:
         """What runs the pieces."""

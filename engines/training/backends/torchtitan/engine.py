@@ -192,9 +192,6 @@ class TorchTitanEngine(BaseEngine):
         # Not a view: FSDP hangs its hooks on what the model returns.
         return torch.stack([logprobs_N[None], entropy_N[None]], dim=-1)
 
-    def _set_training(self, training: bool) -> None:
-        self._model.train(training)
-
     def _end_inference(self) -> None:
         # FSDP keeps gathered weights for a backward pass that does not come.
         for module in self._model.modules():

@@ -1,19 +1,22 @@
 """Build the transformers module of an engine: on one device, or without memory for sharding.
 
 Promises: float32 weights whatever the files hold; a missing or unexpected weight is an error,
-never a random value (the head of a value model may be absent: it starts at 0). Sharded, each
+never a random value (the head of a value model may be absent: it starts at 0). The model stays
+in evaluation mode: training and inference see the same log-probabilities. Sharded, each
 rank reads only its slices from the safetensors files; an architecture whose tensors on disk are
 not those in memory, names aside (transformers converts them), is loaded whole on each rank first.
 """
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
@@ -117,9 +121,12 @@ def build_on_meta(hf_dir: Path, model_type: ModelType = "language_model") -> Pre
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each decoder layer in the backward pass instead of keeping its activations."""
-    # transformers renamed the method; the old name warns in releases that have the new one.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    # transformers' own way needs layers in training mode, and with it their dropout.
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -221,10 +228,8 @@ def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
             f"{hf_dir} is a {type(model).__name__}, whose attention cannot be replaced, so it "
             "cannot train on packed sequences; choose another architecture",
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # training and inference must see the same log-probabilities
-    return model
+    # For good: in training mode there is dropout, dropped layers, noise of routers.
+    return model.eval()
 
 
 def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:

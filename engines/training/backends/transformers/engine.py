@@ -192,9 +192,6 @@ class TransformersModelEngine(BaseEngine):
         logprobs_N, entropy_N = self._head(rows_N, targets, **inputs)
         return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
 
-    def _set_training(self, training: bool) -> None:
-        self.model.train(training)
-
     def _set_adapter(self, enabled: bool) -> None:
         set_adapter_enabled(self.model, enabled)
 

@@ -10,7 +10,7 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="session")

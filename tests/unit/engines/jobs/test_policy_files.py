@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.model import ModelConfig, TokenizerConfig
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.policy_files import initial_source, write_hf_files, write_policy
 from infra.errors import ConfigError

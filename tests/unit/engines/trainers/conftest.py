@@ -1,8 +1,9 @@
 """A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -59,31 +60,33 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
     reward_file.write_text(REWARD_CODE, encoding="utf-8")
 
     def run(
-        reward: str, *, max_unscored_frac: float = 1.0, **changes: Any
+        reward: str,
+        *,
+        max_unscored_frac: float = 1.0,
+        training: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
             {
                 "round": 1,
                 "model": {"init": "random", "max_length": 32},
-                "training": {"num_threads": 1},
+                "training": {"num_threads": 1, **training},
                 "rollout": {},
-                "num_steps": 2,
-                "batch_size_prompts": 4,
-                "group_size": 4,
-                "mini_batch_size_prompts": 4,
-                "num_epochs": 1,
-                "sampling": {"max_new_tokens": 5},
-                "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
-                "algorithm": {},
-                "reward": {
-                    "function": f"{reward_file}:{reward}",
-                    "max_unscored_frac": max_unscored_frac,
+                "rl": {
+                    "num_steps_per_round": 2,
+                    "batch_size_prompts": 4,
+                    "group_size": 4,
+                    "sampling": {"max_new_tokens": 5},
+                    "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
+                    "reward": {
+                        "function": f"{reward_file}:{reward}",
+                        "max_unscored_frac": max_unscored_frac,
+                    },
+                    "max_num_skipped_steps": 2,
+                    **changes,
                 },
-                "mismatch": {},
-                "max_num_skipped_steps": 2,
                 "checkpoint": {},
                 "evaluation": {},
-                **changes,
             }
         )
         return _run(config, tiny_model, tmp_path)
@@ -100,7 +103,7 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
     prompts = rl_prompts(rows, tokenizer, 27).prompts
     with ExitStack() as stack:
         rewards = stack.enter_context(
-            RewardScorer(RewardConfig.model_validate(config.reward.model_dump()))
+            RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
         )
         spec = PolicySpec(
             policy=ModelSource(model),
@@ -108,10 +111,10 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
             serving_dir=model,
             restore_optimizer=False,
             training=config.training,
-            optimizer=config.optimizer,
-            total_num_steps=config.num_steps,
+            optimizer=config.rl.optimizer,
+            total_num_steps=config.rl.num_steps_per_round,
             rollout=config.rollout,
-            temperature=config.sampling.temperature,
+            temperature=config.rl.sampling.temperature,
             platform="cpu",
             seed=0,
         )
@@ -121,12 +124,12 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
             journal,
             Heartbeat(work / "heartbeat.json", 60.0),
             StepCheckpoints(work / "checkpoints", 2),
-            config.checkpoint.every_num_steps,
-            config.num_steps,
+            100,
+            config.rl.num_steps_per_round,
             PhaseClock(),
         )
         scorer = CompletionScorer(
-            rewards, tokenizer, config.algorithm.overlong, config.sampling.max_new_tokens
+            rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
         RLTrainer(config, workers, PromptSource(prompts, config, 0), scorer, progress).run()
     records, _ = read_records(work / "journal.jsonl", 0)

@@ -10,7 +10,7 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.config.model import TokenizerConfig
 from engines.config.stages import EvaluationConfig
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer

@@ -17,20 +17,16 @@ def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
             "model": {"init": "random"},
             "training": {},
             "rollout": {},
-            "num_steps": 5,
-            "batch_size_prompts": 4,
-            "group_size": 3,
-            "mini_batch_size_prompts": 4,
-            "num_epochs": 1,
-            "sampling": {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 8},
-            "optimizer": {},
-            "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
-            "reward": {},
-            "mismatch": {},
-            "max_num_skipped_steps": 1,
+            "rl": {
+                "num_steps_per_round": 5,
+                "batch_size_prompts": 4,
+                "group_size": 3,
+                "sampling": {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 8},
+                "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+                **changes,
+            },
             "checkpoint": {},
             "evaluation": {},
-            **changes,
         }
     )
     prompts = [

@@ -79,12 +79,12 @@ def test_a_broken_sampler_that_only_ever_scores_the_same_stops_the_round(run_rou
     filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
     with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.0001"):
         run_round("always", sampling=TRUNCATED, algorithm=filtered)
-    (metrics,) = run_round("always", num_steps=1, algorithm=filtered)
+    (metrics,) = run_round("always", num_steps_per_round=1, algorithm=filtered)
     assert 0 < metrics["mismatch/logprob_abs_mean"] <= metrics["mismatch/logprob_abs_max"] <= 1e-4
 
 
 def test_in_bfloat16_rounding_passes_and_another_distribution_does_not(run_round) -> None:
-    training = {"num_threads": 1, "dtype": "bfloat16"}
+    training = {"dtype": "bfloat16"}
     with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.1"):
         run_round("odd_length", training=training, sampling=TRUNCATED)
     for metrics in run_round("odd_length", training=training):
@@ -94,19 +94,19 @@ def test_in_bfloat16_rounding_passes_and_another_distribution_does_not(run_round
 def test_too_many_steps_in_a_row_without_training_stop_the_round(run_round, synced) -> None:
     filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
     with pytest.raises(NothingToTrainOnError, match="step 3: 3 steps in a row.*more than rl.max"):
-        run_round("always", num_steps=4, algorithm=filtered)
+        run_round("always", num_steps_per_round=4, algorithm=filtered)
     assert synced == [0]
 
 
 def test_versions_follow_the_weights(run_round, synced: list[int]) -> None:
     """A skipped step makes no version, and a resumed round publishes under the last one."""
     filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
-    first = run_round("odd_length", num_steps=2)
+    first = run_round("odd_length", num_steps_per_round=2)
     assert synced == [0, 1, 2]
     assert [metrics["training/policy_version"] for metrics in first] == [1, 2]
-    run_round("always", num_steps=4, algorithm=filtered)
+    run_round("always", num_steps_per_round=4, algorithm=filtered)
     assert synced == [0, 1, 2, 2]
-    run_round("odd_length", num_steps=5)
+    run_round("odd_length", num_steps_per_round=5)
     assert synced == [0, 1, 2, 2, 2, 5]
 
 

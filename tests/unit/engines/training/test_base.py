@@ -137,11 +137,18 @@ def test_what_cannot_be_done_says_so(qwen3_dir: Path, tmp_path: Path) -> None:
         pass
     engine = make_engine(qwen3_dir, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=8)
     with pytest.raises(ConfigError, match=r"training.max_tokens_per_micro_batch: got 8; need at"):
-        engine.train_batch(TokenBatch.from_sequences([[3] * 9], loss_mask=[[1] * 9]), sft)
+        engine.train_batch(TokenBatch.from_sequences([[3] * 9], loss_mask=[[0, *[1] * 8]]), sft)
     with pytest.raises(EngineError, match="a rank has no sequence"):
         engine.train_batch(BATCH.select([]), sft)
     with pytest.raises(EngineError, match="a sequence has no token"):
         engine.infer_batch(TokenBatch.from_sequences([[3, 4], []]))
+    unpredicted = TokenBatch.from_sequences([[3, 4], [5], [6, 7]], loss_mask=[[0, 1], [0], [1, 1]])
+    for call in (
+        lambda: engine.train_batch(unpredicted, sft),
+        lambda: engine.infer_batch(unpredicted),
+    ):
+        with pytest.raises(EngineError, match="sequence 2 of data-parallel rank 0 has its first"):
+            call()
     with pytest.raises(EngineError, match="loss_mask is 0 everywhere"):
         engine.train_batch(TokenBatch(BATCH.input_ids_T, BATCH.cu_seqlens), sft)
     with pytest.raises(CheckpointError, match="no engine.json"):

@@ -24,14 +24,7 @@ from tasks.runner.identity import StageRequest
 from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
-REQUEST = StageRequest(
-    stage="promote",
-    label="promote",
-    job_module="engines.jobs.promote",
-    config=PromoteStageConfig(promote=PromoteConfig()),
-    inputs={},
-    seed=0,
-)
+REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, seed=0)
 
 
 class Jobs:

@@ -36,6 +36,7 @@ class CommittingRunner:
     """Publishes a file that stands for what the job would compute, and commits it."""
 
     orchestrated = False
+    seed = 0
 
     def __init__(
         self, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ def run(
     recipe: Recipe, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
 ) -> CommittingRunner:
     runner = CommittingRunner(storage, scratch / "scratch", constant)
+    runner.seed = recipe.seed
     run_stages(recipe, runner)
     return runner
 
@@ -206,7 +208,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
     run(two_rounds(), storage, tmp_path)
-    planner = Planner(storage, {})
+    planner = Planner(storage, 0, {})
     run_stages(two_rounds("rl.num_rounds=3"), planner)
     status = {stage.label: stage.status for stage in planner.stages}
     assert status == {
@@ -221,7 +223,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     }
     assert not planner.all_hit
     assert planner.stages[-1].fingerprint == ""
-    again = Planner(storage, {"merge": "token"})
+    again = Planner(storage, 0, {"merge": "token"})
     run_stages(two_rounds(), again)
     assert [stage.label for stage in again.stages if stage.status != "hit"] == [
         "merge",
@@ -233,7 +235,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
 def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     request = runner.requests["rl_round_1"]
-    closure = source_closure([request.job_module, *request.plugins])
+    closure = source_closure([request.job_module, *request.config.plugin_modules()])
     for module in (
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers_engine",
@@ -250,7 +252,7 @@ RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.a
 def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     reached = {
-        label: source_closure([request.job_module, *request.plugins])
+        label: source_closure([request.job_module, *request.config.plugin_modules()])
         for label, request in runner.requests.items()
     }
     assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS

@@ -21,14 +21,8 @@ RECORD = CommitRecord(
 
 
 def request(label: str) -> StageRequest:
-    return StageRequest(
-        stage="promote",
-        label=label,
-        job_module="engines.jobs.promote",
-        config=PromoteStageConfig(promote=PromoteConfig()),
-        inputs={"evaluation": ARTIFACT},
-        seed=0,
-    )
+    kind = type(label, (PromoteStageConfig,), {"stage": label})
+    return StageRequest(kind(promote=PromoteConfig()), inputs={"evaluation": ARTIFACT}, seed=0)
 
 
 def test_a_run_that_reuses_everything_never_opens_a_tracker(tmp_path: Path) -> None:

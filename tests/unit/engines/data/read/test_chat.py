@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.model import TokenizerConfig
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import (
     end_of_turn_id,
     prompt_text,

@@ -11,7 +11,7 @@ import pytest
 
 from engines.config.data import ArithmeticConfig, DataConfig, SourceConfig
 from engines.config.model import ModelConfig
-from engines.data.build.dataset import build_dataset
+from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 
 from engines.config.model import TokenizerConfig
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts, sft_examples
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer

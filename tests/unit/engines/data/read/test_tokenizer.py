@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.model import TokenizerConfig
-from engines.data.build.tokenizer_training import train_tokenizer
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import render_prompt, render_sft
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer, template_source

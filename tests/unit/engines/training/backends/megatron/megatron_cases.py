@@ -252,7 +252,6 @@ def turned_around(engine: Any, batch: TokenBatch) -> Results:
 
 def backward(engine: Any, batch: TokenBatch) -> None:
     engine.optimizer_zero_grad()
-    engine._set_training(True)
     batches = [micro.batch for micro in engine._prepare(batch).micro_batches]
     engine._forward_backward(batches, lambda outputs, _: outputs.logprobs_T.sum(), entropy=False)
 

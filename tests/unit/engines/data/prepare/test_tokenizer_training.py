@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.config.model import TokenizerConfig
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.data.build.tokenizer_training import train_tokenizer
 from infra.errors import ConfigError
 
 TEXTS = ["12+34=640", "a  b\n\nc\t", "ab ab abc abcd"]
@@ -82,7 +82,7 @@ def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
     program = (
         "import sys, hashlib; from pathlib import Path\n"
         "from engines.config.model import TokenizerConfig\n"
-        "from engines.data.build.tokenizer_training import train_tokenizer\n"
+        "from engines.data.prepare.tokenizer_training import train_tokenizer\n"
         "texts = [f'{a}+{b} word{a % 7} thing{b % 5}' for a in range(40) for b in range(40)]\n"
         "out = train_tokenizer(TokenizerConfig(kind='bpe', vocab_size=330), texts,\n"
         "                      Path(sys.argv[1]), max_length=9)\n"

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.data.build.preprocessors.gsm8k import GSM8K as GSM8KPreprocessor
-from engines.data.build.preprocessors.gsm8k import split_solution
-from engines.data.build.preprocessors.math import MATH as MATHPreprocessor
-from engines.data.build.preprocessors.math import last_boxed
-from engines.data.build.preprocessors.registry import create_preprocessor, names, register
+from engines.data.prepare.preprocessors.gsm8k import GSM8K as GSM8KPreprocessor
+from engines.data.prepare.preprocessors.gsm8k import split_solution
+from engines.data.prepare.preprocessors.math import MATH as MATHPreprocessor
+from engines.data.prepare.preprocessors.math import last_boxed
+from engines.data.prepare.preprocessors.registry import create_preprocessor, names, register
+from engines.data.prepare.sources import load_rl_rows, load_sft_rows
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow
-from engines.data.build.sources import load_rl_rows, load_sft_rows
 from infra.errors import ConfigError
 
 GSM8K = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.data import SourceConfig
-from engines.data.build.files import resolve_source
+from engines.data.prepare.files import resolve_source
 from infra.errors import ConfigError
 
 

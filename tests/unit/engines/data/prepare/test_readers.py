@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.data.build.readers import BadRow, RawRow, read_file
+from engines.data.prepare.readers import BadRow, RawRow, read_file
 from infra.errors import ConfigError
 
 ROWS = [{"a": 1, "b": "x"}, {"a": 2, "b": "\u00e9"}]

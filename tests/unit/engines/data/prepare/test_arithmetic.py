@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.data import ArithmeticConfig, Operation
-from engines.data.build.arithmetic import Notation, Problem, generate
+from engines.data.prepare.arithmetic import Notation, Problem, generate
 from engines.data.read.rows import RLRow
 from infra.errors import ConfigError
 

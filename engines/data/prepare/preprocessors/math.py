@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.build.preprocessors.base import Preprocessor
-from engines.data.build.preprocessors.gsm8k import INSTRUCTION
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 _COMMANDS = ("\\boxed", "\\fbox")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.build.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from engines.config.data import SourceConfig
-from engines.data.build.preprocessors.base import Preprocessor
-from engines.data.build.preprocessors.columns import Columns
-from engines.data.build.preprocessors.dapo_math_17k import DAPOMath17k
-from engines.data.build.preprocessors.gsm8k import GSM8K
-from engines.data.build.preprocessors.math import MATH
-from engines.data.build.preprocessors.row_schema import Conversations, RowSchema
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.columns import Columns
+from engines.data.prepare.preprocessors.dapo_math_17k import DAPOMath17k
+from engines.data.prepare.preprocessors.gsm8k import GSM8K
+from engines.data.prepare.preprocessors.math import MATH
+from engines.data.prepare.preprocessors.row_schema import Conversations, RowSchema
 from engines.errors import UnknownPluginError
 from infra.errors import ConfigError
 from infra.names import unknown_name

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.data.build.files import resolve_source
+from engines.data.prepare.files import resolve_source
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.registry import create_preprocessor
+from engines.data.prepare.readers import BadRow, RawRow, read_file
 from engines.data.read.order import permutation
-from engines.data.build.preprocessors.base import Preprocessor
-from engines.data.build.preprocessors.registry import create_preprocessor
-from engines.data.build.readers import BadRow, RawRow, read_file
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 

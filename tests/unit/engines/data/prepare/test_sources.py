@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.data.build.sources import LoadedRows, load_rl_rows, load_sft_rows
+from engines.data.prepare.sources import LoadedRows, load_rl_rows, load_sft_rows
 from infra.errors import ConfigError
 
 

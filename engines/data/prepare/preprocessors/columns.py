@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from engines.config.base import StrictModel
-from engines.data.build.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
 
 

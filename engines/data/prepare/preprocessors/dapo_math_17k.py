@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.build.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.row_files import rl_row
 from engines.data.read.rows import RLRow, RowError, SFTRow
 

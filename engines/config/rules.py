@@ -1,0 +1,122 @@
+"""Rules among settings, each written once: the recipe asks them early, the job asks them last.
+
+Promises: every rule names the setting as a recipe has it, what it got, what it needs and what to
+do. Does not promise: anything about data, models or devices.
+"""
+
+from engines.config.plugins import BUILT_IN
+from engines.config.sections import RLConfig
+from engines.config.training import TrainingConfig
+from infra.errors import ConfigError
+
+
+def check_sampling(rl: RLConfig) -> None:
+    """Refuse what would only fail, or quietly mislead, once the models are loaded.
+
+    Args:
+        rl: of a recipe or a round.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    sampling = rl.sampling
+    if sampling.temperature == 0:
+        raise ConfigError(
+            "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
+        )
+    if rl.optimizer.schedule != "constant":
+        raise ConfigError(
+            "rl.optimizer.schedule",
+            f"got {rl.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
+        )
+    if rl.mismatch.enable and (sampling.top_p < 1 or sampling.top_k):
+        raise ConfigError(
+            "rl.mismatch.enable",
+            f"got true with top_p {sampling.top_p} and top_k {sampling.top_k}; need top_p 1 and "
+            "top_k 0, else the sampler's distribution is not the trainer's by construction; set "
+            "it to false",
+        )
+
+
+def check_algorithm(rl: RLConfig) -> None:
+    """Refuse sizes that the parts of the algorithm cannot work with.
+
+    Args:
+        rl: of a recipe or a round.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    estimator = BUILT_IN["adv_estimator"].get(rl.algorithm.adv_estimator)
+    if estimator and estimator.group_relative:
+        check_group_size(rl.algorithm.adv_estimator, rl.group_size)
+    overlong, limit = rl.algorithm.overlong, rl.sampling.max_new_tokens
+    if overlong.enable and overlong.buffer_length > limit:
+        raise ConfigError(
+            "rl.algorithm.overlong.buffer_length",
+            f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens {limit}; "
+            "lower it",
+        )
+
+
+def check_group_size(estimator: str, group_size: int) -> None:
+    """Refuse groups of one under an estimator that compares the samples of one prompt.
+
+    Args:
+        estimator: its name.
+        group_size: samples per prompt.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    if group_size < 2:
+        raise ConfigError(
+            "rl.group_size",
+            f"got {group_size}; {estimator} needs >= 2 (the advantage would be 0 for every sample)",
+        )
+
+
+def check_answer_length(
+    path: str, max_new_tokens: int, max_length: int, max_prompt_length: int = 1
+) -> None:
+    """Refuse answers for which the context has no room behind a prompt.
+
+    Args:
+        path: the setting that limits the answer.
+        max_new_tokens: of an answer.
+        max_length: of the context, `model.max_length`.
+        max_prompt_length: of a prompt, `data.max_prompt_length`, where it is known.
+
+    Raises:
+        ConfigError: names `path`.
+    """
+    total, room = max_prompt_length + max_new_tokens, max_length - max_prompt_length
+    if total <= max_length:
+        return
+    remedy = f"lower it to {room}" if room > 0 else f"lower data.max_prompt_length to {max_length}"
+    raise ConfigError(
+        path,
+        f"{max_prompt_length} (data.max_prompt_length) + {max_new_tokens} = {total} tokens "
+        f"exceeds model.max_length {max_length}; {remedy}",
+    )
+
+
+def check_divides(path: str, size: int, training: TrainingConfig) -> None:
+    """Refuse a batch that the data-parallel ranks cannot share equally.
+
+    Args:
+        path: the setting of the size.
+        size: of a batch.
+        training: says how many ranks hold different data.
+
+    Raises:
+        ConfigError: names `path`.
+    """
+    ranks = training.data_parallel_size
+    if size % ranks == 0:
+        return
+    below, above = size // ranks * ranks, -(-size // ranks) * ranks
+    use = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
+    )

@@ -1,0 +1,114 @@
+"""Sections of a recipe that are about stages: how each trains, measures, keeps and promotes."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
+from engines.config.base import NotIdentity, StrictModel
+from engines.config.rollout import SamplingConfig
+from engines.config.training import OptimizerConfig
+from infra.errors import ConfigError
+
+
+class CheckpointConfig(StrictModel):
+    """Step checkpoints inside a stage."""
+
+    every_num_steps: int = Field(default=50, ge=1)
+    num_keep: int = Field(default=2, ge=2)
+    """Kept newest checkpoints; never below 2, the newest may be the one being written."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of writing one checkpoint in the background."""
+
+
+class SFTConfig(StrictModel):
+    """Supervised fine-tuning."""
+
+    num_steps: int = Field(default=200, ge=1)
+    batch_size_sequences: int = Field(default=128, ge=1)
+    """Sequences of one optimizer step, over all ranks."""
+    target_loss: float | None = Field(default=None, gt=0)
+    """Stop early once the moving average of the training loss reaches this; null runs all steps."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
+
+
+class RLConfig(StrictModel):
+    """Iterative RL; one round is one stage."""
+
+    num_rounds: Annotated[int, NotIdentity] = Field(default=1, ge=0)
+    """Adding a round re-runs none: each is a stage of its own, which knows its number."""
+    num_steps_per_round: int = Field(default=20, ge=1)
+    """RL steps of a round: generate, score, train, publish."""
+    batch_size_prompts: int = Field(default=32, ge=1)
+    """Prompts of one RL step."""
+    group_size: int = Field(default=8, ge=1)
+    """Samples per prompt."""
+    mini_batch_size_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step; null trains on the whole batch at once."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    sampling: SamplingConfig = SamplingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
+    max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
+    """Steps in a row that may have nothing to train on; one more stops the run."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "RLConfig":
+        mini = self.mini_batch_size_prompts
+        if mini and self.batch_size_prompts % mini:
+            raise ValueError(
+                f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
+                f"mini_batch_size_prompts {mini}; make it one"
+            )
+        return self
+
+    @property
+    def prompts_per_update(self) -> int:
+        """Prompts of one optimizer step."""
+        return self.mini_batch_size_prompts or self.batch_size_prompts
+
+
+class EvaluationConfig(StrictModel):
+    """Held-out evaluation: greedy pass@1 and, when asked, sampled pass@k."""
+
+    num_problems: int | None = Field(default=None, ge=1)
+    """null takes every evaluation row."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """null uses `rl.sampling.max_new_tokens`."""
+    num_samples: int = Field(default=0, ge=0)
+    """Samples per problem for pass@k; 0 skips the sampled part."""
+    pass_at: tuple[int, ...] = (1,)
+    """Values of k; each at most `num_samples`."""
+    temperature: float = Field(default=1.0, gt=0)
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_k(self) -> "EvaluationConfig":
+        if self.num_samples and max(self.pass_at, default=0) > self.num_samples:
+            raise ValueError(
+                f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}"
+            )
+        return self
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens of an answer; the recipe has put a number for null when a stage is made of it."""
+        if self.max_new_tokens is None:
+            raise ConfigError("evaluation.max_new_tokens", "missing; need a number of tokens")
+        return self.max_new_tokens
+
+
+class PromoteConfig(StrictModel):
+    """The gate in front of the model registry."""
+
+    model_name: str = "policy"
+    """Name of the registered model in MLflow."""
+    alias: str = "champion"
+    metric: str = "accuracy"
+    min_value: float = Field(default=0.0)
+    """The metric of the final evaluation must reach this, else nothing is promoted."""

@@ -1,0 +1,1 @@
+"""From raw data to the rows of a dataset: sources, preprocessors, generated problems."""

@@ -1,0 +1,218 @@
+"""Makes the dataset artifact: three splits of validated rows, a summary, perhaps a tokenizer.
+
+The layout of its files is that of `engines.data.read.dataset`.
+Promises: equal configuration, sources and seed give byte-equal files; evaluation prompts do not
+occur in the training splits unless `allow_overlap`; what was dropped is counted in the summary.
+Imports without torch and transformers, so the preprocess stage starts fast.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.config.data import DataConfig
+from engines.config.model import ModelConfig
+from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.sources import SourceReport, load_rl_rows, load_sft_rows
+from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read.dataset import (
+    EVALUATION_FILE,
+    RL_FILE,
+    SFT_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_DIR,
+)
+from engines.data.read.examples import rl_prompts, sft_examples
+from engines.data.read.row_files import write_rl_rows, write_sft_rows
+from engines.data.read.rows import Message, RLRow, SFTRow
+from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
+from infra.errors import ConfigError
+
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split in numbers.
+
+    Attributes:
+        num_rows: rows written.
+        num_overlong: dropped because they are too long; None where no tokenizer was at hand,
+            then the stage that reads the split counts.
+        num_distinct_prompts: rows that differ in their prompt.
+        data_sources: rows by data source.
+        sources: what became of each source's rows; empty for generated data.
+    """
+
+    num_rows: int
+    num_overlong: int | None
+    num_distinct_prompts: int
+    data_sources: dict[str, int]
+    sources: tuple[SourceReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """The artifact in numbers.
+
+    Attributes:
+        sft: the supervised split.
+        rl: the RL split.
+        evaluation: the held-out split.
+        num_overlapping: evaluation rows whose prompt occurs in training.
+        vocab_size: of the tokenizer trained here, else None.
+    """
+
+    sft: SplitSummary
+    rl: SplitSummary
+    evaluation: SplitSummary
+    num_overlapping: int
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The rows of the three splits, and the reports of their sources."""
+
+    sft: tuple[SFTRow, ...]
+    rl: tuple[RLRow, ...]
+    evaluation: tuple[RLRow, ...]
+    reports: dict[str, tuple[SourceReport, ...]]
+
+
+def build_dataset(
+    data: DataConfig,
+    model: ModelConfig,
+    seed: int,
+    out_dir: Path,
+    tokenizer: ChatTokenizer | None = None,
+) -> DatasetSummary:
+    """Generate or read the data, check it, and write the artifact's files.
+
+    Args:
+        data: where rows come from.
+        model: `init: random` gets a tokenizer trained on the data.
+        seed: of generation and sampling.
+        out_dir: created if it does not exist.
+        tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        ConfigError: the data cannot be used; names the place and the remedy.
+    """
+    splits = _read_splits(data, seed)
+    num_overlapping = _check_overlap(splits, data.allow_overlap)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    vocab_size = None
+    if model.init == "random":
+        directory = train_tokenizer(
+            model.tokenizer,
+            _texts(splits),
+            out_dir / TOKENIZER_DIR,
+            max_length=model.max_length,
+            chat_template=model.chat_template,
+        )
+        trained = DirectoryTokenizer.load(directory)
+        tokenizer, vocab_size = trained, len(trained)
+    kept = _drop_overlong(splits, data, model, tokenizer) if tokenizer else splits
+    write_sft_rows(out_dir / SFT_FILE, kept.sft)
+    write_rl_rows(out_dir / RL_FILE, kept.rl)
+    write_rl_rows(out_dir / EVALUATION_FILE, kept.evaluation)
+    checked = tokenizer is not None
+    summary = DatasetSummary(
+        sft=_summarize(splits.sft, kept.sft, splits.reports["sft"], checked),
+        rl=_summarize(splits.rl, kept.rl, splits.reports["rl"], checked),
+        evaluation=_summarize(
+            splits.evaluation, kept.evaluation, splits.reports["evaluation"], checked
+        ),
+        num_overlapping=num_overlapping,
+        vocab_size=vocab_size,
+    )
+    text = json.dumps({"schema": _SCHEMA_VERSION, **asdict(summary)}, indent=2, sort_keys=True)
+    (out_dir / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8", newline="")
+    return summary
+
+
+def _read_splits(data: DataConfig, seed: int) -> Splits:
+    if data.arithmetic:
+        made = generate(data.arithmetic, seed)
+        return Splits(made.sft, made.rl, made.evaluation, {"sft": (), "rl": (), "evaluation": ()})
+    sft = load_sft_rows(data.sft, "sft", data, seed)
+    rl = load_rl_rows(data.rl, "rl", data, seed)
+    evaluation = load_rl_rows(data.evaluation, "evaluation", data, seed)
+    reports = {"sft": sft.reports, "rl": rl.reports, "evaluation": evaluation.reports}
+    return Splits(sft.rows, rl.rows, evaluation.rows, reports)
+
+
+def _check_overlap(splits: Splits, allow_overlap: bool) -> int:
+    """Evaluation rows whose prompt a training split holds; more than none needs permission."""
+    trained: dict[tuple[Message, ...], str] = {}
+    for split, rows in (("rl", splits.rl), ("sft", splits.sft)):
+        for index, row in enumerate(rows):
+            trained.setdefault(_identity(row.prompt), f"{split} row {index}")
+    found = [
+        (index, trained[_identity(row.prompt)])
+        for index, row in enumerate(splits.evaluation)
+        if _identity(row.prompt) in trained
+    ]
+    if found and not allow_overlap:
+        index, place = found[0]
+        prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
+        raise ConfigError(
+            "data.evaluation",
+            f"{len(found)} eval {prompts} in train (first: row {index} = {place}); remove them, or "
+            "set data.allow_overlap",
+        )
+    return len(found)
+
+
+def _identity(prompt: Sequence[Message]) -> tuple[Message, ...]:
+    """A prompt without the white space around its messages."""
+    return tuple(Message(message.role, message.content.strip()) for message in prompt)
+
+
+def _texts(splits: Splits) -> Iterator[str]:
+    """Everything a model made from scratch will read or write."""
+    for row in splits.sft:
+        yield from (message.content for message in row.messages)
+    for row in (*splits.rl, *splits.evaluation):
+        yield from (message.content for message in row.prompt)
+        if isinstance(row.reward_model.ground_truth, str):
+            yield row.reward_model.ground_truth
+
+
+def _drop_overlong(
+    splits: Splits, data: DataConfig, model: ModelConfig, tokenizer: ChatTokenizer
+) -> Splits:
+    def prompts(rows: tuple[RLRow, ...]) -> tuple[RLRow, ...]:
+        if not rows:
+            return rows
+        kept = rl_prompts(rows, tokenizer, data.max_prompt_length, data.on_overlong).prompts
+        return tuple(prompt.row for prompt in kept)
+
+    sft = splits.sft
+    if sft:
+        kept = sft_examples(sft, tokenizer, model.max_length, data.on_overlong)
+        sft = tuple(sft[index] for index in kept.indices)
+    return Splits(sft, prompts(splits.rl), prompts(splits.evaluation), splits.reports)
+
+
+def _summarize(
+    before: Sequence[SFTRow] | Sequence[RLRow],
+    rows: Sequence[SFTRow] | Sequence[RLRow],
+    reports: tuple[SourceReport, ...],
+    checked: bool,
+) -> SplitSummary:
+    data_sources: dict[str, int] = {}
+    for row in rows:
+        data_sources[row.data_source] = data_sources.get(row.data_source, 0) + 1
+    return SplitSummary(
+        num_rows=len(rows),
+        num_overlong=len(before) - len(rows) if checked else None,
+        num_distinct_prompts=len({_identity(row.prompt) for row in rows}),
+        data_sources=dict(sorted(data_sources.items())),
+        sources=reports,
+    )

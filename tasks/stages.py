@@ -1,0 +1,73 @@
+"""Every stage as a Prefect task: what it needs, and the artifact that it yields.
+
+Each takes whoever runs stages, its configuration and artifacts of the stages before, and is the
+job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
+"""
+
+from engines.config.stages import (
+    EvaluateStageConfig,
+    MergeStageConfig,
+    PreprocessStageConfig,
+    PromoteStageConfig,
+    RLRoundStageConfig,
+    SFTStageConfig,
+)
+from infra.store.stage_spec import Artifact
+from tasks.runner.identity import stage_request
+from tasks.runner.prefect_task import stage_task
+from tasks.runner.run import StageResult, StageRunner
+
+
+@stage_task
+def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
+    """Raw data to a `dataset`: checked rows by split, and the tokenizer of a model made here."""
+    return run.run(stage_request(config, run.seed))
+
+
+@stage_task
+def sft(run: StageRunner, config: SFTStageConfig, dataset: Artifact) -> StageResult:
+    """Supervised rows to a `policy`: sharded weights, optimizer, and the tokenizer beside them."""
+    return run.run(stage_request(config, run.seed, dataset=dataset))
+
+
+@stage_task
+def rl_round(
+    run: StageRunner,
+    config: RLRoundStageConfig,
+    dataset: Artifact,
+    policy: Artifact | None,
+    reference: Artifact | None,
+) -> StageResult:
+    """One round of RL, `policy` to `policy`; without one it starts from the model itself.
+
+    The reference, the policy that RL started from, is an input only where a KL loss needs it.
+    """
+    reference = reference if config.rl.algorithm.use_kl_loss else None
+    return run.run(
+        stage_request(config, run.seed, dataset=dataset, policy=policy, reference=reference)
+    )
+
+
+@stage_task
+def merge(run: StageRunner, config: MergeStageConfig, policy: Artifact) -> StageResult:
+    """A policy to a `model` that `AutoModelForCausalLM.from_pretrained` loads."""
+    return run.run(stage_request(config, run.seed, policy=policy))
+
+
+@stage_task
+def evaluate(
+    run: StageRunner, config: EvaluateStageConfig, model: Artifact, dataset: Artifact
+) -> StageResult:
+    """A model, as a user would load it, to an `evaluation`: every text, pass@1, pass@k."""
+    return run.run(stage_request(config, run.seed, model=model, dataset=dataset))
+
+
+@stage_task
+def promote(
+    run: StageRunner, config: PromoteStageConfig, evaluation: Artifact, model: Artifact
+) -> StageResult:
+    """Scores to a `promotion`: the decision whether the model may bear the alias."""
+    result = run.run(stage_request(config, run.seed, evaluation=evaluation, model=model))
+    if result.metrics.get("promoted"):
+        run.register_model(config.promote, model, result.metrics)
+    return result
