@@ -313,7 +313,6 @@ def test_options_are_checked(lab):
 @pytest.mark.parametrize(
     ("architecture", "changes", "what"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding window of 16"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
