@@ -56,7 +56,7 @@ class PolicySpec:
         training: backend and numerics.
         optimizer: of the policy.
         total_num_steps: optimizer steps the schedule spans.
-        rollout: engine that samples.
+        rollout: engine that samples; None where nothing is sampled.
         temperature: of the distribution that logprobs speak of.
         platform: name for `hardware.registry.detect`.
         seed: of whatever the backend draws.
@@ -69,7 +69,7 @@ class PolicySpec:
     training: TrainingConfig
     optimizer: OptimizerConfig
     total_num_steps: int
-    rollout: RolloutConfig
+    rollout: RolloutConfig | None
     temperature: float
     platform: str
     seed: int
@@ -97,19 +97,17 @@ class PolicyWorker:
         """
         # First, because it costs nothing and may refuse.
         rollout = self._spec.rollout
-        self._rollout = create_rollout_engine(
-            rollout.engine, self._spec.serving_dir, rollout, self._rollout_dtype, self._platform
-        )
+        if rollout is not None:
+            dtype = rollout.dtype or self._spec.training.dtype
+            self._rollout = create_rollout_engine(
+                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
+            )
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
             self._reference = self._create_engine(self._spec.reference, None)
             _load(self._reference, self._spec.reference, optimizer=False)
             self._reference.leave_device()
-
-    @property
-    def _rollout_dtype(self) -> str:
-        return self._spec.rollout.dtype or self._spec.training.dtype
 
     @property
     def _adapter_off_is_reference(self) -> bool:
@@ -170,8 +168,9 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        timeout_s = self._spec.rollout.timeout_s
-        sampling = asyncio.wait_for(_drain(self._served(), requests), timeout_s)
+        engine, rollout = self._served()
+        timeout_s = rollout.timeout_s
+        sampling = asyncio.wait_for(_drain(engine, requests), timeout_s)
         try:
             return self._loop.run_until_complete(sampling)
         except TimeoutError as error:
@@ -180,7 +179,8 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        sender = InProcessCheckpointEngine(self._served(), self._rollout_dtype)
+        engine, rollout = self._served()
+        sender = InProcessCheckpointEngine(engine, rollout.dtype or self._spec.training.dtype)
         return self._loop.run_until_complete(
             sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
         )
@@ -214,10 +214,10 @@ class PolicyWorker:
             self._loop.close()
             close_process_group()
 
-    def _served(self) -> RolloutEngine:
-        if self._rollout is None:
-            raise RolloutError("this worker has no rollout engine; initialize builds it")
-        return self._rollout
+    def _served(self) -> tuple[RolloutEngine, RolloutConfig]:
+        if self._rollout is None or self._spec.rollout is None:
+            raise RolloutError("this worker was built without a rollout engine")
+        return self._rollout, self._spec.rollout
 
     def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec
