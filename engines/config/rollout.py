@@ -31,10 +31,3 @@ class RolloutConfig(StrictModel):
     """Deadline of one batch of requests."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""
-
-
-class TransformersRolloutOptions(StrictModel):
-    """`rollout.options` of the engine `transformers`."""
-
-    max_prefill_tokens: int = Field(default=8192, ge=1)
-    """Token budget of one prefill; a longer prompt is computed alone."""

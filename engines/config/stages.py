@@ -16,7 +16,7 @@ from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import BUILT_IN, PluginKind
+from engines.config.plugins import PluginKind, plugin_modules
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
 from engines.config.sections import (
@@ -44,10 +44,12 @@ class ExternalInput:
     Attributes:
         path: a local file or directory.
         setting: what names it in a recipe, for error lines.
+        is_script: a Python file, which counts with the modules beside it that it imports.
     """
 
     path: Path
     setting: str
+    is_script: bool = False
 
 
 class StageConfig(StrictModel):
@@ -76,10 +78,8 @@ class StageConfig(StrictModel):
         yield from ()
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """Modules of the named parts that this project brings, sorted; their sources count."""
-        named = self.plugins()
-        modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
-        return tuple(sorted(modules))
+        """Modules of the named parts, other people's too, sorted; their sources count."""
+        return plugin_modules(self.plugins())
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """What the job reads that no stage made.
@@ -107,6 +107,11 @@ class PreprocessStageConfig(StageConfig):
     stage = "preprocess"
     data: DataConfig
     model: ModelConfig
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The preprocessors of the sources."""
+        for source in (*self.data.sft, *self.data.rl, *self.data.evaluation):
+            yield "preprocessor", source.format
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Every local source, and the model, for its tokenizer."""
@@ -269,4 +274,4 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
     """The user's reward file."""
     file = reward.file
-    return {"reward": ExternalInput(file, "rl.reward.function")} if file else {}
+    return {"reward": ExternalInput(file, "rl.reward.function", is_script=True)} if file else {}

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from engines.config.base import identity_values
+from engines.config.plugins import named_rows
 from engines.config.stages import StageConfig
 from infra.identity.fingerprint import (
     environment_digest,
@@ -18,6 +19,7 @@ from infra.identity.fingerprint import (
     sources_digest,
     stage_fingerprint,
 )
+from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.stage_spec import Artifact
 
@@ -80,7 +82,9 @@ class StageRequest:
             seed=self.seed,
             sources_digest=sources_digest([self.job_module, *self.config.plugin_modules()]),
             environment_digest=environment_digest(
-                NUMERIC_DISTRIBUTIONS, outside_code(), self.interpreter
+                NUMERIC_DISTRIBUTIONS,
+                outside_code(named_rows(self.config.plugins())),
+                self.interpreter,
             ),
             force=self.force,
         )
@@ -102,7 +106,9 @@ def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> 
     """
     given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
     outside = {
-        name: external_artifact(source.path, source.setting)
+        name: (script_artifact if source.is_script else external_artifact)(
+            source.path, source.setting
+        )
         for name, source in config.external_inputs(given.keys()).items()
     }
     return StageRequest(config, {**given, **outside}, seed)
