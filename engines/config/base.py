@@ -7,9 +7,17 @@ marked `NotIdentity`.
 Does not promise: anything about files, devices or plugins; that is preflight's work.
 """
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+
+class NotIdentity:
+    """Marks a field that cannot change a number: `timeout_s: Annotated[float, NotIdentity]`.
+
+    For deadlines, save intervals, retention, transports and places.
+    """
 
 
 class StrictModel(BaseModel):
@@ -23,32 +31,37 @@ class StrictModel(BaseModel):
         validate_default=True,
     )
 
+    def identity_values(self) -> dict[str, Any]:
+        """What counts of this configuration, as plain JSON values.
 
-class NotIdentity:
-    """Marks a field that cannot change a number: `timeout_s: Annotated[float, NotIdentity]`.
-
-    For deadlines, save intervals, retention, transports and places. A path is a place: the bytes
-    it leads to count, as the digest of an input.
-    """
-
-
-def identity_values(value: Any) -> Any:
-    """What counts of a configuration: all of it but the fields marked `NotIdentity`.
-
-    Args:
-        value: a configuration model, or a value inside of one.
-
-    Returns:
-        Plain JSON values.
-    """
-    if isinstance(value, StrictModel):
+        All of it but the fields marked `NotIdentity`. A model with a path to something of the
+        user's leaves the path out: the bytes it leads to count, as the digest of an input.
+        """
         return {
-            name: identity_values(getattr(value, name))
-            for name, field in type(value).model_fields.items()
+            name: _values(getattr(self, name))
+            for name, field in type(self).model_fields.items()
             if NotIdentity not in field.metadata
         }
+
+
+def local_path(text: str | None) -> Path | None:
+    """The local file or directory that a setting names; None for a hub id, or nothing.
+
+    Args:
+        text: a path, a hub id or nothing.
+
+    Returns:
+        The path, if something is there.
+    """
+    path = Path(text).expanduser() if text else None
+    return path if path and path.exists() else None
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, StrictModel):
+        return value.identity_values()
     if isinstance(value, tuple | list):
-        return [identity_values(item) for item in value]
+        return [_values(item) for item in value]
     if isinstance(value, dict):
-        return {key: identity_values(item) for key, item in value.items()}
+        return {key: _values(item) for key, item in value.items()}
     return value

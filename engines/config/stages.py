@@ -13,7 +13,7 @@ from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
-from engines.config.base import StrictModel
+from engines.config.base import StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import BUILT_IN, PluginKind
@@ -75,10 +75,17 @@ class StageConfig(StrictModel):
         """The kind and name of every part that the configuration names."""
         yield from ()
 
+    def plugin_targets(self) -> Mapping[str, str]:
+        """What the names of this project's parts lead to: ``module:attribute`` by kind."""
+        return {
+            kind: BUILT_IN[kind][name].target
+            for kind, name in self.plugins()
+            if name in BUILT_IN[kind]
+        }
+
     def plugin_modules(self) -> tuple[str, ...]:
         """Modules of the named parts that this project brings, sorted; their sources count."""
-        named = self.plugins()
-        modules = {BUILT_IN[kind][name].module for kind, name in named if name in BUILT_IN[kind]}
+        modules = {target.partition(":")[0] for target in self.plugin_targets().values()}
         return tuple(sorted(modules))
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
@@ -115,7 +122,7 @@ class PreprocessStageConfig(StageConfig):
             f"data.{split}.{index}": ExternalInput(path, f"data.{split}.{index}.path")
             for split in ("sft", "rl", "evaluation")
             for index, source in enumerate(getattr(self.data, split))
-            if (path := Path(source.path).expanduser()).exists()
+            if (path := local_path(source.path))
         }
         return {**sources, **_model(self.model)}
 
@@ -257,8 +264,8 @@ class PromoteStageConfig(StageConfig):
 
 def _model(model: ModelConfig) -> dict[str, ExternalInput]:
     """The user's model directory."""
-    path = Path(model.path).expanduser() if model.path else None
-    return {"model": ExternalInput(path, "model.path")} if path and path.exists() else {}
+    path = local_path(model.path)
+    return {"model": ExternalInput(path, "model.path")} if path else {}
 
 
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:

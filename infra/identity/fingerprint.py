@@ -11,7 +11,7 @@ The caller passes the modules of the chosen plugins as further roots.
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -69,7 +69,9 @@ def stage_fingerprint(
 
 
 def source_closure(
-    modules: Sequence[str], packages: Sequence[str] = OUR_PACKAGES
+    modules: Sequence[str],
+    packages: Sequence[str] = OUR_PACKAGES,
+    counts: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
 ) -> dict[str, str]:
     """Every module of ours that importing some modules can execute.
 
@@ -80,6 +82,8 @@ def source_closure(
         modules: dotted names, or paths that end in `.py` (their key is `file:<name>`).
         packages: imports are followed into these top-level packages, and into those of
             `modules`; everything else is the environment's.
+        counts: whether a reached module is one that can change a number; what does not count is
+            not followed either. Roots always count.
 
     Returns:
         sha256 of each file by module name, sorted.
@@ -100,8 +104,27 @@ def source_closure(
         closure[source.name] = sha256_file(source.path)
         for name in _imported_names(source):
             if name.partition(".")[0] in followed:
-                pending.extend(_executed_by(name))
+                pending.extend(each for each in _executed_by(name) if counts(each.name))
     return dict(sorted(closure.items()))
+
+
+def changed_sources(sources: Mapping[str, str]) -> list[str]:
+    """The modules of a closure whose files are not those that it was made from.
+
+    A module that was added is imported by one that changed.
+
+    Args:
+        sources: of `source_closure`, perhaps of another machine or an earlier time.
+
+    Returns:
+        Their names.
+    """
+
+    def digest_here(module: str) -> str | None:
+        path = _module_file(module)
+        return sha256_file(path) if path is not None and path.is_file() else None
+
+    return [module for module, digest in sources.items() if digest_here(module) != digest]
 
 
 def sources_digest(modules: Sequence[str]) -> str:
@@ -136,7 +159,7 @@ def environment_digest(
     return sha256_json(environment)
 
 
-def outside_code() -> dict[str, Any]:
+def outside_code(named: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
     """What identifies the code of other people's plugins; empty without any.
 
     A version alone would miss an editable installation: the sources of each plugin's own package
@@ -144,18 +167,26 @@ def outside_code() -> dict[str, Any]:
     since a broken plugin may only stop whoever asks for it. A listed module that cannot be imported
     is another identity than the same one repaired, even if only its surroundings were.
 
+    Args:
+        named: kind and name of the parts that count; None counts all that is installed or listed.
+
     Returns:
         Owners and source digests, as plain JSON values.
     """
-    plugins = outside_plugins()
-    modules = sorted({*external_module_names(), *(plugin.module for plugin in plugins)})
+    plugins = [
+        plugin
+        for plugin in outside_plugins()
+        if named is None or (plugin.kind, plugin.name.partition(".")[0]) in named
+    ]
+    listed = external_module_names() if named is None else ()
+    modules = sorted({*listed, *(plugin.module for plugin in plugins)})
     if not modules:
         return {}
     code: dict[str, Any] = {
         "owners": sorted({plugin.owner for plugin in plugins}),
         "sources": {module: _own_sources_digest(module) for module in modules},
     }
-    broken = sorted(module.name for module in import_external_modules())
+    broken = sorted(module.name for module in import_external_modules() if module.name in modules)
     return {**code, "broken": broken} if broken else code
 
 

@@ -13,7 +13,7 @@ from engines.algorithms.registry import ADVANTAGES
 from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.plugins import check_plugin, refuse_two_owners, register_plugin
-from engines.config.stages import PromoteConfig, PromoteStageConfig
+from engines.config.stages import MergeStageConfig, PromoteConfig, PromoteStageConfig
 from engines.rollout.registry import load
 from engines.training.registry import built_in_registry as engine_registry
 from hardware.registry import built_in_registry, detect, register_platform
@@ -26,7 +26,7 @@ from infra.plugins import (
     load_outside,
     outside_plugins,
 )
-from tasks.runner.identity import StageRequest
+from tasks.runner.identity import StageRequest, environment_of
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 
@@ -327,15 +327,20 @@ def test_a_repaired_module_is_another_fingerprint(
 
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
     def fingerprint() -> str:
-        config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
-        return StageRequest(config, {}, 0).fingerprint
+        environment_of.cache_clear()
+        config = MergeStageConfig(backend="mine")
+        promote = PromoteStageConfig(promote=PromoteConfig())
+        unnamed.add(StageRequest(promote, {}, 0).environment)
+        return StageRequest(config, {}, 0).environment
 
+    unnamed: set[str] = set()
     found = [fingerprint()]
     for version in ("1.0", "1.1", "1.0"):
         install(tmp_path, "wheel_a", version, backend__mine="json:loads")
         found.append(fingerprint())
     assert len(set(found)) == 3
     assert found[1] == found[3]
+    assert len(unnamed) == 1  # a stage that names nothing of it
 
 
 def test_listing_imports_no_plugin(tmp_path: Path) -> None:
