@@ -34,14 +34,16 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
     policy = None
     if recipe.sft:
         policy = sft(run, recipe.sft_stage(), dataset=data).artifact
+        evaluate(run, recipe.evaluate_stage("sft"), dataset=data, policy=policy)
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
         policy = rl_round(run, stage, dataset=data, policy=policy, reference=reference).artifact
+        evaluate(run, recipe.evaluate_stage(stage.label), dataset=data, policy=policy)
     if policy is None:
         raise ValueError("the recipe trains nothing")
     model = merge(run, recipe.merge_stage(), policy=policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), model=model, dataset=data).artifact
+    scores = evaluate(run, recipe.evaluate_stage(), dataset=data, model=model).artifact
     return promote(run, recipe.promote_stage(), evaluation=scores, model=model)
 
 

@@ -56,10 +56,15 @@ def merge(run: StageRunner, config: MergeStageConfig, policy: Artifact) -> Stage
 
 @stage_task
 def evaluate(
-    run: StageRunner, config: EvaluateStageConfig, model: Artifact, dataset: Artifact
+    run: StageRunner,
+    config: EvaluateStageConfig,
+    dataset: Artifact,
+    *,
+    policy: Artifact | None = None,
+    model: Artifact | None = None,
 ) -> StageResult:
-    """A model, as a user would load it, to an `evaluation`: every text, pass@1, pass@k."""
-    return run.run(stage_request(config, run.seed, model=model, dataset=dataset))
+    """A policy, or a model as a user would load it, to an `evaluation`: every text, pass@k."""
+    return run.run(stage_request(config, run.seed, dataset=dataset, policy=policy, model=model))
 
 
 @stage_task

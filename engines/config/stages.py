@@ -7,13 +7,13 @@ What a job needs without being configured by a recipe stands in `Runtime`.
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
-from engines.config.base import StrictModel, local_path
+from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import BUILT_IN, PluginKind
@@ -132,10 +132,7 @@ class TrainingStageConfig(StageConfig):
 
     model: ModelConfig
     training: TrainingConfig
-    rollout: RolloutConfig
     checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
-    """Scored at the end of the stage, so that the gain of each can be told."""
 
     @property
     def interpreter(self) -> Path | None:
@@ -143,16 +140,12 @@ class TrainingStageConfig(StageConfig):
         return job_interpreter(self.training.backend, "training.backend")
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The training backend and the rollout engine."""
+        """The training backend."""
         yield "backend", self.training.backend
-        yield "rollout", self.rollout.engine
 
     def check(self) -> None:
-        """The backend has the layout, and an answer fits into the context."""
+        """The backend has the layout."""
         check_layout(self.training)
-        check_answer_length(
-            "evaluation.max_new_tokens", self.evaluation.answer_length, self.model.max_length
-        )
 
 
 class SFTStageConfig(TrainingStageConfig):
@@ -160,17 +153,11 @@ class SFTStageConfig(TrainingStageConfig):
 
     stage = "sft"
     sft: SFTConfig
-    reward: RewardConfig
-
-    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the reward."""
-        yield from super().plugins()
-        yield "reward", self.reward.function
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, and a reward file."""
+        """The model."""
         del given
-        return {**_model(self.model), **_reward(self.reward)}
+        return _model(self.model)
 
     def check(self) -> None:
         """And a batch divides among the ranks."""
@@ -183,6 +170,7 @@ class RLRoundStageConfig(TrainingStageConfig):
 
     stage = "rl_round"
     round: int = Field(ge=1)
+    rollout: RolloutConfig
     rl: RLConfig
 
     @property
@@ -191,9 +179,10 @@ class RLRoundStageConfig(TrainingStageConfig):
         return f"{self.stage}_{self.round}"
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the reward and the parts of the algorithm."""
+        """And the rollout engine, the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
         yield from super().plugins()
+        yield "rollout", self.rollout.engine
         yield "reward", self.rl.reward.function
         yield "adv_estimator", algorithm.adv_estimator
         yield "loss_mode", algorithm.loss_mode
@@ -237,15 +226,31 @@ class MergeStageConfig(StageConfig):
 
 
 class EvaluateStageConfig(StageConfig):
-    """Merged model and evaluation rows to scores."""
+    """A policy or the merged model, and the evaluation rows, to scores."""
 
     stage = "evaluate"
+    of: Annotated[str, NotIdentity] = ""
+    """Label of the stage whose policy it is; empty for the merged model."""
+    backend: str | None = None
+    """The training backend that wrote the policy's checkpoint; null for the merged model."""
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig
 
+    @property
+    def label(self) -> str:
+        """With the label of the stage whose policy it is."""
+        return f"{self.stage}_{self.of}" if self.of else self.stage
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Of the training backend: where it ran, its checkpoint can be read."""
+        return job_interpreter(self.backend, "training.backend") if self.backend else None
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The rollout engine and the reward."""
+        """The training backend, the rollout engine and the reward."""
+        if self.backend:
+            yield "backend", self.backend
         yield "rollout", self.rollout.engine
         yield "reward", self.reward.function
 

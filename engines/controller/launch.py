@@ -54,7 +54,7 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         log_dir=log_dir,
         resources=platform.ray_resource_options(1),
         collective_timeout_s=timeout_s,
-        timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S},
+        timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
     )
     return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)
 

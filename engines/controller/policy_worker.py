@@ -56,7 +56,7 @@ class PolicySpec:
         training: backend and numerics.
         optimizer: of the policy.
         total_num_steps: optimizer steps the schedule spans.
-        rollout: engine that samples.
+        rollout: engine that samples; None where nothing is sampled.
         temperature: of the distribution that logprobs speak of.
         platform: name for `hardware.registry.detect`.
         seed: of whatever the backend draws.
@@ -69,7 +69,7 @@ class PolicySpec:
     training: TrainingConfig
     optimizer: OptimizerConfig
     total_num_steps: int
-    rollout: RolloutConfig
+    rollout: RolloutConfig | None
     temperature: float
     platform: str
     seed: int
@@ -157,7 +157,7 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        if self._rollout is None:
+        if self._rollout is None or self._spec.rollout is None:
             raise RolloutError("nothing can be sampled before the first weight sync")
         timeout_s = self._spec.rollout.timeout_s
         sampling = asyncio.wait_for(_drain(self._rollout, requests), timeout_s)
@@ -170,6 +170,8 @@ class PolicyWorker:
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
         rollout = self._spec.rollout
+        if rollout is None:
+            raise RolloutError("this worker was built without a rollout engine")
         dtype = rollout.dtype or self._spec.training.dtype
         if self._rollout is None:
             self._rollout = create_rollout_engine(

@@ -1,7 +1,12 @@
-"""Job `evaluate`: a model directory and the held-out rows to scores, as a user would load it."""
+"""Job `evaluate`: a policy or a model directory, and the held-out rows, to scores.
+
+Promises: a policy is read from its committed checkpoint, whatever backend and number of ranks
+wrote it, so it scores what the model merged from it scores.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
@@ -10,60 +15,101 @@ from torch import Tensor
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
-from engines.jobs.policy_stage import (
-    evaluate_policy,
-    local_reward,
-    policy_tokenizer,
-    prompts_within,
-)
+from engines.jobs.policy_files import HF_DIR, trained_steps
+from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import generate_all
 from engines.rollout.registry import create_rollout_engine
-from engines.trainers.evaluation import Evaluator
+from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
+from engines.training.backends.merging import policy_weights
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 
-WEIGHTS_VERSION = 0
 DEFAULT_DTYPE = "float32"
 
 
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     """Serve the model, answer every problem, judge the answers."""
     config, spec = context.config, context.spec
-    num_new_tokens = config.evaluation.answer_length
     with RewardScorer(local_reward(context, config.reward)) as rewards:
         with context.clock("load"):
             platform = prepare_torch(context.runtime)
-            model_dir = context.input("model")
-            check_model_directory(model_dir)
-            tokenizer = policy_tokenizer(model_dir)
+            served = served_model(context)
+            tokenizer = policy_tokenizer(served.hf_dir)
             prompts = prompts_within(
                 load_dataset(context.input("dataset")).evaluation_rows(),
                 tokenizer,
-                context_length(model_dir),
-                num_new_tokens,
+                context_length(served.hf_dir),
+                config.evaluation.answer_length,
             )
             dtype = config.rollout.dtype or DEFAULT_DTYPE
             engine = create_rollout_engine(
-                config.rollout.engine, model_dir, config.rollout, dtype, platform
+                config.rollout.engine, served.hf_dir, config.rollout, dtype, platform
             )
             sender = InProcessCheckpointEngine(engine, dtype)
-            sender.send_weights(stored_tensors(model_dir), WEIGHTS_VERSION)
+            sender.send_weights(served.weights, served.num_steps)
 
         def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
             return generate_groups(engine, requests, config.rollout.timeout_s)
 
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
-        evaluation = evaluate_policy(context, generate, evaluator)
+        evaluation = _run(context, generate, evaluator)
+    metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
-    context.journal.metrics(0, {f"val-core/{k}": v for k, v in evaluation.metrics.items()})
-    return JobOutput("evaluation", evaluation.metrics)
+    context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in metrics.items()})
+    return JobOutput("evaluation", metrics)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is evaluated.
+
+    Attributes:
+        hf_dir: its configuration and tokenizer.
+        weights: by hub name; streamed, so for one use.
+        num_steps: trainer steps behind it; 0 of a model directory, which does not say.
+    """
+
+    hf_dir: Path
+    weights: Iterator[tuple[str, Tensor]]
+    num_steps: int
+
+
+def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
+    """The input `policy`, or else the input `model`."""
+    policy_dir = context.optional_input("policy")
+    if policy_dir is not None:
+        return ServedModel(
+            policy_dir / HF_DIR, policy_weights(policy_dir), trained_steps(policy_dir)
+        )
+    model_dir = context.input("model")
+    check_model_directory(model_dir)
+    return ServedModel(model_dir, stored_tensors(model_dir), 0)
+
+
+def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
+    """Evaluate what is being served, with the time counted and the result told."""
+    context.heartbeat.phase = "evaluate"
+
+    def report(done: int, total: int) -> None:
+        context.journal.log(f"evaluated {done} of {total} problems")
+
+    with context.clock("evaluate"):
+        evaluation = evaluator.run(generate, report)
+    metrics = evaluation.metrics
+    if "accuracy" in metrics:
+        context.journal.log(
+            f"accuracy {metrics['accuracy']:.1%} "
+            f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
+            f"{metrics['num_problems']:.0f} held-out problems"
+        )
+    return evaluation
 
 
 def generate_groups(

@@ -130,5 +130,10 @@ def write_policy(
     (output_dir / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
 
 
+def trained_steps(policy_dir: Path) -> int:
+    """Trainer steps behind a `policy` artifact, over all rounds."""
+    return int(json.loads((policy_dir / TRAINER_NAME).read_bytes())["num_steps"])
+
+
 def _link(source: str, target: str) -> None:
     Path(target).hardlink_to(source)

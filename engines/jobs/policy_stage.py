@@ -1,6 +1,5 @@
-"""What the two training stages share around their loop: evaluation, artifact, context checks."""
+"""What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
 
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -9,18 +8,13 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.rules import check_answer_length
 from engines.config.sections import CheckpointConfig
-from engines.controller.policy_worker import PolicyWorker
-from engines.controller.worker_group import WorkerGroup
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from engines.jobs.policy_files import write_policy
 from engines.jobs.runtime import JobContext, JobOutput
-from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.progress import StageProgress
 from infra.errors import ConfigError
-
-ACCURACY = "val-core/accuracy"
 
 
 def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
@@ -77,56 +71,21 @@ def stage_progress(
     )
 
 
-def generate_with(workers: WorkerGroup) -> Generate:
-    """The generation call of a worker group."""
-    return partial(workers.run, PolicyWorker.generate)
-
-
-def evaluate_policy(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
-    """Evaluate what is being served, with the time counted and the result told."""
-    context.heartbeat.phase = "evaluate"
-
-    def report(done: int, total: int) -> None:
-        context.journal.log(f"evaluated {done} of {total} problems")
-
-    with context.clock("evaluate"):
-        evaluation = evaluator.run(generate, report)
-    metrics = evaluation.metrics
-    if "accuracy" in metrics:
-        context.journal.log(
-            f"accuracy {metrics['accuracy']:.1%} "
-            f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
-            f"{metrics['num_problems']:.0f} held-out problems"
-        )
-    return evaluation
-
-
 def policy_output(
-    context: JobContext,
-    progress: StageProgress,
-    evaluation: Evaluation,
-    hf_dir: Path,
-    num_steps: int,
+    context: JobContext, progress: StageProgress, hf_dir: Path, num_steps: int
 ) -> JobOutput:
-    """Write the `policy` artifact, and record the evaluation at the last step.
+    """Write the `policy` artifact.
 
     Args:
         context: of the job.
         progress: after the last step.
-        evaluation: of the last weights.
         hf_dir: configuration and tokenizer.
-        num_steps: trainer steps over all stages so far; the journal's last step.
+        num_steps: trainer steps over all rounds so far.
 
     Returns:
         The `policy` output with its headline metrics.
     """
-    metrics = {
-        f"val-core/{name}": value
-        for name, value in evaluation.metrics.items()
-        if name.startswith(("accuracy", "pass@"))
-    }
-    context.journal.metrics(num_steps, metrics)
     with context.clock("save"):
         checkpoint = progress.last_checkpoint()
         write_policy(context.output_dir, checkpoint, hf_dir, context.spec.stage, num_steps)
-    return JobOutput("policy", metrics)
+    return JobOutput("policy", {"num_steps": float(num_steps)})

@@ -13,8 +13,6 @@ from engines.controller.policy_worker import ModelSource, PolicySpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import initial_source, policy_source, write_hf_files
 from engines.jobs.policy_stage import (
-    evaluate_policy,
-    generate_with,
     local_reward,
     policy_output,
     policy_tokenizer,
@@ -24,14 +22,13 @@ from engines.jobs.policy_stage import (
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.evaluation import Evaluator
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
-    """Generate, score and train for one round, then score the policy on the held-out rows."""
+    """Generate, score and train for one round."""
     config, spec, rl = context.config, context.spec, context.config.rl
     validate_algorithm(rl.algorithm, group_size=rl.group_size)
     with ExitStack() as stack:
@@ -43,12 +40,9 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             hf_dir = spec.work_dir / "hf"
             write_hf_files(policy.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
-            prompts, held_out = (
-                prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
-                for rows, num_new_tokens in (
-                    (dataset.rl_rows(), rl.sampling.max_new_tokens),
-                    (dataset.evaluation_rows(), config.evaluation.answer_length),
-                )
+            num_new_tokens = rl.sampling.max_new_tokens
+            prompts = prompts_within(
+                dataset.rl_rows(), tokenizer, config.model.max_length, num_new_tokens
             )
             workers = stack.enter_context(
                 closing(
@@ -71,19 +65,14 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 )
             )
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
-        overlong, num_new_tokens = rl.algorithm.overlong, rl.sampling.max_new_tokens
         RLTrainer(
             config,
             workers,
             PromptSource(prompts, config, spec.seed),
-            CompletionScorer(rewards, tokenizer, overlong, num_new_tokens),
+            CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
             progress,
         ).run()
-        scorer = CompletionScorer(rewards, tokenizer)
-        evaluator = Evaluator(config.evaluation, held_out, scorer, spec.seed)
-        evaluation = evaluate_policy(context, generate_with(workers), evaluator)
-        num_steps = config.round * rl.num_steps_per_round
-        return policy_output(context, progress, evaluation, hf_dir, num_steps)
+        return policy_output(context, progress, hf_dir, config.round * rl.num_steps_per_round)
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

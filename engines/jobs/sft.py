@@ -4,33 +4,21 @@ from contextlib import ExitStack, closing
 
 from engines.config.stages import SFTStageConfig
 from engines.controller.launch import launch_policy_group
-from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.policy_worker import PolicySpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import sft_examples
 from engines.jobs.policy_files import initial_source, write_hf_files
-from engines.jobs.policy_stage import (
-    evaluate_policy,
-    generate_with,
-    local_reward,
-    policy_output,
-    policy_tokenizer,
-    prompts_within,
-    stage_progress,
-)
+from engines.jobs.policy_stage import policy_output, policy_tokenizer, stage_progress
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
-from engines.rewards.scorer import RewardScorer
-from engines.trainers.evaluation import Evaluator
-from engines.trainers.scoring import CompletionScorer
 from engines.trainers.supervised import SupervisedTrainer
 
 
 def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
-    """Train the model on the supervised rows, then score it on the held-out ones."""
+    """Train the model on the supervised rows."""
     config, spec = context.config, context.spec
     with ExitStack() as stack:
         with context.clock("load"):
-            rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
             prepare_torch(context.runtime, config.training)
             dataset = load_dataset(context.input("dataset"))
             source = initial_source(
@@ -44,12 +32,6 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
             write_hf_files(source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             examples = sft_examples(dataset.sft_rows(), tokenizer, config.model.max_length)
-            prompts = prompts_within(
-                dataset.evaluation_rows(),
-                tokenizer,
-                config.model.max_length,
-                config.evaluation.answer_length,
-            )
             workers = stack.enter_context(
                 closing(
                     launch_policy_group(
@@ -61,7 +43,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                             training=config.training,
                             optimizer=config.sft.optimizer,
                             total_num_steps=config.sft.num_steps,
-                            rollout=config.rollout,
+                            rollout=None,
                             temperature=1.0,
                             platform=context.runtime.platform,
                             seed=spec.seed,
@@ -72,13 +54,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
             )
         progress = stage_progress(context, config.checkpoint, config.sft.num_steps)
         trainer = SupervisedTrainer(config.sft, workers, examples, progress, spec.seed)
-        num_steps = trainer.run()
-        with context.clock("evaluate"):
-            workers.run(PolicyWorker.sync_weights, num_steps)
-        scorer = CompletionScorer(rewards, tokenizer)
-        evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
-        evaluation = evaluate_policy(context, generate_with(workers), evaluator)
-        return policy_output(context, progress, evaluation, hf_dir, num_steps)
+        return policy_output(context, progress, hf_dir, trainer.run())
 
 
 if __name__ == "__main__":

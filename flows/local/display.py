@@ -14,7 +14,7 @@ from infra.tracking.journal import JournalRecord
 from tasks.runner.run import StageResult, headline_metric
 
 DIGEST_DIGITS = 12
-LABEL_WIDTH = 12
+LABEL_WIDTH = 19
 
 
 class TerminalDisplay:
@@ -27,7 +27,7 @@ class TerminalDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description:>12}"),
+            TextColumn("{task.description:>19}"),
             BarColumn(bar_width=40),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeElapsedColumn(),

@@ -112,9 +112,6 @@ class Recipe(StrictModel):
             training=self.training,
             sft=self.sft,
             checkpoint=self.checkpoint,
-            rollout=self.rollout,
-            reward=self.rl.reward,
-            evaluation=self._evaluation(),
         )
 
     def rl_round_stage(self, number: int) -> RLRoundStageConfig:
@@ -126,7 +123,6 @@ class Recipe(StrictModel):
             rollout=self.rollout,
             rl=self.rl,
             checkpoint=self.checkpoint,
-            evaluation=self._evaluation(),
         )
 
     def merge_stage(self) -> MergeStageConfig:
@@ -137,10 +133,23 @@ class Recipe(StrictModel):
             max_shard_bytes=self.merge.max_shard_bytes,
         )
 
-    def evaluate_stage(self) -> EvaluateStageConfig:
-        """Configuration of the stage `evaluate`."""
+    def evaluate_stage(self, of: str = "") -> EvaluateStageConfig:
+        """Configuration of the stage `evaluate`.
+
+        Args:
+            of: label of the stage whose policy is evaluated; empty for the merged model.
+
+        Returns:
+            The stage.
+        """
+        # A job sees no more of the recipe, so the length limit is spelled out.
+        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
         return EvaluateStageConfig(
-            evaluation=self._evaluation(), rollout=self.rollout, reward=self.rl.reward
+            of=of,
+            backend=self.training.backend if of else None,
+            evaluation=self.evaluation.model_copy(update={"max_new_tokens": limit}),
+            rollout=self.rollout,
+            reward=self.rl.reward,
         )
 
     def promote_stage(self) -> PromoteStageConfig:
@@ -157,11 +166,6 @@ class Recipe(StrictModel):
         yield self.merge_stage()
         yield self.evaluate_stage()
         yield self.promote_stage()
-
-    def _evaluation(self) -> EvaluationConfig:
-        """The evaluation with its length limit spelled out: a job sees no more of the recipe."""
-        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
-        return self.evaluation.model_copy(update={"max_new_tokens": limit})
 
 
 def parse_recipe(data: Any) -> Recipe:

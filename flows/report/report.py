@@ -6,7 +6,7 @@ the first two and leaves plots alone that were drawn from the same stages.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class Report(BaseModel):
     """Wall seconds of this run, from its first stage to the end of its last."""
     stages: list[StageReport]
     accuracy: dict[str, float]
-    """Held-out accuracy by stage, in order; the last is `final`."""
+    """Held-out accuracy by training stage, in order; the last is `final`, of the merged model."""
     promoted: bool
 
     @property
@@ -81,11 +81,6 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
     Returns:
         The report.
     """
-    accuracy = {
-        "final" if result.label == "evaluate" else result.label: result.accuracy
-        for result in results
-        if result.accuracy is not None and result.label != "promote"
-    }
     return Report(
         run=recipe.run_name,
         recipe=recipe.name,
@@ -104,9 +99,18 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
             )
             for result in results
         ],
-        accuracy=accuracy,
+        accuracy={
+            evaluated_name(result.label): result.metrics["accuracy"]
+            for result in results
+            if result.label.startswith("evaluate") and "accuracy" in result.metrics
+        },
         promoted=any(result.metrics.get("promoted", 0.0) > 0 for result in results),
     )
+
+
+def evaluated_name(label: str) -> str:
+    """What an evaluation speaks of: `sft` for `evaluate_sft`, `final` for `evaluate`."""
+    return label.removeprefix("evaluate").removeprefix("_") or "final"
 
 
 def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
@@ -177,24 +181,16 @@ def _curve(journals: Sequence[Sequence[JournalRecord]], metric: str) -> Curve:
 
 
 def _bars(report: Report) -> list[Bar]:
-    metrics = {
-        "final" if stage.name == "evaluate" else stage.name: stage.metrics
-        for stage in report.stages
-    }
     return [
         Bar(
-            name.replace("rl_round_", "round "),
-            value,
-            _bound(metrics[name], "low"),
-            _bound(metrics[name], "high"),
+            evaluated_name(stage.name).replace("rl_round_", "round "),
+            stage.metrics["accuracy"],
+            stage.metrics.get("accuracy_low"),
+            stage.metrics.get("accuracy_high"),
         )
-        for name, value in report.accuracy.items()
+        for stage in report.stages
+        if evaluated_name(stage.name) in report.accuracy
     ]
-
-
-def _bound(metrics: Mapping[str, float], end: str) -> float | None:
-    names = (f"val-core/accuracy/{end}", f"val-core/accuracy_{end}", f"accuracy_{end}")
-    return next((metrics[name] for name in names if name in metrics), None)
 
 
 def _phases(stage: StageReport) -> dict[str, float]:

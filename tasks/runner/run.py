@@ -9,24 +9,15 @@ from engines.config.stages import PromoteConfig
 from infra.store.stage_spec import Artifact
 from tasks.runner.identity import StageRequest
 
-ACCURACY_METRICS = ("val-core/accuracy", "accuracy")
-"""Names under which stages report held-out accuracy, the preferred one first."""
-
-COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "size_bytes")
-
-
-def accuracy_of(metrics: Mapping[str, float]) -> float | None:
-    """Held-out accuracy among a stage's metrics, if it was measured."""
-    return next((metrics[name] for name in ACCURACY_METRICS if name in metrics), None)
+COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_steps", "size_bytes")
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
     """The one number of a stage that people compare; empty if it has none."""
     if "promoted" in metrics:
         return "promoted" if metrics["promoted"] else "not promoted"
-    accuracy = accuracy_of(metrics)
-    if accuracy is not None:
-        return f"accuracy {accuracy:.1%}"
+    if "accuracy" in metrics:
+        return f"accuracy {metrics['accuracy']:.1%}"
     return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
 
 
@@ -52,11 +43,6 @@ class StageResult(BaseModel):
     def digest(self) -> str:
         """Digest of the output artifact."""
         return self.artifact.digest
-
-    @property
-    def accuracy(self) -> float | None:
-        """Held-out accuracy at the end of the stage, if it was measured."""
-        return accuracy_of(self.metrics)
 
 
 class StageRunner(Protocol):

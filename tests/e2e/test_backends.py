@@ -40,9 +40,9 @@ def test_a_run_under_another_layout_ends_well(tmp_path: Path, way: str) -> None:
     home = Home(tmp_path / "run")
     report = home.run(*TWO_ROUNDS, *WAYS[way])
     assert report["promoted"] is True
-    # Merged weights are those that were evaluated at the end of the last round.
+    # Merged weights are those that were evaluated as the last policy.
     assert report["accuracy"]["final"] == report["accuracy"]["rl_round_2"]
-    assert len(ran(report)) == 7
+    assert len(ran(report)) == 10
     if way.startswith("lora"):
         check_adapter_export(home.path, tmp_path / "adapter")
 

@@ -18,7 +18,16 @@ pytestmark = pytest.mark.slow
 
 LONG_SFT = settings("sft.num_steps=150")
 SPLITS = ("sft", "rl", "evaluation")
-ALL = ["preprocess", "sft", "rl_round_1", "merge", "evaluate", "promote"]
+ALL = [
+    "preprocess",
+    "sft",
+    "evaluate_sft",
+    "rl_round_1",
+    "evaluate_rl_round_1",
+    "merge",
+    "evaluate",
+    "promote",
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +112,7 @@ def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str])
     status = {stage["label"]: stage["status"] for stage in planned["stages"]}
     assert (status["rl_round_1"], status["rl_round_2"]) == ("hit", "miss")
     report = home.report(home.rlhf("run", *settings("rl.num_rounds=2")))
-    assert ran(report) == ["rl_round_2", "merge", "evaluate", "promote"]
+    assert ran(report) == ["rl_round_2", "evaluate_rl_round_2", "merge", "evaluate", "promote"]
 
 
 def test_a_killed_run_is_continued_and_ends_bitwise_the_same(

@@ -8,9 +8,11 @@ is there. No process group and no accelerator is needed.
 Does not promise atomicity: the caller publishes the directory.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR, read_scalars
 from engines.checkpoint.export import write_model
@@ -39,12 +41,27 @@ def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_byte
         CheckpointError: weights are missing, superfluous or of another shape.
         ConfigError: the backend that wrote the checkpoint is not installed here.
     """
+    write_model(policy_weights(policy_dir), policy_dir / HF_DIR, out_dir, dtype, max_shard_bytes)
+
+
+def policy_weights(policy_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Stream the weights of a policy by hub name, an adapter merged in.
+
+    Args:
+        policy_dir: a `policy` artifact, of any backend and any number of ranks.
+
+    Returns:
+        Whole tensors on the CPU, in the order of the architecture.
+
+    Raises:
+        CheckpointError: weights are missing, superfluous or of another shape.
+        ConfigError: the backend that wrote the checkpoint is not installed here.
+    """
     checkpoint = policy_dir / CHECKPOINT_DIR
     engine_class = built_in_registry().lookup(
         model_type="language_model", backend=read_scalars(checkpoint).backend, device="cpu"
     )
-    tensors = engine_class.stored_weights(checkpoint, policy_dir / HF_DIR)
-    write_model(tensors, policy_dir / HF_DIR, out_dir, dtype, max_shard_bytes)
+    return engine_class.stored_weights(checkpoint, policy_dir / HF_DIR)
 
 
 def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:

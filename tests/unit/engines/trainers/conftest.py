@@ -81,7 +81,6 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                     **changes,
                 },
                 "checkpoint": {},
-                "evaluation": {},
             }
         )
         return _run(config, tiny_model, tmp_path)

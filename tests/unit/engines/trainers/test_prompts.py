@@ -26,7 +26,6 @@ def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
                 **changes,
             },
             "checkpoint": {},
-            "evaluation": {},
         }
     )
     prompts = [

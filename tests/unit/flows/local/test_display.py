@@ -30,7 +30,7 @@ def show(*, terminal: bool) -> str:
             artifact=Artifact(kind="policy", uri="/x", digest="d" * 64),
             reused=False,
             wall_s=1.25,
-            metrics={"val-core/accuracy": 0.5},
+            metrics={"accuracy": 0.5},
             job_seconds={},
         )
     )
@@ -40,10 +40,10 @@ def show(*, terminal: bool) -> str:
 
 def test_a_file_gets_plain_lines() -> None:
     assert show(terminal=False).splitlines() == [
-        "         sft  submitted sft-ffff-a0",
-        "         sft  step 1/2  [loss] 1.0",
-        "         sft  accuracy 50.0%",
-        "         sft  ran in 1.2 s, digest dddddddddddd, accuracy 50.0%",
+        "                sft  submitted sft-ffff-a0",
+        "                sft  step 1/2  [loss] 1.0",
+        "                sft  accuracy 50.0%",
+        "                sft  ran in 1.2 s, digest dddddddddddd, accuracy 50.0%",
     ]
 
 

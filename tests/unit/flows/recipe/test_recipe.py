@@ -85,8 +85,9 @@ def test_defaults_that_depend_on_others_are_spelled_out_for_the_jobs() -> None:
     recipe = load_recipe("quickstart", ["rl.batch_size_prompts=8"])
     stage = recipe.rl_round_stage(1)
     assert stage.rl.prompts_per_update == 8
-    assert stage.evaluation.max_new_tokens == recipe.rl.sampling.max_new_tokens
-    assert recipe.evaluate_stage().evaluation == stage.evaluation
+    for of in ("sft", ""):
+        evaluation = recipe.evaluate_stage(of).evaluation
+        assert evaluation.max_new_tokens == recipe.rl.sampling.max_new_tokens
 
 
 def test_local_paths_become_absolute_and_hub_ids_stay(

@@ -28,9 +28,12 @@ def result(label: str, metrics: dict[str, float], *, reused: bool = False) -> St
 
 RESULTS = [
     result("preprocess", {"num_rl": 10.0}, reused=True),
-    result("sft", {"val-core/accuracy": 0.4, "val-core/accuracy_low": 0.3}),
-    result("rl_round_1", {"val-core/accuracy": 0.7}),
-    result("rl_round_2", {"val-core/accuracy": 0.9}),
+    result("sft", {"num_steps": 2.0}),
+    result("evaluate_sft", {"accuracy": 0.4, "accuracy_low": 0.3}),
+    result("rl_round_1", {"num_steps": 2.0}),
+    result("evaluate_rl_round_1", {"accuracy": 0.7}),
+    result("rl_round_2", {"num_steps": 3.0}),
+    result("evaluate_rl_round_2", {"accuracy": 0.9}),
     result("evaluate", {"accuracy": 0.91, "accuracy_low": 0.88, "accuracy_high": 0.93}),
     result("promote", {"accuracy": 0.91, "promoted": 1.0}),
 ]
@@ -59,7 +62,7 @@ def test_the_report_for_machines(home: Path) -> None:
     assert data["promoted"] is True
     assert [stage["name"] for stage in data["stages"]] == [each.label for each in RESULTS]
     assert data["stages"][0]["reused"] is True
-    assert data["stages"][1]["metrics"]["val-core/accuracy"] == 0.4
+    assert data["stages"][2]["metrics"]["accuracy"] == 0.4
     assert set(data["stages"][1]) >= {"name", "reused", "seconds", "digest", "metrics"}
     assert json.loads((directory / "recipe.json").read_text())["name"] == "quickstart"
 

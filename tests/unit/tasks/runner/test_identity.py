@@ -101,7 +101,19 @@ def two_rounds(*overrides: str) -> Recipe:
     return load_recipe("quickstart", ["rl.num_rounds=2", *overrides])
 
 
-ALL = ["preprocess", "sft", "rl_round_1", "rl_round_2", "merge", "evaluate", "promote"]
+MEASURING = ["evaluate_sft", "evaluate_rl_round_1", "evaluate_rl_round_2", "evaluate"]
+ALL = [
+    "preprocess",
+    "sft",
+    "evaluate_sft",
+    "rl_round_1",
+    "evaluate_rl_round_1",
+    "rl_round_2",
+    "evaluate_rl_round_2",
+    "merge",
+    "evaluate",
+    "promote",
+]
 
 
 def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Path) -> None:
@@ -112,13 +124,14 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "ran"),
     [
-        (["rl.num_rounds=3"], ["rl_round_3", "merge", "evaluate", "promote"]),
+        (["rl.num_rounds=3"], ["rl_round_3", "evaluate_rl_round_3", *ALL[7:]]),
         (["rl.num_rounds=1"], ["merge", "evaluate", "promote"]),
         (["seed=1"], ALL),
         (["data.arithmetic.num_sft=100"], ALL),
         (["sft.num_steps=1"], ALL[1:]),
-        (["rl.group_size=4"], ALL[2:]),
-        (["merge.dtype=bfloat16"], ALL[4:]),
+        (["rl.group_size=4"], ALL[3:]),
+        (["evaluation.num_problems=7"], [*MEASURING, "promote"]),
+        (["merge.dtype=bfloat16"], ALL[7:]),
         (["promote.min_value=0.1"], ["promote"]),
         (["location.experiment=other"], []),
         (["hardware.platform=cpu"], []),
@@ -138,6 +151,21 @@ def test_an_equal_output_stops_the_ripple(storage: LocalStorage, tmp_path: Path)
     run(two_rounds(), storage, tmp_path, constant=("sft",))
     changed = two_rounds("sft.num_steps=1")
     assert run(changed, storage, tmp_path, constant=("sft",)).ran == ["sft"]
+
+
+def test_a_repaired_evaluation_trains_nothing(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings I 13: the code of an evaluation is in no fingerprint of a training stage."""
+    run(two_rounds(), storage, tmp_path)
+
+    @cache
+    def edited(modules: tuple[str, ...]) -> str:
+        reached = "engines.trainers.evaluation" in source_closure(modules)
+        return f"{digest_once(modules)}{' edited' * reached}"
+
+    monkeypatch.setattr(identity, "sources_digest", lambda modules: edited(tuple(modules)))
+    assert run(two_rounds(), storage, tmp_path).ran == [*MEASURING, "promote"]
 
 
 def test_one_changed_data_row_changes_everything_after(
@@ -171,9 +199,8 @@ def test_a_custom_reward_counts_by_its_content(storage: LocalStorage, tmp_path: 
     run(recipe, storage, tmp_path)
     assert run(recipe, storage, tmp_path).ran == []
     reward.write_text("def score(*args): return 0.5\n")
-    assert run(recipe, storage, tmp_path).ran == [name for name in ALL[1:] if name != "promote"] + [
-        "promote"
-    ]
+    # Findings IX 8: SFT does not use it.
+    assert run(recipe, storage, tmp_path).ran == ALL[2:]
 
 
 def test_the_reference_is_an_input_only_for_a_kl_loss(
@@ -203,9 +230,13 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     assert status == {
         "preprocess": "hit",
         "sft": "hit",
+        "evaluate_sft": "hit",
         "rl_round_1": "hit",
+        "evaluate_rl_round_1": "hit",
         "rl_round_2": "hit",
+        "evaluate_rl_round_2": "hit",
         "rl_round_3": "miss",
+        "evaluate_rl_round_3": "unknown",
         "merge": "unknown",
         "evaluate": "unknown",
         "promote": "unknown",
