@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ from flows.rlhf_pipeline import run_stages
 from infra.identity.fingerprint import source_closure
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
+from tasks.runner import identity
 from tasks.runner.identity import StageRequest
+from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.run import StageResult
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -159,12 +161,12 @@ def test_a_repaired_evaluation_trains_nothing(
     """Findings I 13: the code of an evaluation is in no fingerprint of a training stage."""
     run(two_rounds(), storage, tmp_path)
 
-    @cache
-    def edited(modules: tuple[str, ...]) -> str:
-        reached = "engines.trainers.evaluation" in source_closure(modules)
-        return f"{digest_once(modules)}{' edited' * reached}"
+    def edited(roots: Sequence[str]) -> dict[str, str]:
+        found = numeric_sources(roots)
+        reached = "engines.trainers.evaluation" in found
+        return {**found, "engines.trainers.evaluation": "edited"} if reached else found
 
-    monkeypatch.setattr(identity, "sources_digest", lambda modules: edited(tuple(modules)))
+    monkeypatch.setattr(identity, "numeric_sources", edited)
     assert run(two_rounds(), storage, tmp_path).ran == [*MEASURING, "promote"]
 
 
