@@ -31,6 +31,7 @@ from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
+from infra.identity.fingerprint import refuse_changed_code
 from infra.redact import RedactingFilter, redact
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
@@ -152,6 +153,7 @@ def _run(spec: StageSpec, config_type: type[Config], body: Body[Config]) -> None
     config = _validate(config_type, spec.config, "config")
     config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
+    refuse_changed_code(spec.sources, spec.libraries)
     import_external_modules()
     storage = open_storage(spec.store_uri)
     if storage.committed(spec.fingerprint) is not None:

@@ -11,7 +11,12 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from engines.config.stages import StageConfig
-from infra.identity.fingerprint import environment_digest, outside_code, stage_fingerprint
+from infra.identity.fingerprint import (
+    environment_digest,
+    installed_libraries,
+    outside_code,
+    stage_fingerprint,
+)
 from infra.store.artifacts import external_artifact
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
@@ -69,6 +74,11 @@ class StageRequest:
     def sources(self) -> dict[str, str]:
         """sha256 by module of our code that can change what the job yields."""
         return numeric_sources([self.job_module, *self.config.plugin_modules()])
+
+    @property
+    def libraries(self) -> dict[str, str | None]:
+        """Versions by distribution that can change what the job yields."""
+        return installed_libraries(NUMERIC_DISTRIBUTIONS, self.interpreter)
 
     @cached_property
     def environment(self) -> str:
