@@ -1,8 +1,6 @@
 """The data plane's part of the exception tree; imports without torch.
 
     infra.errors.PipelineError
-    ├── ConfigError (infra.errors)
-    │   └── UnknownPluginError        no plugin of that name; lists what is registered
     ├── EngineError
     │   ├── NonFiniteError            NaN or inf before an optimizer step, on any rank
     │   ├── CheckpointError           a checkpoint is absent, incomplete or of another run
@@ -15,11 +13,7 @@
 The rest of the tree is in `infra.errors`.
 """
 
-from infra.errors import ConfigError, PipelineError
-
-
-class UnknownPluginError(ConfigError):
-    """No plugin of that name is registered; the text lists those that are."""
+from infra.errors import PipelineError
 
 
 class EngineError(PipelineError):

@@ -17,11 +17,12 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from engines.config.plugins import BUILT_IN, check_plugin, refuse_two_owners
+from engines.config.backends import ENGINES
+from engines.config.plugins import ROLLOUT_ENGINES, TABLES
 from flows.platform_probe import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
-from infra.plugins import external_module_names, import_external_modules, outside_plugins
+from infra.plugins import external_modules, import_external_modules
 from infra.store.atomic import atomic_write_bytes
 
 Status = Literal["ok", "warning", "error"]
@@ -106,13 +107,12 @@ def _packages() -> Iterator[Check]:
 
 def _external_modules() -> Iterator[Check]:
     broken = {module.name: module for module in import_external_modules()}
-    for name in external_module_names():
+    for name, owner in external_modules().items():
         if name in broken:
             yield Check(f"module {name}", "error", str(broken[name]))
         else:
-            yield Check(
-                f"module {name}", "ok", f"imported for {env.RLHF_USE_EXTERNAL_MODULES.name}"
-            )
+            whose = owner.removeprefix("environment.")
+            yield Check(f"module {name}", "ok", f"imported for {whose}")
 
 
 def _platform_and_plugins() -> Iterator[Check]:
@@ -138,12 +138,13 @@ def _platform_and_plugins() -> Iterator[Check]:
 
 def _name_clashes() -> Iterator[Check]:
     """Names that a plugin shares with another or with this project; a platform's are above."""
-    for kind in BUILT_IN:
-        for name in sorted({plugin.name for plugin in outside_plugins(kind)}):
-            try:
-                refuse_two_owners(kind, name, kind)
-            except ConfigError as error:
-                yield Check(f"plugin {kind}.{name}", "error", error.problem)
+    for kind, table in TABLES.items():
+        if kind != "platform":
+            for name in sorted({row.name for row in table.outside()}):
+                try:
+                    table.find_all(name)
+                except ConfigError as error:
+                    yield Check(f"plugin {kind}.{name}", "error", error.problem)
 
 
 def _storage(home: Path) -> Check:
@@ -173,15 +174,16 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
 
 def _engines() -> Iterator[Check]:
     """A missing optional engine is news, not a fault."""
-    for kind in ("backend", "rollout"):
-        for name, plugin in BUILT_IN[kind].items():
+    for table in (ENGINES, ROLLOUT_ENGINES):
+        rows = {row.name: row for row in table.rows if "." not in row.name}
+        for name, row in rows.items():
             try:
-                check_plugin(kind, name, kind)
+                table.find(name)
             except ConfigError as error:
-                yield Check(f"{kind} {name}", "warning", error.problem)
+                yield Check(f"{table.kind} {name}", "warning", error.problem)
                 continue
-            version = _version_of(plugin.requires) if plugin.requires else "built in"
-            yield Check(f"{kind} {name}", "ok", version)
+            version = _version_of(row.requires) if row.requires else "built in"
+            yield Check(f"{table.kind} {name}", "ok", version)
 
 
 def _version_of(module: str) -> str:

@@ -9,9 +9,9 @@ Promises: a plugin that does not load is reported, and nothing else suffers from
 
 import sys
 
-from hardware.registry import built_in_registry
+from hardware.detection import availability, create, detect
 from infra.errors import ConfigError
-from infra.plugins import OutsidePlugin, load_outside, outside_plugins, reason_of
+from infra.plugins import Row, load_row, outside_rows, reason_of
 from infra.survey_report import FoundPlatform, FoundPlugin, Refusal, SurveyReport
 
 
@@ -36,7 +36,7 @@ def find_platform(requested: str, *, open_device: bool = False) -> SurveyReport:
         The platform, or why there is none.
     """
     try:
-        platform, reason = built_in_registry().detect(requested)
+        platform, reason = detect(requested)
     except ConfigError as error:
         return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
     label = None
@@ -52,19 +52,18 @@ def find_platform(requested: str, *, open_device: bool = False) -> SurveyReport:
 
 def survey() -> SurveyReport:
     """The platform of this machine, and what comes of loading every plugin."""
-    plugins = tuple(_look_at(plugin) for plugin in outside_plugins())
+    plugins = tuple(_look_at(kind, row) for kind, row in outside_rows())
     return find_platform("auto", open_device=True).model_copy(update={"plugins": plugins})
 
 
-def _look_at(plugin: OutsidePlugin) -> FoundPlugin:
-    name = f"{plugin.kind}.{plugin.name}"
-    detail = f"{plugin.owner}, {plugin.target}"
+def _look_at(kind: str, row: Row) -> FoundPlugin:
+    name = f"{kind}.{row.name}"
+    detail = f"{row.owner}, {row.target}"
     try:
-        load_outside(plugin, f"plugin {name}")
-        if plugin.kind == "platform":
-            registry = built_in_registry()
-            registry.create(plugin.name)
-            found = registry.availability(plugin.name)
+        load_row(row, f"plugin {name}")
+        if kind == "platform":
+            create(row.name)
+            found = availability(row.name)
             detail += f", {'available' if found.ok else 'not available'}: {found.reason}"
     except ConfigError as error:
         return FoundPlugin(name=name, detail=detail, problem=error.problem)

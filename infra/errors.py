@@ -2,6 +2,7 @@
 
     PipelineError                     everything this project raises on purpose
     ├── ConfigError                   the user's input is wrong: one line, exit code 2
+    │   └── UnknownPluginError        no part of that name; lists what there is
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
     │   └── ArtifactCorruptError      it was published, and does not verify now
@@ -46,6 +47,10 @@ class ConfigError(PipelineError):
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
         return (ConfigError, (self.path, self.problem))
+
+
+class UnknownPluginError(ConfigError):
+    """No part of that name is in its table; the text lists those that are."""
 
 
 class ArtifactError(PipelineError):

@@ -1,19 +1,20 @@
-"""Plugins of other people: who announces what, under which name.
+"""Rows of the plugin tables, and where other people's come from.
 
-Two ways lead here: an installed distribution's entry points of the group `rlhf.plugins`, named
-``<kind>.<name>``, and the modules listed in RLHF_USE_EXTERNAL_MODULES, which call a registration
-function when they are imported. One plugin may come by both.
-Promises: listing imports no plugin, only the listed modules; whatever a plugin raises while it
-is loaded becomes one line that names its owner and the reason. A listed module that cannot be
-imported costs only whoever asks for what it would have registered; what it registered before it
-failed stays.
-Does not promise that a name has one owner: whoever is asked for the name refuses a second one,
+A row says where a part is and what the plan must know of it without importing it. This project's
+rows stand in its tables (`infra.plugin_table`). Two ways lead other people's here: entry points
+of the group `rlhf.plugins` of an installed distribution, and `register_row`, called by a module
+while it is imported. An entry point ``<kind>.<name> = module:attribute`` is a row without facts;
+``module.<any> = module`` names a module to import, as RLHF_USE_EXTERNAL_MODULES does.
+Promises: listing imports no part, only those modules; whatever a part raises while it is loaded
+becomes one line that names its owner and the reason. A module that cannot be imported costs only
+whoever asks for what it would have registered; what it registered before it failed stays.
+Does not promise that a name has one owner: the table that is asked for it refuses a second one,
 so that a clash costs nobody else anything.
 """
 
 import importlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -24,28 +25,40 @@ from infra.names import unknown_name
 from infra.redact import redact
 
 ENTRY_POINT_GROUP = "rlhf.plugins"
+MODULE_KIND = "module"
+THIS_PROJECT = "this project"
 RUN_TIME_OWNER = "registered at run time"
 
 
-@dataclass(frozen=True)
-class OutsidePlugin:
-    """One announcement.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One part of one kind.
 
     Attributes:
-        kind: `platform`, `backend`, `rollout`, `reward`, `adv_estimator`, ...
         name: what the configuration calls it.
         target: ``module:attribute``.
-        owner: `distribution==version`, or `RUN_TIME_OWNER`.
+        requires: importable module that an extra or a job environment brings.
+        extra: name of that extra.
+        environment: name of the job environment (`make env-<name>`) that it runs in, if not the
+            project's own.
+        options: ``module:Class``, the pydantic schema of its options, importable without torch.
+            None: this project's part has none; another's are not looked at before it runs.
         devices: torch device types that a training engine runs on; empty means any.
         vendor: of those devices; None serves every vendor.
+        owner: `THIS_PROJECT`, `distribution==version` or `RUN_TIME_OWNER`.
+        registrar: module whose import made the row known; None: a table or an entry point.
     """
 
-    kind: str
     name: str
     target: str
-    owner: str
+    requires: str | None = None
+    extra: str | None = None
+    environment: str | None = None
+    options: str | None = None
     devices: tuple[str, ...] = ()
     vendor: str | None = None
+    owner: str = field(default=THIS_PROJECT, repr=False)
+    registrar: str | None = field(default=None, repr=False)
 
     @property
     def module(self) -> str:
@@ -53,125 +66,142 @@ class OutsidePlugin:
         return self.target.partition(":")[0]
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is this project's."""
+        return self.owner == THIS_PROJECT
+
+    @property
     def source(self) -> str:
         """Who to turn to about it, in an error line."""
         return f"{self.target} ({self.owner})" if self.owner == RUN_TIME_OWNER else self.owner
 
-    @property
-    def extends(self) -> bool:
-        """Whether it only adds a device or a vendor to a name that may exist."""
-        return bool(self.devices) or self.vendor is not None
-
-    def collides_with(self, other: "OutsidePlugin") -> bool:
-        """Whether both claim one name for one place."""
-        if (self.kind, self.name, self.vendor) != (other.kind, other.name, other.vendor):
+    def collides_with(self, other: "Row") -> bool:
+        """Whether both claim one name for one place; what is ours is ours on any device."""
+        if (self.name, self.vendor) != (other.name, other.vendor):
             return False
+        if (self.is_ours or other.is_ours) and not (self.devices and other.devices):
+            return True
         return self.devices == other.devices or bool({*self.devices} & {*other.devices})
 
 
 @dataclass(frozen=True)
 class BrokenModule:
-    """A module of RLHF_USE_EXTERNAL_MODULES that cannot be imported.
+    """A module that should have registered something and cannot be imported.
 
     Attributes:
         name: as it is listed.
         reason: what it raised, in one line, without secrets.
+        owner: who lists it: a distribution, or the environment variable.
     """
 
     name: str
     reason: str
+    owner: str
 
     def __str__(self) -> str:
         return (
-            f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}: {self.name} cannot be imported "
+            f"{self.owner}: {self.name} cannot be imported "
             f"({self.reason}); repair or install it, or remove it from the list"
         )
 
 
-_registered: list[OutsidePlugin] = []
+_registered: list[tuple[str, Row]] = []
 _broken: dict[str, BrokenModule] = {}
 """What failed once is not tried again: it may have done half of its work."""
+_importing: list[tuple[str, str]] = []
+"""(module, owner of its rows) of what is being imported, the innermost last."""
 
 
-def register_outside(
-    kind: str,
-    name: str,
-    target: str,
-    *,
-    devices: Sequence[str] = (),
-    vendor: str | None = None,
-) -> None:
-    """Announce a plugin for this process; the same announcement again changes nothing.
+def register_row(kind: str, row: Row) -> None:
+    """Make a row known to this process; the same row again changes nothing.
 
     A name that is taken is not refused here but where it is asked for, as that of a distribution.
 
     Args:
-        kind: of the plugin.
-        name: what the configuration calls it.
-        target: ``module:attribute``, imported when it is asked for.
-        devices: torch device types of a training engine; empty means any.
-        vendor: of those devices; None serves every vendor.
+        kind: of the table.
+        row: its owner is filled in.
 
     Raises:
-        ConfigError: `target` is none; devices of something that is no training engine, or a
-            vendor of none.
+        ConfigError: its target is no ``module:attribute``; devices of something that is no
+            training engine, or a vendor of none.
     """
-    path = f"plugin {kind}.{name}"
-    module, _, attribute = target.partition(":")
+    path = f"plugin {kind}.{row.name}"
+    module, _, attribute = row.target.partition(":")
     if not module or not attribute:
-        raise ConfigError(path, f"got target {target!r}; need module:attribute")
-    if devices and kind != "backend":
+        raise ConfigError(path, f"got target {row.target!r}; need module:attribute")
+    if row.devices and kind != "backend":
         raise ConfigError(path, "got devices; only a backend has them; remove them")
-    if vendor is not None and not devices:
-        raise ConfigError(path, f"got vendor {vendor!r} without devices; name its devices")
-    places = tuple(sorted(set(devices)))
-    plugin = OutsidePlugin(kind, name, target, RUN_TIME_OWNER, places, vendor)
-    if plugin not in _registered:
-        _registered.append(plugin)
+    if row.vendor is not None and not row.devices:
+        raise ConfigError(path, f"got vendor {row.vendor!r} without devices; name its devices")
+    registrar, owner = _importing[-1] if _importing else (None, RUN_TIME_OWNER)
+    places = tuple(sorted(set(row.devices)))
+    known = replace(row, devices=places, owner=owner, registrar=registrar)
+    if (kind, known) not in _registered:
+        _registered.append((kind, known))
 
 
-def outside_plugins(kind: str | None = None) -> tuple[OutsidePlugin, ...]:
-    """Every plugin that is not this project's.
-
-    Args:
-        kind: only of this kind; None lists all.
+def outside_rows() -> tuple[tuple[str, Row], ...]:
+    """Every (kind, row) that is not this project's.
 
     Returns:
-        Those of distributions by name, then those registered at run time in their order; what
-        came by both ways stands among the first.
+        Those of distributions by kind and name, then those registered at run time in their order;
+        what came by both ways stands among the first.
     """
     import_external_modules()
-    announced = _announced()
+    announced = [_of_entry_point(entry) for entry in _entries() if not _names_module(entry)]
     new = [
-        plugin
-        for plugin in _registered
-        if not any(plugin.collides_with(o) and plugin.target == o.target for o in announced)
+        (kind, row)
+        for kind, row in _registered
+        if not any(
+            kind == other_kind and row.collides_with(o) and row.target == o.target
+            for other_kind, o in announced
+        )
     ]
-    return tuple(p for p in (*announced, *new) if kind is None or p.kind == kind)
+    return (*announced, *new)
 
 
-def external_module_names() -> tuple[str, ...]:
-    """What RLHF_USE_EXTERNAL_MODULES lists, in its order."""
+def outside_plugins(kind: str) -> tuple[Row, ...]:
+    """The `outside_rows` of one kind."""
+    return tuple(row for of_kind, row in outside_rows() if of_kind == kind)
+
+
+def register_outside(kind: str, name: str, target: str) -> None:
+    """`register_row` of a row without facts."""
+    register_row(kind, Row(name=name, target=target))
+
+
+def external_modules() -> dict[str, str]:
+    """Modules that register rows when they are imported, with who lists each, in their order."""
+    installed = {entry.value: _owner(entry) for entry in _entries() if _names_module(entry)}
     listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
-    return tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    variable = f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}"
+    asked = {name.strip(): variable for name in listed.split(",") if name.strip()}
+    return {**asked, **installed}
 
 
 def import_external_modules() -> tuple[BrokenModule, ...]:
-    """Import what RLHF_USE_EXTERNAL_MODULES names, in its order.
+    """Import the `external_modules`. No torch: the control plane does so too.
+
+    A job and each rank of its group call this first, so that a module which changes something
+    else on import (a library's patch) does so before that library is used.
 
     Returns:
         Those that cannot be imported. Whoever starts something says so: they may have been meant
         to change what it does.
     """
-    names = external_module_names()
-    for name in names:
+    modules = external_modules()
+    for name, owner in modules.items():
         if name in _broken:
             continue
+        by_variable = owner.startswith("environment.")
+        _importing.append((name, RUN_TIME_OWNER if by_variable else owner))
         try:
             _import(name)
         except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
-            _broken[name] = BrokenModule(name, redact(reason_of(error)))
-    return tuple(_broken[name] for name in names if name in _broken)
+            _broken[name] = BrokenModule(name, redact(reason_of(error)), owner)
+        finally:
+            _importing.pop()
+    return tuple(_broken[name] for name in modules if name in _broken)
 
 
 def unknown_plugin(name: str, known: Iterable[str]) -> str:
@@ -188,28 +218,50 @@ def unknown_plugin(name: str, known: Iterable[str]) -> str:
     return unknown_name(name, known) + "".join(broken)
 
 
-def load_outside(plugin: OutsidePlugin, path: str) -> Any:
-    """Import a plugin's module and take what it announces from it.
+def load_target(target: str) -> Any:
+    """Import a module and take an attribute from it.
 
     Args:
-        plugin: of `outside_plugins`.
+        target: ``module:attribute``.
+
+    Returns:
+        The attribute.
+    """
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def load_row(row: Row, path: str) -> Any:
+    """Import the part that a row stands for.
+
+    Args:
+        row: of a table.
         path: the setting that asked for it, for the error line.
 
     Returns:
         The attribute that `target` names.
 
     Raises:
-        ConfigError: its module is missing or raises, or has no such attribute.
+        ConfigError: another's module is missing or raises, or has no such attribute; a library
+            that this project's part stands on is missing or broken.
     """
-    attribute = plugin.target.partition(":")[2]
+    if row.is_ours and not row.requires:
+        return load_target(row.target)
     try:
-        return getattr(_import(plugin.module), attribute)
-    except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
+        _import(row.module)
+        return load_target(row.target)
+    except Exception as error:
+        if row.is_ours and not isinstance(error, ImportError):
+            raise
+        remedy = f"pip install 'rlhf-pipeline[{row.extra}]'" if row.extra else "install it again"
         raise ConfigError(
             path,
-            f"{plugin.name} cannot be loaded from {plugin.target} ({reason_of(error)}); repair or "
-            f"remove {plugin.source}",
+            f"{row.name} cannot be loaded from {row.target} ({reason_of(error)}); "
+            + (remedy if row.is_ours else f"repair or remove {row.source}"),
         ) from error
+
+
+load_outside = load_row
 
 
 def _import(name: str) -> ModuleType:
@@ -228,13 +280,24 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def _announced() -> tuple[OutsidePlugin, ...]:
+def _entries() -> list[EntryPoint]:
     """Entry points of installed distributions, sorted: their order depends on the machine."""
-    found = {_of_entry_point(entry) for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted(found, key=lambda plugin: (plugin.kind, plugin.name, plugin.owner)))
+    found = {(entry.name, _owner(entry), entry.value): entry for entry in _group()}
+    return [found[key] for key in sorted(found)]
 
 
-def _of_entry_point(entry: EntryPoint) -> OutsidePlugin:
+def _group() -> Iterable[EntryPoint]:
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _names_module(entry: EntryPoint) -> bool:
+    return entry.name.partition(".")[0] == MODULE_KIND
+
+
+def _owner(entry: EntryPoint) -> str:
+    return f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
+
+
+def _of_entry_point(entry: EntryPoint) -> tuple[str, Row]:
     kind, _, name = entry.name.partition(".")
-    owner = f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
-    return OutsidePlugin(kind, name, entry.value, owner)
+    return kind, Row(name=name, target=entry.value, owner=_owner(entry))

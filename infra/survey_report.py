@@ -55,7 +55,7 @@ class SurveyReport(BaseModel):
     Attributes:
         platform: the platform, if there is one.
         refusal: why not, if there is none.
-        plugins: in the order of `infra.plugins.outside_plugins`.
+        plugins: in the order of `infra.plugins.outside_rows`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

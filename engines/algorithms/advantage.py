@@ -7,12 +7,9 @@ first. Does not promise whitening across the batch: that belongs to an estimator
 import torch
 from torch import Tensor
 
-from engines.algorithms import grpo  # noqa: F401  (registers itself; static, so that the source digest sees it)
-from engines.algorithms.registry import ADVANTAGES, AdvantageInputs
+from engines.algorithms.parts import AdvantageInputs, advantage_part
 from engines.config.algorithm import AlgorithmConfig
 from engines.errors import NonFiniteError
-
-ESTIMATOR_PATH = "rl.algorithm.adv_estimator"
 
 
 def advantages(algorithm: AlgorithmConfig, scores_B: Tensor, group_index_B: Tensor) -> Tensor:
@@ -46,13 +43,13 @@ def advantages(algorithm: AlgorithmConfig, scores_B: Tensor, group_index_B: Tens
         first = int((~finite_B).nonzero()[0])
         group = int(group_index_B[first])
         raise NonFiniteError(f"score of sample {first} (group {group}) is {float(scores_B[first])}")
-    part = ADVANTAGES.get(algorithm.adv_estimator, ESTIMATOR_PATH)
+    part = advantage_part(algorithm.adv_estimator)
     return part.function(
         AdvantageInputs(
             scores_B=scores_B.to(torch.float64),
             group_index_B=group_index_B.to(torch.int64),
             num_groups=int(group_index_B.max()) + 1,
             algorithm=algorithm,
-            options=part.own_options(algorithm.options, "rl.algorithm.options"),
+            options=part.options(algorithm),
         )
     )

@@ -1,19 +1,14 @@
-"""Group-relative advantages: GRPO, and Dr. GRPO by a switch."""
+"""Group-relative advantages: GRPO (arXiv:2402.03300), and Dr. GRPO (2503.20783) by a switch."""
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.groups import group_statistics
-from engines.algorithms.registry import ADVANTAGES, AdvantageInputs
+from engines.algorithms.parts import AdvantageInputs
 
 STD_EPS = 1e-6
 
 
-@ADVANTAGES.register(
-    "grpo",
-    paper="arXiv:2402.03300 sec. 4.1.2; without the std: Dr. GRPO, arXiv:2503.20783 sec. 3.2",
-    group_relative=True,
-)
 def grpo_advantages(inputs: AdvantageInputs) -> Tensor:
     """How much better each sample is than its group.
 

@@ -8,46 +8,40 @@ of k2, whose expectation is the gradient of the KL.
 
 from torch import Tensor
 
-from engines.algorithms.registry import KL_ESTIMATORS
+from engines.algorithms.parts import kl_part
 
-SOURCE = "Schulman, Approximating KL divergence, 2020"
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
 
 
-@KL_ESTIMATORS.register("k1", "kl", paper=SOURCE)
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """(T,) d: unbiased, of either sign, high variance."""
     return logprobs_T - ref_logprobs_T
 
 
-@KL_ESTIMATORS.register("abs", paper=SOURCE)
 def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """(T,) |d|."""
     return (logprobs_T - ref_logprobs_T).abs()
 
 
-@KL_ESTIMATORS.register("k2", "mse", paper=SOURCE)
 def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """(T,) d^2 / 2: biased, low variance, never negative."""
     return 0.5 * (logprobs_T - ref_logprobs_T).square()
 
 
-@KL_ESTIMATORS.register("k3", "low_var_kl", paper=SOURCE)
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """(T,) exp(-d) - 1 + d with d clamped to +-20 and the result to +-10: unbiased inside."""
     negative_d_T = (ref_logprobs_T - logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (negative_d_T.expm1() - negative_d_T).clamp(-K3_BOUND, K3_BOUND)
 
 
-def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, path: str) -> Tensor:
+def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """(T,) the named estimate; `name` may end in `+` for the gradient of k2.
 
     Args:
-        name: a registered estimator, optionally with a trailing `+`.
+        name: of an estimator, optionally with a trailing `+`.
         logprobs_T: (T,) of the policy, with gradient.
         ref_logprobs_T: (T,) of the reference model.
-        path: where the user wrote the name.
 
     Returns:
         (T,) float32 with gradient.
@@ -55,7 +49,7 @@ def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, path: str
     Raises:
         UnknownPluginError: no such estimator.
     """
-    value_T = KL_ESTIMATORS.get(name.removesuffix("+"), path).function(logprobs_T, ref_logprobs_T)
+    value_T = kl_part(name.removesuffix("+")).function(logprobs_T, ref_logprobs_T)
     if not name.endswith("+"):
         return value_T
     gradient_T = k2(logprobs_T, ref_logprobs_T)

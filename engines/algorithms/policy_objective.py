@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms import ppo_clip  # noqa: F401  (registers itself; static, so that the source digest sees it)
 from engines.algorithms.aggregation import aggregate, token_mean
 from engines.algorithms.kl import kl_estimate
-from engines.algorithms.registry import POLICY_LOSSES, PolicyLossInputs, TokenLoss
+from engines.algorithms.parts import PolicyLossInputs, TokenLoss, policy_loss_part
 from engines.config.algorithm import AlgorithmConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
@@ -41,9 +40,9 @@ class PolicyObjective:
     @property
     def required_columns(self) -> frozenset[str]:
         """Columns the batch must carry."""
-        part = POLICY_LOSSES.get(self.algorithm.loss_mode, "rl.algorithm.loss_mode")
+        row = policy_loss_part(self.algorithm.loss_mode).row
         reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
-        return part.columns | {"loss_mask"} | reference
+        return frozenset({*row.columns, "loss_mask", *reference})
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
@@ -76,7 +75,7 @@ class PolicyObjective:
     def _policy_loss(
         self, outputs: ModelOutputs, old_logprobs_T: Tensor, mask_T: Tensor, batch: TokenBatch
     ) -> TokenLoss:
-        part = POLICY_LOSSES.get(self.algorithm.loss_mode, "rl.algorithm.loss_mode")
+        part = policy_loss_part(self.algorithm.loss_mode)
         return part.function(
             PolicyLossInputs(
                 logprobs_T=outputs.logprobs_T,
@@ -85,7 +84,7 @@ class PolicyObjective:
                 mask_T=mask_T,
                 batch=batch,
                 algorithm=self.algorithm,
-                options=part.own_options(self.algorithm.options, "rl.algorithm.options"),
+                options=part.options(self.algorithm),
             )
         )
 
@@ -102,7 +101,6 @@ class PolicyObjective:
             self.algorithm.kl_loss_type,
             outputs.logprobs_T,
             batch.columns["ref_logprobs"],
-            "rl.algorithm.kl_loss_type",
         )
 
     def _aggregate(

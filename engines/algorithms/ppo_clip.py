@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engines.algorithms.registry import POLICY_LOSSES, PolicyLossInputs, TokenLoss
+from engines.algorithms.parts import PolicyLossInputs, TokenLoss
 from engines.config.algorithm import AlgorithmConfig
 
 LOG_RATIO_BOUND = 20.0
@@ -23,11 +23,6 @@ def probability_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-@POLICY_LOSSES.register(
-    "vanilla",
-    paper="arXiv:1707.06347 eq. 7; dual clip 1912.09729 eq. 5; clip-higher 2503.14476 eq. 8",
-    columns=("advantages",),
-)
 def ppo_clip_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """PPO-clip: ``max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))``.
 

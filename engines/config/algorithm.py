@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from engines.config.base import NotIdentity, StrictModel
 
+_PYTHON = ".py"
+
 LossAggMode = Literal[
     "token-mean",
     "token-sum",
@@ -71,7 +73,12 @@ class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
     function: str = "exact"
-    """A registered name (`exact`, `math`) or `path/to/file.py:name`."""
+    """A registered name (`exact`, `math`) or `path/to/file.py:name`; without a name: the file's
+    `compute_score`.
+
+    A file counts with the modules beside it that it imports, and runs from a copy in the store.
+    Data files that it opens are not copied: give their absolute paths in `kwargs`.
+    """
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -84,11 +91,19 @@ class RewardConfig(StrictModel):
 
     @property
     def file(self) -> Path | None:
-        """The file of a reward given as `path/to/file.py:name`; None for a registered name."""
+        """The file of a reward that is given as one; None for a registered name."""
         path, _, name = self.function.rpartition(":")
-        return Path(path) if path.endswith(".py") and name.isidentifier() else None
+        if self.function.endswith(_PYTHON):
+            return Path(self.function)
+        return Path(path) if path.endswith(_PYTHON) and name.isidentifier() else None
+
+    @property
+    def function_in_file(self) -> str:
+        """The name of the function in `file`."""
+        path, _, name = self.function.rpartition(":")
+        return name if path.endswith(_PYTHON) else "compute_score"
 
     def identity_values(self) -> dict[str, Any]:
         """Of a file, the name of the function in it."""
-        function = self.function.rpartition(":")[2] if self.file else self.function
+        function = self.function_in_file if self.file else self.function
         return {**super().identity_values(), "function": function}

@@ -6,15 +6,15 @@ reference page print it.
 Does not describe backends of other distributions: those are asked at run time.
 """
 
-import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-from infra.identity.job_environments import interpreter_of
+from infra.plugin_table import PluginTable
+from infra.plugins import Row
 
 
 class Tested(Enum):
@@ -62,10 +62,10 @@ class Backend:
         extra: name of that extra; None when the backend has an environment of its own.
         environment: name of the job environment (`make env-<name>`) it runs in, if not the
             project's own.
-        device_engines: device -> ``module:Class`` of an engine of its own there, for all model
+        options: ``module:Class``, the schema of `training.options`.
+        device_engines: device -> engine of its own there and schema of its options, for all model
             types.
         not_together: pairs of dimensions or features that it has, but not at once.
-        limits: what it cannot do, in words for the matrix.
     """
 
     language_model: str
@@ -76,9 +76,9 @@ class Backend:
     requires: str | None = None
     extra: str | None = None
     environment: str | None = None
-    device_engines: Mapping[str, str] = field(default_factory=dict)
+    options: str | None = None
+    device_engines: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     not_together: tuple[tuple[str, str], ...] = ()
-    limits: str = ""
 
     @property
     def targets(self) -> dict[str, str]:
@@ -104,15 +104,16 @@ BACKENDS: Mapping[str, Backend] = {
     "fsdp": Backend(
         language_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
         value_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
+        options="engines.training.backends.fsdp.options:FSDPOptions",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
         not_together=(("ulysses", "vlm"),),
-        limits="builds the whole model on each rank before sharding",
     ),
     "fsdp2": Backend(
         language_model="engines.training.backends.fsdp.engine:FSDP2Engine",
         value_model="engines.training.backends.fsdp.engine:FSDP2Engine",
+        options="engines.training.backends.fsdp.options:FSDP2Options",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
@@ -121,9 +122,13 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
+        options="engines.training.backends.megatron_options:MegatronOptions",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
-            "npu": "engines.training.backends.mindspeed.engine:MindSpeedMegatronEngine"
+            "npu": (
+                "engines.training.backends.mindspeed.engine:MindSpeedMegatronEngine",
+                "engines.training.backends.mindspeed.options:MindSpeedOptions",
+            )
         },
         parallelism={
             "data": Tested.CONTRACT,
@@ -136,7 +141,6 @@ BACKENDS: Mapping[str, Backend] = {
         features={"lora": Tested.CONTRACT, "moe": Tested.CONTRACT},
         requires="mbridge",
         extra="megatron",
-        limits="llama, qwen2, qwen3 and qwen3_moe; no DoRA, with TransformerEngine no adapter",
     ),
     "veomni": Backend(
         language_model="engines.training.backends.veomni.engine:VeOmniEngine",
@@ -147,14 +151,15 @@ BACKENDS: Mapping[str, Backend] = {
             "ulysses": Tested.ENVIRONMENT,
         },
         value_model="engines.training.backends.veomni.engine:VeOmniEngine",
+        options="engines.training.backends.veomni.options:VeOmniOptions",
         features={"lora": Tested.ENVIRONMENT},
         requires="veomni",
         environment="veomni",
-        limits="causal text models of VeOmni whose weights need no conversion",
     ),
     "automodel": Backend(
         language_model="engines.training.backends.automodel.engine:AutomodelEngine",
         value_model="engines.training.backends.automodel.engine:AutomodelEngine",
+        options="engines.training.backends.automodel.options:AutomodelOptions",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
@@ -166,11 +171,10 @@ BACKENDS: Mapping[str, Backend] = {
         requires="nemo_automodel",
         environment="automodel",
         not_together=(("lora", "tensor"), ("ulysses", "tensor")),
-        limits="with tensor parallelism no adapter, no ulysses, and logits of all predicted "
-        "tokens at once",
     ),
     "torchtitan": Backend(
         language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
+        options="engines.training.backends.torchtitan.options:TorchTitanOptions",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
@@ -179,34 +183,49 @@ BACKENDS: Mapping[str, Backend] = {
         },
         requires="torchtitan",
         environment="torchtitan",
-        limits="dense qwen3 and llama; trains all weights",
     ),
 }
+
+
+def engine_name(backend: str, model_type: str) -> str:
+    """What the table calls the engine of a backend for a model type."""
+    return backend if model_type == "language_model" else f"{backend}.{model_type}"
+
+
+def _rows() -> Iterator[Row]:
+    """An engine for each model type and device of each backend."""
+    for backend, entry in BACKENDS.items():
+        for model_type, target in entry.targets.items():
+            for device in entry.devices:
+                engine, options = entry.device_engines.get(device, (target, entry.options))
+                yield Row(
+                    name=engine_name(backend, model_type),
+                    target=engine,
+                    requires=entry.requires,
+                    extra=entry.extra,
+                    environment=entry.environment,
+                    options=options,
+                    devices=(device,),
+                )
+
+
+ENGINES = PluginTable("backend", "training.backend", list(_rows()), Row)
 
 
 def job_interpreter(backend: str, path: str) -> Path | None:
     """The Python that jobs of a backend need, if its libraries clash with the project's own.
 
     Args:
-        backend: its name; one of another distribution runs in the project's environment.
+        backend: its name.
         path: where the name stands in the configuration, for the error line.
 
     Returns:
         None where this Python serves: the backend has no environment of its own, or this is it.
 
     Raises:
-        ConfigError: the job environment was not made.
+        ConfigError: nobody has it, two have, or its extra or its job environment is missing.
     """
-    entry = BACKENDS.get(backend)
-    if entry is None or entry.environment is None:
-        return None
-    if entry.requires and importlib.util.find_spec(entry.requires) is not None:
-        return None
-    interpreter = interpreter_of(entry.environment)
-    if interpreter is None:
-        name = entry.environment
-        raise ConfigError(path, f"{backend} needs the job environment {name}: make env-{name}")
-    return interpreter
+    return ENGINES.interpreter(backend, path)
 
 
 def check_layout(training: TrainingConfig) -> None:

@@ -4,17 +4,25 @@ Made from the table of built-in backends and the announcements of outside plugin
 neither torch nor a plugin.
 """
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from engines.config.backends import BACKENDS, Backend, Tested
-from infra.plugins import outside_plugins
+from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
+from infra.errors import ConfigError
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
 _LANGUAGE_MODEL_ONLY = frozenset({"vlm"})
 """Features that value models do not have."""
+_LIMITS: Mapping[str, str] = {
+    "fsdp": "builds the whole model on each rank before sharding",
+    "megatron": "llama, qwen2, qwen3 and qwen3_moe; no DoRA, with TransformerEngine no adapter",
+    "veomni": "causal text models of VeOmni whose weights need no conversion",
+    "automodel": "with tensor parallelism no adapter, no ulysses, and logits of all predicted "
+    "tokens at once",
+    "torchtitan": "dense qwen3 and llama; trains all weights",
+}
+"""Backend -> what it cannot do, in words. Here, so that no job's sources hold prose."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,11 @@ def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
 
 
 def _outside_rows() -> Iterator[MatrixRow]:
-    for plugin in outside_plugins("backend"):
-        name, _, model_type = plugin.name.partition(".")
-        devices = ", ".join(plugin.devices) or "any"
+    for row in ENGINES.outside():
+        name, _, model_type = row.name.partition(".")
+        devices = ", ".join(row.devices) or "any"
         yield MatrixRow(
-            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, f"by {plugin.owner}"
+            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, f"by {row.owner}"
         )
 
 
@@ -94,11 +102,18 @@ def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
 
 def _needs(name: str, backend: Backend, *, installed: bool) -> str:
     parts = []
-    missing = backend.requires and importlib.util.find_spec(backend.requires) is None
     if backend.environment:
         parts.append(f"its own environment: make env-{backend.environment}")
-    elif backend.extra and (missing or not installed):
+    elif backend.extra and not (installed and _is_usable(name)):
         parts.append(f"pip install 'rlhf-pipeline[{backend.extra}]'")
-    if backend.limits:
-        parts.append(backend.limits)
+    if name in _LIMITS:
+        parts.append(_LIMITS[name])
     return "; ".join(parts)
+
+
+def _is_usable(backend: str) -> bool:
+    try:
+        ENGINES.find(backend)
+    except ConfigError:
+        return False
+    return True

@@ -1,111 +1,202 @@
-"""The built-in plugins by name, readable without importing any of them.
+"""Every kind of part by name: one table each. Imports no part and no torch.
 
-Each name leads to its class or function as ``module:attribute`` and, where the plugin stands on
-a library of an optional extra, to that library. The registries of the engine floor load from
-here; the control plane checks names and extras here, long before a job starts.
-
-Does not list plugins of other people: those announce themselves as entry points of the group
-`rlhf.plugins`, named ``<kind>.<name>`` (``rollout.mine = my_package.engine:MyEngine``), or by
-`register_plugin` from a module that RLHF_USE_EXTERNAL_MODULES lists.
+A row leads to its class or function as ``module:attribute`` and holds what the plan must know
+before anything is imported. To add a part to this project: one file that holds it, and its row here
+(a training backend: `engines.config.backends`, a platform: `hardware.platforms`). Other people's
+come through `infra.plugins`: entry points, or `register_plugin` from a module that
+RLHF_USE_EXTERNAL_MODULES or an entry point lists.
 """
 
-import importlib.util
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
-from engines.config.backends import BACKENDS, job_interpreter
-from engines.errors import UnknownPluginError
+from engines.config.backends import ENGINES
+from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
-from infra.plugins import (
-    ENTRY_POINT_GROUP,
-    OutsidePlugin,
-    outside_plugins,
-    register_outside,
-    unknown_plugin,
-)
+from infra.names import unknown_name
+from infra.plugin_table import PluginTable
+from infra.plugins import Row, register_row
 
-PluginKind = Literal["backend", "rollout", "adv_estimator", "loss_mode", "kl_loss_type", "reward"]
-
-__all__ = [
-    "BUILT_IN",
-    "ENTRY_POINT_GROUP",
-    "Plugin",
-    "PluginKind",
-    "check_plugin",
-    "refuse_two_owners",
-    "register_plugin",
+PluginKind = Literal[
+    "platform",
+    "backend",
+    "rollout",
+    "adv_estimator",
+    "loss_mode",
+    "kl_loss_type",
+    "reward",
+    "preprocessor",
+    "tracker",
 ]
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """Where a plugin is, and what it needs beyond the base installation.
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmRow(Row):
+    """An advantage estimator, a policy loss or a KL estimator.
 
     Attributes:
-        target: ``module:attribute``.
-        requires: importable module that an extra brings; None needs nothing.
-        extra: name of that extra.
-        group_relative: an advantage estimator that compares samples of one prompt.
+        paper: where the formula stands (arXiv id and section, or a title).
+        columns: columns of the `TokenBatch` that it reads, beside `loss_mask`.
+        group_relative: compares samples of one prompt, so it needs two or more of them.
     """
 
-    target: str
-    requires: str | None = None
-    extra: str | None = None
+    paper: str = ""
+    columns: tuple[str, ...] = ()
     group_relative: bool = False
 
-    @property
-    def module(self) -> str:
-        """The module part of `target`."""
-        return self.target.partition(":")[0]
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRow(Row):
+    """A reward function.
+
+    Attributes:
+        in_process: it is pure, fast and cannot hang, so it needs no process of its own.
+        memory_limit_bytes: address space of its process; None sets no limit.
+    """
+
+    in_process: bool = False
+    memory_limit_bytes: int | None = None
 
 
-_KL = "engines.algorithms.kl"
+ADVANTAGES = PluginTable(
+    "adv_estimator",
+    "rl.algorithm.adv_estimator",
+    [
+        AlgorithmRow(
+            name="grpo",
+            target="engines.algorithms.grpo:grpo_advantages",
+            paper="arXiv:2402.03300 sec. 4.1.2; without the std: Dr. GRPO, arXiv:2503.20783 "
+            "sec. 3.2",
+            group_relative=True,
+        )
+    ],
+    AlgorithmRow,
+)
 
-BUILT_IN: Mapping[PluginKind, Mapping[str, Plugin]] = {
-    "backend": {
-        name: Plugin(backend.language_model, backend.requires, backend.extra)
-        for name, backend in BACKENDS.items()
-    },
-    "rollout": {
-        "transformers": Plugin("engines.rollout.transformers_engine:TransformersEngine"),
-    },
-    "adv_estimator": {
-        "grpo": Plugin("engines.algorithms.grpo:grpo_advantages", group_relative=True),
-    },
-    "loss_mode": {
-        "vanilla": Plugin("engines.algorithms.ppo_clip:ppo_clip_loss"),
-    },
-    "kl_loss_type": {
-        "k1": Plugin(f"{_KL}:k1"),
-        "kl": Plugin(f"{_KL}:k1"),
-        "abs": Plugin(f"{_KL}:absolute"),
-        "k2": Plugin(f"{_KL}:k2"),
-        "mse": Plugin(f"{_KL}:k2"),
-        "k3": Plugin(f"{_KL}:k3"),
-        "low_var_kl": Plugin(f"{_KL}:k3"),
-    },
-    "reward": {
-        "exact": Plugin("engines.rewards.exact:compute_score"),
-        "math": Plugin("engines.rewards.math:compute_score"),
-    },
+POLICY_LOSSES = PluginTable(
+    "loss_mode",
+    "rl.algorithm.loss_mode",
+    [
+        AlgorithmRow(
+            name="vanilla",
+            target="engines.algorithms.ppo_clip:ppo_clip_loss",
+            paper="arXiv:1707.06347 eq. 7; dual clip 1912.09729 eq. 5; clip-higher 2503.14476 "
+            "eq. 8",
+            columns=("advantages",),
+        )
+    ],
+    AlgorithmRow,
+)
+
+_KL_NAMES = {
+    "k1": "k1", "kl": "k1", "abs": "absolute", "k2": "k2", "mse": "k2", "k3": "k3",
+    "low_var_kl": "k3",
+}  # fmt: skip
+KL_ESTIMATORS = PluginTable(
+    "kl_loss_type",
+    "rl.algorithm.kl_loss_type",
+    [
+        AlgorithmRow(
+            name=name,
+            target=f"engines.algorithms.kl:{function}",
+            paper="Schulman, Approximating KL divergence, 2020",
+        )
+        for name, function in _KL_NAMES.items()
+    ],
+    AlgorithmRow,
+)
+
+ROLLOUT_ENGINES = PluginTable(
+    "rollout",
+    "rollout.engine",
+    [
+        Row(
+            name="transformers",
+            target="engines.rollout.transformers_engine:TransformersEngine",
+            options="engines.rollout.options:TransformersOptions",
+        )
+    ],
+    Row,
+)
+
+REWARDS = PluginTable(
+    "reward",
+    "rl.reward.function",
+    [
+        RewardRow(
+            name="exact",
+            target="engines.rewards.exact:compute_score",
+            options="engines.rewards.options:ExactOptions",
+            in_process=True,
+        ),
+        RewardRow(
+            name="math",
+            target="engines.rewards.math:compute_score",
+            options="engines.rewards.options:MathOptions",
+            # A power tower in an answer must end in MemoryError, not take the machine down.
+            memory_limit_bytes=4 * 2**30,
+        ),
+    ],
+    RewardRow,
+    other_forms=("path/to/file.py:name",),
+)
+
+_LAYOUTS = "engines.data.prepare.preprocessors"
+PREPROCESSORS = PluginTable(
+    "preprocessor",
+    "data.*.format",
+    [
+        Row(name="rows", target=f"{_LAYOUTS}.row_schema:RowSchema"),
+        Row(name="messages", target=f"{_LAYOUTS}.row_schema:Conversations"),
+        Row(
+            name="columns",
+            target=f"{_LAYOUTS}.columns:Columns",
+            options=f"{_LAYOUTS}.columns:ColumnsOptions",
+        ),
+        Row(
+            name="gsm8k",
+            target=f"{_LAYOUTS}.gsm8k:GSM8K",
+            options=f"{_LAYOUTS}.gsm8k:GSM8KOptions",
+        ),
+        Row(name="math", target=f"{_LAYOUTS}.math:MATH", options=f"{_LAYOUTS}.math:MATHOptions"),
+        Row(
+            name="dapo_math_17k",
+            target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
+            options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",
+        ),
+    ],
+    Row,
+)
+
+TRACKERS = PluginTable(
+    "tracker",
+    "tracking.tracker",
+    [Row(name="mlflow", target="infra.tracking.tracker:Tracker")],
+    Row,
+)
+
+TABLES: Mapping[PluginKind, PluginTable[Any]] = {
+    "platform": PLATFORMS,
+    "backend": ENGINES,
+    "rollout": ROLLOUT_ENGINES,
+    "adv_estimator": ADVANTAGES,
+    "loss_mode": POLICY_LOSSES,
+    "kl_loss_type": KL_ESTIMATORS,
+    "reward": REWARDS,
+    "preprocessor": PREPROCESSORS,
+    "tracker": TRACKERS,
 }
 
-_OTHER_FORMS: Mapping[PluginKind, tuple[str, ...]] = {"reward": ("path/to/file.py:name",)}
-"""What a setting takes beside names; for error lines."""
+
+BUILT_IN: Mapping[PluginKind, Mapping[str, Row]] = {
+    kind: {row.name: row for row in table.rows} for kind, table in TABLES.items()
+}
+"""This project's rows by name."""
 
 
-def register_plugin(
-    kind: PluginKind,
-    name: str,
-    target: str,
-    *,
-    devices: Sequence[str] = (),
-    vendor: str | None = None,
-) -> None:
-    """Make a plugin known to this process; for modules of RLHF_USE_EXTERNAL_MODULES.
+def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> None:
+    """Make a part known to this process; for modules of RLHF_USE_EXTERNAL_MODULES.
 
     The control plane imports those modules too: they may import this module, not torch.
 
@@ -113,86 +204,56 @@ def register_plugin(
         kind: which table the name belongs to.
         name: what the configuration calls it; a backend's value model is ``<name>.value_model``.
         target: ``module:attribute``, imported when it is asked for.
-        devices: torch device types of a training engine; empty means any. An engine for one
-            device or vendor may add itself to the name of a built-in backend.
-        vendor: of those devices; None serves every vendor.
+        **facts: of the table's row (`options`, `group_relative`, ...). `devices` and `vendor` let
+            an engine for one device or vendor add itself to the name of a built-in backend.
 
     Raises:
-        ConfigError: `target` is no ``module:attribute``, devices of something that is no training
-            engine, or a vendor of none. A name that is taken is refused when it is asked for.
+        ConfigError: no such kind or fact, `target` is no ``module:attribute``, devices of something
+            that is no training engine, or a vendor of none. A name that is taken is refused
+            when it is asked for.
     """
-    register_outside(kind, name, target, devices=devices, vendor=vendor)
+    path = f"plugin {kind}.{name}"
+    if kind not in TABLES:
+        raise ConfigError(path, unknown_name(kind, get_args(PluginKind)))
+    row_type = TABLES[kind].row_type
+    known = {each.name for each in fields(row_type)} - {"owner", "registrar"}
+    for fact in facts:
+        if fact not in known:
+            raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
+    register_row(kind, row_type(name=name, target=target, **facts))
 
 
-def check_plugin(kind: PluginKind, name: str, path: str) -> Plugin | None:
-    """Say whether a plugin can be used, without importing it.
+def named_rows(
+    named: Iterable[tuple[PluginKind, str]], device: str | None = None
+) -> tuple[Row, ...]:
+    """The rows of the parts that a configuration names; what no table has is left out.
 
     Args:
-        kind: which table the name belongs to.
-        name: the name in the configuration.
-        path: where the name stands in the configuration, for the error line.
+        named: kind and name of each, as the configuration has them.
+        device: torch device type that engines run on; None takes those of every device.
 
     Returns:
-        The built-in plugin, or None when someone else brings it.
-
-    Raises:
-        UnknownPluginError: nobody brings it; names the nearest known one.
-        ConfigError: its extra or its job environment is missing, or two claim it.
+        Other people's too, in the order of `named`.
     """
-    refuse_two_owners(kind, name, path)
-    plugin = BUILT_IN[kind].get(name)
-    if plugin is None:
-        # `mine.value_model` is an engine of the backend `mine`.
-        outside = [o.name for o in outside_plugins(kind)]
-        names = {n.partition(".")[0] for n in outside} if kind == "backend" else {*outside}
-        if name in names:
-            return None
-        known = [*sorted({*BUILT_IN[kind], *names}), *_OTHER_FORMS.get(kind, ())]
-        raise UnknownPluginError(path, unknown_plugin(name, known))
-    if kind == "backend" and job_interpreter(name, path) is not None:
-        return plugin
-    if plugin.requires and not _installed(plugin.requires):
-        raise ConfigError(
-            path,
-            f"{name} needs the extra: pip install 'rlhf-pipeline[{plugin.extra}]' "
-            f"(no module named {plugin.requires})",
-        )
-    return plugin
+    found: list[Row] = []
+    for kind, name in named:
+        rows = [row for row in (*TABLES[kind].rows, *TABLES[kind].outside()) if row.name == name]
+        found += [row for row in rows if device is None or not row.devices or device in row.devices]
+    return tuple(dict.fromkeys(found))
 
 
-def refuse_two_owners(kind: PluginKind, name: str, path: str) -> None:
-    """Refuse a name that two claim for one place, by whichever way they announced it.
+def plugin_modules(
+    named: Iterable[tuple[PluginKind, str]], device: str | None = None
+) -> tuple[str, ...]:
+    """Modules of the parts that a configuration names: what can change what they compute.
 
     Args:
-        kind: which table the name belongs to.
-        name: as it is announced: an engine for values is ``<backend>.value_model``.
-        path: where the name stands in the configuration, for the error line.
+        named: kind and name of each, as the configuration has them.
+        device: torch device type that engines run on; None takes those of every device.
 
-    Raises:
-        ConfigError: names both.
+    Returns:
+        Sorted; a module that registers a named part is among them.
     """
-    claims = [o for o in outside_plugins(kind) if o.name == name]
-    both = [
-        *(f"{a.source} and {b.source}" for a, b in combinations(claims, 2) if a.collides_with(b)),
-        *(f"{o.source} and this project" for o in claims if _is_ours(kind, o)),
-    ]
-    if both:
-        raise ConfigError(path, f"{name!r} is registered by both {both[0]}; remove one")
-
-
-def _is_ours(kind: PluginKind, plugin: OutsidePlugin) -> bool:
-    """Whether this project has something in that place."""
-    if kind != "backend":
-        return plugin.name in BUILT_IN[kind]
-    name, _, model_type = plugin.name.partition(".")
-    backend = BACKENDS.get(name)
-    if backend is None or (model_type or "language_model") not in backend.targets:
-        return False
-    shared = backend.devices.keys() & plugin.devices
-    return not plugin.extends or (plugin.vendor is None and bool(shared))
-
-
-@cache
-def _installed(module: str) -> bool:
-    """Whether a top-level module of another distribution can be found; imports nothing."""
-    return importlib.util.find_spec(module) is not None
+    rows = named_rows(named, device)
+    modules = {row.module for row in rows} | {row.registrar for row in rows if row.registrar}
+    return tuple(sorted(modules))

@@ -1,6 +1,6 @@
 """How completions are sampled."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ class RolloutConfig(StrictModel):
 
     engine: str = "transformers"
     """Name of a rollout engine."""
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     """null uses `training.dtype`."""
     max_num_sequences: int = Field(default=256, ge=1)
     """Sequences decoded together."""

@@ -4,7 +4,7 @@ Promises: every rule names the setting as a recipe has it, what it got, what it 
 do. Does not promise: anything about data, models or devices.
 """
 
-from engines.config.plugins import BUILT_IN
+from engines.config.options import check_parts
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -39,7 +39,7 @@ def check_sampling(rl: RLConfig) -> None:
 
 
 def check_algorithm(rl: RLConfig) -> None:
-    """Refuse sizes that the parts of the algorithm cannot work with.
+    """Refuse parts that are not there, and options and sizes that they cannot work with.
 
     Args:
         rl: of a recipe or a round.
@@ -47,32 +47,19 @@ def check_algorithm(rl: RLConfig) -> None:
     Raises:
         ConfigError: names the field.
     """
-    estimator = BUILT_IN["adv_estimator"].get(rl.algorithm.adv_estimator)
-    if estimator and estimator.group_relative:
-        check_group_size(rl.algorithm.adv_estimator, rl.group_size)
+    estimator = check_parts(rl.algorithm)
+    if estimator.group_relative and rl.group_size < 2:
+        raise ConfigError(
+            "rl.group_size",
+            f"got {rl.group_size}; {estimator.name} needs >= 2 (the advantage would be 0 for every "
+            "sample)",
+        )
     overlong, limit = rl.algorithm.overlong, rl.sampling.max_new_tokens
     if overlong.enable and overlong.buffer_length > limit:
         raise ConfigError(
             "rl.algorithm.overlong.buffer_length",
             f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens {limit}; "
             "lower it",
-        )
-
-
-def check_group_size(estimator: str, group_size: int) -> None:
-    """Refuse groups of one under an estimator that compares the samples of one prompt.
-
-    Args:
-        estimator: its name.
-        group_size: samples per prompt.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    if group_size < 2:
-        raise ConfigError(
-            "rl.group_size",
-            f"got {group_size}; {estimator} needs >= 2 (the advantage would be 0 for every sample)",
         )
 
 

@@ -16,7 +16,7 @@ from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import BUILT_IN, PluginKind
+from engines.config.plugins import PluginKind, named_rows, plugin_modules
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
 from engines.config.sections import (
@@ -44,10 +44,12 @@ class ExternalInput:
     Attributes:
         path: a local file or directory.
         setting: what names it in a recipe, for error lines.
+        is_script: a Python file, which counts with the modules beside it that it imports.
     """
 
     path: Path
     setting: str
+    is_script: bool = False
 
 
 class StageConfig(StrictModel):
@@ -75,18 +77,13 @@ class StageConfig(StrictModel):
         """The kind and name of every part that the configuration names."""
         yield from ()
 
-    def plugin_targets(self) -> Mapping[str, str]:
-        """What the names of this project's parts lead to: ``module:attribute`` by kind."""
-        return {
-            kind: BUILT_IN[kind][name].target
-            for kind, name in self.plugins()
-            if name in BUILT_IN[kind]
-        }
+    def plugin_targets(self) -> list[str]:
+        """What the names of its parts lead to, as ``module:attribute``."""
+        return [row.target for row in named_rows(self.plugins())]
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """Modules of the named parts that this project brings, sorted; their sources count."""
-        modules = {target.partition(":")[0] for target in self.plugin_targets().values()}
-        return tuple(sorted(modules))
+        """Modules of the named parts, other people's too, sorted; their sources count."""
+        return plugin_modules(self.plugins())
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """What the job reads that no stage made.
@@ -114,6 +111,11 @@ class PreprocessStageConfig(StageConfig):
     stage = "preprocess"
     data: DataConfig
     model: ModelConfig
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The preprocessors of the sources."""
+        for source in (*self.data.sft, *self.data.rl, *self.data.evaluation):
+            yield "preprocessor", source.format
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Every local source, and the model, for its tokenizer."""
@@ -276,4 +278,4 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
     """The user's reward file."""
     file = reward.file
-    return {"reward": ExternalInput(file, "rl.reward.function")} if file else {}
+    return {"reward": ExternalInput(file, "rl.reward.function", is_script=True)} if file else {}

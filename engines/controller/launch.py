@@ -14,9 +14,9 @@ from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import WorkerGroup
-from hardware.registry import detect
+from hardware.detection import detect
 from infra.errors import DeadlineError
-from infra.identity.job_environments import is_inside
+from infra.job_environments import is_inside
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0

@@ -20,14 +20,14 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.registry import create_rollout_engine
+from engines.rollout.create import create_rollout_engine
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.in_process import InProcessCheckpointEngine
-from hardware.registry import detect
+from hardware.detection import detect
 from infra.errors import DeadlineError
 
 
@@ -58,7 +58,7 @@ class PolicySpec:
         total_num_steps: optimizer steps the schedule spans.
         rollout: engine that samples; None where nothing is sampled.
         temperature: of the distribution that logprobs speak of.
-        platform: name for `hardware.registry.detect`.
+        platform: name for `hardware.detection.detect`.
         seed: of whatever the backend draws.
     """
 

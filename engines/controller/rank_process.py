@@ -16,9 +16,11 @@ import torch
 
 from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
-from engines.external_modules import import_external_modules
+from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter
 from infra.store.heartbeat import Heartbeat
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class RankProcess:
 
     def build(self, factory: Callable[[], Any]) -> int:
         """Make the worker and initialize it; returns its data-parallel place."""
-        import_external_modules()
+        for broken in import_external_modules():
+            logger.warning("%s", broken)
         # As `engines.jobs.torch_setup` does: no collection looks through what was imported. On
         # one rank it would make all the others wait.
         gc.freeze()

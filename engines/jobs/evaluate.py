@@ -22,7 +22,7 @@ from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import generate_all
-from engines.rollout.registry import create_rollout_engine
+from engines.rollout.create import create_rollout_engine
 from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer

@@ -15,6 +15,7 @@ from engines.jobs.policy_files import write_policy
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from infra.errors import ConfigError
+from infra.identity.scripts import copy_script
 
 
 def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
@@ -49,11 +50,18 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """The reward with its file, if it is one, taken from the stage's inputs."""
-    if "reward" not in context.spec.inputs:
+    """The reward with its file, if it is one, copied into the store as it was planned.
+
+    Scoring processes start at any time of the stage: they must not read what the user edits.
+    """
+    artifact = context.spec.inputs.get("reward")
+    if artifact is None:
         return reward
-    name = reward.function.rpartition(":")[2]
-    return reward.model_copy(update={"function": f"{context.input('reward')}:{name}"})
+    copy = context.spec.attempt_dir / "reward"
+    copy_script(artifact, copy, "rl.reward.function")
+    stored = context.storage.fetch(context.storage.publish(copy, artifact.kind, None))
+    function = f"{stored / Path(artifact.uri).name}:{reward.function_in_file}"
+    return reward.model_copy(update={"function": function})
 
 
 def stage_progress(

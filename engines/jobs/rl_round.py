@@ -6,7 +6,6 @@ optimizer of the round before. The reference is loaded only for a KL loss.
 
 from contextlib import ExitStack, closing
 
-from engines.algorithms.validation import validate_algorithm
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
@@ -30,7 +29,6 @@ from engines.trainers.scoring import CompletionScorer
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     """Generate, score and train for one round."""
     config, spec, rl = context.config, context.spec, context.config.rl
-    validate_algorithm(rl.algorithm, group_size=rl.group_size)
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))

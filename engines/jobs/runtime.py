@@ -27,11 +27,12 @@ from pydantic import ValidationError
 
 from engines.config.base import StrictModel
 from engines.config.stages import Runtime, StageConfig
-from engines.external_modules import import_external_modules
 from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
+from infra.field_errors import to_config_error
 from infra.identity.fingerprint import refuse_changed_code
+from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
@@ -154,7 +155,8 @@ def _run(spec: StageSpec, config_type: type[Config], body: Body[Config]) -> None
     config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
     refuse_changed_code(spec.sources, spec.libraries)
-    import_external_modules()
+    for broken in import_external_modules():
+        logger.warning("%s", broken)
     storage = open_storage(spec.store_uri)
     if storage.committed(spec.fingerprint) is not None:
         logger.info("stage %s is already committed; nothing to do", spec.stage)
@@ -208,9 +210,7 @@ def _validate(schema: type[Model], values: object, path: str) -> Model:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([path, *(str(part) for part in first["loc"])])
-        raise ConfigError(where, f"got {first.get('input')!r}; {first['msg']}") from None
+        raise to_config_error(error, schema, path) from None
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

@@ -8,7 +8,7 @@ import torch
 from engines.config.stages import Runtime
 from engines.config.training import TrainingConfig
 from hardware.base import PlatformBase
-from hardware.registry import detect
+from hardware.detection import detect
 from infra import env
 
 logger = logging.getLogger(__name__)

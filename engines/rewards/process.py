@@ -32,7 +32,7 @@ class WorkerSetup:
     """What a scoring process is told first.
 
     Attributes:
-        target: of the reward function, as `engines.rewards.registry.load` takes it.
+        target: of the reward function, as `engines.rewards.resolve.load` takes it.
         kwargs: extra keyword arguments of every call.
         timeout_s: deadline of one sample.
         memory_limit_bytes: address space of the process, or None.

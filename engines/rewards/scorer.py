@@ -14,7 +14,7 @@ from engines.errors import RewardError
 from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe, interpret
 from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
-from engines.rewards.registry import load, resolve
+from engines.rewards.resolve import load, resolve
 
 _SHOWN_REASONS = 3
 

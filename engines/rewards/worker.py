@@ -16,7 +16,7 @@ import sys
 from typing import Any, BinaryIO
 
 from engines.rewards.base import ComputeScore, Unscored, describe, interpret
-from engines.rewards.registry import load
+from engines.rewards.resolve import load
 
 GRACE_S = 2.0
 """How long after the deadline the process ends itself, should its parent not have ended it."""

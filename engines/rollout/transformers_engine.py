@@ -14,29 +14,21 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import Field, ValidationError
 from torch import Tensor
 
-from engines.config.base import StrictModel
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.inference_model import InferenceModel
+from engines.rollout.options import TransformersOptions
 from engines.rollout.request_check import check_request
 from engines.rollout.running_batch import RunningBatch
 from engines.rollout.scheduler import Sample, Scheduler
 from engines.types import Completion, RolloutRequest
 from hardware.base import PlatformBase
-from infra.errors import ConfigError, DeadlineError
+from infra.errors import DeadlineError
 
 NO_VERSION = -1
-
-
-class TransformersOptions(StrictModel):
-    """`rollout.options` of this engine."""
-
-    max_prefill_tokens: int = Field(default=8192, ge=1)
-    """Token budget of one prefill; a longer prompt is computed alone."""
 
 
 class TransformersEngine(RolloutEngine):
@@ -55,7 +47,7 @@ class TransformersEngine(RolloutEngine):
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
     ) -> None:
-        options = _options(rollout)
+        options = TransformersOptions.model_validate(rollout.options)
         self._timeout_s = rollout.timeout_s
         self._model = InferenceModel(hf_dir, getattr(torch, dtype), platform.device())
         self._batch = RunningBatch(
@@ -259,13 +251,3 @@ class TransformersEngine(RolloutEngine):
         queue = self._calls.get(sample.call)
         if queue is not None:
             queue.put_nowait(sample.completion(finish_reason, self._version))
-
-
-def _options(rollout: RolloutConfig) -> TransformersOptions:
-    try:
-        return TransformersOptions.model_validate(rollout.options)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(["rollout.options", *map(str, first["loc"])])
-        known = ", ".join(TransformersOptions.model_fields)
-        raise ConfigError(path, f"{first['msg']}; known options: {known}") from None

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
-from engines.config.base import StrictModel
 from engines.errors import EngineError
 from engines.training.model.activation_offload import activations_on_host
 from engines.training.model.image_layout import ImageLayout
@@ -31,11 +30,8 @@ class EngineBackend(ABC):
         spec: what to make it from.
 
     Attributes:
-        Options: schema of `training.options` for this backend.
         spec: what it was made from.
     """
-
-    Options: type[StrictModel] = StrictModel
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec

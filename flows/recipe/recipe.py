@@ -31,10 +31,11 @@ from engines.config.stages import (
     StageConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
-from flows.recipe.errors import refuse_secrets, to_config_error
+from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
 from flows.recipe.validation import check_recipe
 from infra import env
+from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
@@ -213,11 +214,12 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
             for split in ("sft", "rl", "evaluation")
         }
     )
-    file = recipe.rl.reward.file
+    reward = recipe.rl.reward
+    file = reward.file
     if file is None:
         return recipe.model_copy(update={"model": model, "data": data})
-    function = f"{_absolute(str(file))}:{recipe.rl.reward.function.rpartition(':')[2]}"
-    reward = recipe.rl.reward.model_copy(update={"function": function})
+    function = f"{_absolute(str(file))}:{reward.function_in_file}"
+    reward = reward.model_copy(update={"function": function})
     rl = recipe.rl.model_copy(update={"reward": reward})
     return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
 

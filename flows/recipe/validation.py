@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.config.data import SourceConfig
-from engines.config.plugins import check_plugin
+from engines.config.options import (
+    check_backend,
+    check_parts,
+    check_preprocessors,
+    check_reward,
+    check_rollout,
+)
 from engines.config.rules import check_answer_length
 from infra.errors import ConfigError
 
@@ -44,20 +50,11 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    algorithm = recipe.rl.algorithm
-    check_plugin("backend", recipe.training.backend, "training.backend")
-    check_plugin("rollout", recipe.rollout.engine, "rollout.engine")
-    check_plugin("adv_estimator", algorithm.adv_estimator, "rl.algorithm.adv_estimator")
-    check_plugin("loss_mode", algorithm.loss_mode, "rl.algorithm.loss_mode")
-    check_plugin(
-        "kl_loss_type", algorithm.kl_loss_type.removesuffix("+"), "rl.algorithm.kl_loss_type"
-    )
-    file = recipe.rl.reward.file
-    if file is not None:
-        if not file.expanduser().is_file():
-            raise ConfigError("rl.reward.function", f"{file} does not exist (cwd is {Path.cwd()})")
-    else:
-        check_plugin("reward", recipe.rl.reward.function, "rl.reward.function")
+    check_backend(recipe.training)
+    check_rollout(recipe.rollout)
+    check_parts(recipe.rl.algorithm)
+    check_reward(recipe.rl.reward)
+    check_preprocessors(recipe.data)
 
 
 def _check_lengths(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ The caller passes the modules of the chosen plugins as further roots.
 import ast
 import functools
 import importlib.util
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +19,8 @@ from platform import python_version_tuple
 from typing import Any
 
 from infra.errors import ConfigError
-from infra.identity.job_environments import installed_distributions
-from infra.plugins import external_module_names, import_external_modules, outside_plugins
+from infra.job_environments import installed_distributions
+from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
 from infra.store.stage_spec import Artifact
 
@@ -190,35 +190,64 @@ def environment_digest(
     return sha256_json(environment)
 
 
-def outside_code(named: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
-    """What identifies the code of other people's plugins; empty without any.
+def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
+    """What identifies the code of other people that a stage may run; empty without any.
 
-    A version alone would miss an editable installation: the sources of each plugin's own package
-    that its module reaches count too. A module that cannot be found or read counts as absent,
-    since a broken plugin may only stop whoever asks for it. A listed module that cannot be imported
-    is another identity than the same one repaired, even if only its surroundings were.
+    That is the parts that its configuration names, platforms (`auto` may choose one), and modules
+    that are imported and register nothing: they may change anything. A module that registers
+    parts counts for those who name one of them. A version alone would miss an editable
+    installation: the sources of each one's own package that its module reaches count too. A module
+    that cannot be found or read counts as absent, since a broken plugin may only stop whoever asks
+    for it. A listed module that cannot be imported is another identity than the same one repaired,
+    even if only its surroundings were.
 
     Args:
-        named: kind and name of the parts that count; None counts all that is installed or listed.
+        named: rows that the stage's configuration names.
 
     Returns:
         Owners and source digests, as plain JSON values.
     """
-    plugins = [
-        plugin
-        for plugin in outside_plugins()
-        if named is None or (plugin.kind, plugin.name.partition(".")[0]) in named
-    ]
-    listed = external_module_names() if named is None else ()
-    modules = sorted({*listed, *(plugin.module for plugin in plugins)})
+    outside = outside_rows()
+    registrars = {row.registrar for _, row in outside}
+    asked = {(row.name, row.target) for row in named}
+    rows = [r for kind, r in outside if kind == "platform" or (r.name, r.target) in asked]
+    silent = {module for module in external_modules() if module not in registrars}
+    modules = silent | {row.module for row in rows} | {r.registrar for r in rows if r.registrar}
     if not modules:
         return {}
     code: dict[str, Any] = {
-        "owners": sorted({plugin.owner for plugin in plugins}),
-        "sources": {module: _own_sources_digest(module) for module in modules},
+        "owners": sorted({row.owner for row in rows}),
+        "sources": {module: _own_sources_digest(module) for module in sorted(modules)},
     }
-    broken = sorted(module.name for module in import_external_modules() if module.name in modules)
+    broken = sorted(module.name for module in import_external_modules())
     return {**code, "broken": broken} if broken else code
+
+
+def script_files(script: Path) -> dict[str, Path]:
+    """A user's Python file, and every module beside it that importing it can execute.
+
+    Args:
+        script: imports are looked for in its directory, as Python does for a script; what is not
+            found there belongs to the environment.
+
+    Returns:
+        Paths by name relative to that directory, sorted.
+
+    Raises:
+        ConfigError: one of them is not Python.
+    """
+    found: dict[str, Path] = {}
+    pending = [_Source(script.stem, script)]
+    while pending:
+        source = pending.pop()
+        name = source.path.relative_to(script.parent).as_posix()
+        if name in found:
+            continue
+        found[name] = source.path
+        for imported in _imported_names(source):
+            if imported.partition(".")[0] not in OUR_PACKAGES:
+                pending.extend(_beside(script.parent, imported))
+    return dict(sorted(found.items()))
 
 
 def _own_sources_digest(module: str) -> str | None:
@@ -262,6 +291,17 @@ def _executed_by(name: str) -> Iterator[_Source]:
         path = _module_file(module)
         if path is not None and path.is_file():
             yield _Source(module, path)
+
+
+def _beside(directory: Path, name: str) -> Iterator[_Source]:
+    """The files below a directory that `import name` executes."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        base = directory.joinpath(*parts[:length])
+        for path in (base / "__init__.py", base.with_name(f"{base.name}.py")):
+            if path.is_file():
+                yield _Source(".".join(parts[:length]), path)
+                break
 
 
 def _module_file(name: str) -> Path | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
 from infra.identity.fingerprint import (
     environment_digest,
@@ -17,6 +18,7 @@ from infra.identity.fingerprint import (
     outside_code,
     stage_fingerprint,
 )
+from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
@@ -101,7 +103,7 @@ class StageRequest:
 
 
 @cache
-def environment_of(named: frozenset[tuple[str, str]], interpreter: Path | None) -> str:
+def environment_of(named: frozenset[tuple[PluginKind, str]], interpreter: Path | None) -> str:
     """Digest of what is installed, of which other people's parts count where they are named.
 
     Args:
@@ -111,7 +113,7 @@ def environment_of(named: frozenset[tuple[str, str]], interpreter: Path | None) 
     Returns:
         64 hex digits; found out once per process.
     """
-    return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named), interpreter)
+    return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named_rows(named)), interpreter)
 
 
 def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> StageRequest:
@@ -130,7 +132,9 @@ def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> 
     """
     given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
     outside = {
-        name: external_artifact(source.path, source.setting)
+        name: (script_artifact if source.is_script else external_artifact)(
+            source.path, source.setting
+        )
         for name, source in config.external_inputs(given.keys()).items()
     }
     return StageRequest(config, {**given, **outside}, seed)

@@ -19,10 +19,10 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.engine_matrix": "prints that table",
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
-    "engines.external_modules": "imports what a user lists; what a stage names of it counts",
     "engines.jobs.runtime": "specification in, published artifact out",
     "engines.trainers.phases": "measures time",
-    "hardware.registry": "a table of names; the chosen platform counts",
+    "hardware.detection": "chooses a platform",
+    "hardware.platforms": "a table of names",
     "hardware.cpu_megatron": "counts for stages of that backend",
     "hardware.cpu_torchtitan": "counts for stages of that backend",
 }

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from engines.checkpoint.export import write_model
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from hardware.cpu import CPUPlatform
 from infra.store.atomic import fsync_tree
 

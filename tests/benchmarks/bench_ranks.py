@@ -24,7 +24,7 @@ from engines import collectives
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.host.processes import pick_ports

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import generate_all
-from engines.rollout.registry import create_rollout_engine
+from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform

@@ -9,13 +9,12 @@ import torch.distributed as dist
 from rlhf.testing.layouts import Layout
 from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch, value_targets
 
+from engines.config.backends import ENGINES
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
-from engines.training.registry import built_in_registry as engine_registry
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
-from hardware.registry import built_in_registry as platform_registry
-from hardware.registry import detect
+from hardware.detection import availability, create, detect
 from infra.names import unknown_name
 
 OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS)
@@ -76,12 +75,11 @@ class Context:
 def check_runnable(config: pytest.Config) -> None:
     """End the session where the named backend is unknown; skip where the platform is not here."""
     backend, platform = (config.getoption(option) for option in ("--backend", "--platform"))
-    known = engine_registry().names("language_model")
+    known = ENGINES.names()
     if backend not in known:
         pytest.exit(f"--backend: {unknown_name(backend, known)}", returncode=2)
-    platforms = platform_registry()
-    platforms.create(platform)  # an unknown name, or a plugin that does not load, is no skip
-    found = platforms.availability(platform)
+    create(platform)  # an unknown name, or a plugin that does not load, is no skip
+    found = availability(platform)
     if not found.ok:
         pytest.skip(f"needs a machine with {platform}: {found.reason}")
 

@@ -25,8 +25,8 @@ from rlhf.testing.plain_loop import NUM_STEPS
 from engines import collectives
 from engines.checkpoint.background import BackgroundSave, write_in_background
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
-from engines.external_modules import import_external_modules
 from engines.training.base import BaseEngine
+from infra.plugins import import_external_modules
 from infra.waiting import wait_for
 
 SAVED = 2

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hardware.registry import detect
+from hardware.detection import detect
 from infra.host.processes import pick_ports
 
 TIMEOUT_S = 60.0

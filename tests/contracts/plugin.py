@@ -18,6 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--platform", default="cpu", help="hardware platform (test_platform)")
     group.addoption("--reward", help="reward: a name or path/to/file.py:name (test_reward)")
+    group.addoption("--preprocessor", help="layout of raw rows (test_preprocessor)")
+    group.addoption("--rows", help="JSON lines of raw rows (same)")
     group.addoption("--reward-cases", help="JSON lines of right, wrong, ground_truth (same)")
 
 

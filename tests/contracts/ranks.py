@@ -16,7 +16,7 @@ from rlhf.testing.layouts import claimed_layouts
 
 from engines import collectives
 from engines.config.backends import excluded_by
-from engines.external_modules import import_external_modules
+from infra.plugins import import_external_modules
 
 DEADLINE_S = 900.0
 

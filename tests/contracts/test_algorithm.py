@@ -1,7 +1,7 @@
 """The contract of an algorithm part: run it on your own with `-k <registered name>`.
 
-Every registered advantage estimator, policy loss and KL estimator is checked, plugins included
-once they are imported. Covered: shapes and types, finiteness, independence of the order and of
+Every advantage estimator, policy loss and KL estimator is checked, plugins of other people too.
+Covered: shapes and types, finiteness, independence of the order and of
 the micro-batches, the sign of the gradient, honest column declarations. Not covered: that the
 formula is the paper's; a part brings its own worked numbers for that.
 """
@@ -13,9 +13,9 @@ import torch
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.registry import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.options import check_parts
+from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 LENGTHS = [3, 5, 4, 2, 6, 3]
@@ -29,7 +29,7 @@ every_kl = pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 
 def algorithm_with(**parts: str) -> AlgorithmConfig:
     algorithm = AlgorithmConfig(**parts)
-    validate_algorithm(algorithm, group_size=4)
+    check_parts(algorithm)
     return algorithm
 
 
@@ -50,7 +50,7 @@ def make_batch(name: str, advantage_B: list[float]) -> TokenBatch:
         "ref_logprobs": logprobs_T * mask_T,
         "old_logprobs": logprobs_T * mask_T,
     }
-    declared = POLICY_LOSSES.get(name, "name").columns | {"old_logprobs"}
+    declared = {*POLICY_LOSSES.find(name).columns, "old_logprobs"}
     return bare.with_columns(**{key: known[key] for key in declared})
 
 
@@ -94,7 +94,7 @@ def test_an_estimator_does_not_depend_on_the_order(name):
 
 @every_estimator
 def test_a_group_relative_estimator_is_silent_on_equal_scores(name):
-    if not ADVANTAGES.get(name, "name").group_relative:
+    if not ADVANTAGES.find(name).group_relative:
         pytest.skip(f"{name} does not compare samples of one group")
     got = advantages(algorithm_with(adv_estimator=name), torch.full((6,), 0.1), GROUP_B)
     assert not got.any()
@@ -144,13 +144,12 @@ def test_a_kl_estimate_is_zero_where_the_models_agree(name, suffix):
     logprobs_T = torch.tensor([-0.1, -3.0])
     algorithm = algorithm_with(kl_loss_type=name + suffix)
     assert algorithm.kl_loss_type == name + suffix
-    got = KL_ESTIMATORS.get(name, "name").function(logprobs_T, logprobs_T)
+    got = KL_ESTIMATORS.load(name)(logprobs_T, logprobs_T)
     assert got.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS])
-def test_every_part_states_its_source_and_formula(registry):
-    for name in registry.names():
-        part = registry.get(name, "name")
-        assert part.paper.strip(), name
-        assert inspect.getdoc(part.function), name
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS])
+def test_every_part_states_its_source_and_formula(table):
+    for name in table.names():
+        assert table.find(name).paper.strip(), name
+        assert inspect.getdoc(table.load(name)), name

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hardware.base import PlatformBase
-from hardware.registry import built_in_registry
+from hardware.detection import availability, create
 
 RAY_OPTIONS = {"num_cpus", "num_gpus", "resources"}
 
@@ -15,12 +15,11 @@ RAY_OPTIONS = {"num_cpus", "num_gpus", "resources"}
 def platform(request: pytest.FixtureRequest) -> PlatformBase:
     """The named platform, on this machine."""
     name = request.config.getoption("--platform", "cpu")
-    registry = built_in_registry()
-    registry.create(name)  # an unknown name, or a plugin that does not load, is no reason to skip
-    found = registry.availability(name)
+    create(name)  # an unknown name, or a plugin that does not load, is no reason to skip
+    found = availability(name)
     if not found.ok:
         pytest.skip(f"needs a machine with {name}: {found.reason}")
-    return registry.create(name)
+    return create(name)
 
 
 def test_names(platform: PlatformBase) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from engines.config.algorithm import RewardConfig
+from engines.config.plugins import REWARDS
 from engines.rewards.base import Score, ScoreRequest
-from engines.rewards.registry import names, resolve
+from engines.rewards.resolve import resolve
 from engines.rewards.scorer import RewardScorer
 
 DEFAULT_CASES: list[dict[str, Any]] = [
@@ -36,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One reward by `--reward`, else every registered one."""
     if "reward" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--reward", default=None)
-        metafunc.parametrize("reward", [asked] if asked else list(names()), scope="module")
+        metafunc.parametrize("reward", [asked] if asked else REWARDS.names(), scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from engines.config.plugins import BUILT_IN
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.collect import generate_all
-from engines.rollout.registry import create_rollout_engine, names
+from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
@@ -47,14 +47,12 @@ def weights(seed: int):
     return AutoModelForCausalLM.from_config(CONFIG).eval()
 
 
-@pytest.fixture(params=names())
+@pytest.fixture(params=ROLLOUT_ENGINES.names())
 def new_engine(request, tmp_path):
     """A function that builds an engine without weights."""
-    plugin = BUILT_IN["rollout"].get(request.param)
-    if plugin is not None and plugin.requires:
-        pytest.importorskip(
-            plugin.requires, reason=f"needs pip install 'rlhf-pipeline[{plugin.extra}]'"
-        )
+    row = ROLLOUT_ENGINES.place(request.param)
+    if row.requires:
+        pytest.importorskip(row.requires, reason=f"needs pip install 'rlhf-pipeline[{row.extra}]'")
     CONFIG.save_pretrained(tmp_path)
 
     def build(**settings):

@@ -13,7 +13,7 @@ from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from hardware.cpu import CPUPlatform
 
 WORLD_SIZE, NUM_STEPS = 4, 3

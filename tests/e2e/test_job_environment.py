@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home
 
-from infra.identity.job_environments import interpreter_of
+from infra.job_environments import interpreter_of
 
 pytestmark = pytest.mark.slow
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from rlhf.testing.context import OPTIMIZER, train
 from engines.config.training import TrainingConfig
-from engines.training.registry import create_engine
-from hardware.registry import detect
+from engines.training.create import create_engine
+from hardware.detection import detect
 from infra.errors import ConfigError
 root, backend = Path(sys.argv[1]), sys.argv[2]
 platform, reason = detect("auto")
@@ -250,7 +250,12 @@ def test_a_broken_module_of_the_environment_stops_only_who_asks_for_it(
 def test_two_of_one_name_are_refused(tmp_path: Path, models: Path) -> None:
     site = tmp_path / "site"
     pip_install(copy_source(tmp_path), site)
-    pip_install(copy_source(tmp_path, distribution="rlhf-other-chip"), site)
+    other = copy_source(tmp_path, distribution="rlhf-other-chip")
+    (other / "example_chip").rename(other / "other_chip")
+    for file in (other / "pyproject.toml", *(other / "other_chip").glob("*.py")):
+        text = file.read_text().replace("example_chip.", "other_chip.")
+        file.write_text(text.replace('packages = ["example_chip"]', 'packages = ["other_chip"]'))
+    pip_install(other, site)
     both = "is registered by both rlhf-example-chip==1.0.0 and rlhf-other-chip==1.0.0"
     found = doctor(site, tmp_path / "home")
     for name in ("platform.example_chip", "backend.example_engine"):

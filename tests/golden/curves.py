@@ -22,7 +22,7 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

@@ -30,10 +30,10 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.collectives import close_process_group
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.transformers.build import enable_activation_checkpointing
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
-from hardware.registry import detect
+from hardware.detection import detect
 
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-5, 0.01, 1.0
 STEPS_PER_TURN = 4

@@ -17,7 +17,7 @@ from rlhf.testing.tiny_models import write_tiny_models
 
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from hardware.base import PlatformBase
 from hardware.nvidia import NvidiaPlatform
 

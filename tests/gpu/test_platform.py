@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardware.base import PlatformBase
-from hardware.registry import detect
+from hardware.detection import detect
 from infra.errors import ConfigError
 
 
@@ -64,9 +64,8 @@ def test_collective_backend(platform: PlatformBase) -> None:
 
 PROBE = """
 import json
-from hardware.registry import built_in_registry
-registry = built_in_registry()
-answers = {name: registry.availability(name).ok for name in registry.names()}
+from hardware.detection import availability, names
+answers = {name: availability(name).ok for name in names()}
 import torch
 print(json.dumps([answers, torch.cuda.is_initialized()]))
 """

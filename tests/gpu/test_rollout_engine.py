@@ -19,10 +19,10 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import generate_all
-from engines.rollout.registry import create_rollout_engine
+from engines.rollout.create import create_rollout_engine
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.base import PlatformBase

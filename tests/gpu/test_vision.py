@@ -14,7 +14,7 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.images import ImagePatches
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
 from hardware.cpu import CPUPlatform

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import plugins
-from engines.config.plugins import BUILT_IN, Plugin
+from engines.config.plugins import ROLLOUT_ENGINES
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
+from infra.plugins import Row
 
 # The quickstart is tuned from time to time; what the lines below speak of is fixed here.
 BASE = [
@@ -188,8 +188,8 @@ def test_a_bad_value_is_one_line(overrides: list[str], line: str) -> None:
 
 # Row 9: a known plugin whose extra is missing.
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {**BUILT_IN["rollout"], "faraway": Plugin("faraway.engine:Engine", "faraway", "far")}
-    monkeypatch.setattr(plugins, "BUILT_IN", {**BUILT_IN, "rollout": rows})
+    row = Row(name="faraway", target="faraway.engine:Engine", requires="faraway", extra="far")
+    monkeypatch.setattr(ROLLOUT_ENGINES, "rows", (*ROLLOUT_ENGINES.rows, row))
     with pytest.raises(ConfigError) as caught:
         load_recipe("quickstart", [*BASE, "rollout.engine=faraway"])
     assert str(caught.value) == (

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.files import resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.prepare.preprocessors.registry import create_preprocessor
+from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file
 from engines.data.read.order import permutation
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow

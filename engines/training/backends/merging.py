@@ -18,12 +18,13 @@ from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR, read_scal
 from engines.checkpoint.export import write_model
 from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import CHECKPOINT_DIR
+from engines.config.backends import ENGINES
 from engines.errors import CheckpointError
 from engines.training.backends.transformers.adapters import (
     is_trained_with_adapter,
     save_peft_adapter,
 )
-from engines.training.registry import built_in_registry
+from infra.plugins import load_row
 
 HF_DIR = "hf"
 
@@ -58,8 +59,10 @@ def policy_weights(policy_dir: Path) -> Iterator[tuple[str, Tensor]]:
         ConfigError: the backend that wrote the checkpoint is not installed here.
     """
     checkpoint = policy_dir / CHECKPOINT_DIR
-    engine_class = built_in_registry().lookup(
-        model_type="language_model", backend=read_scalars(checkpoint).backend, device="cpu"
+    engine_class = load_row(
+        # Reading what it stored needs no library of its own.
+        ENGINES.place(read_scalars(checkpoint).backend, device="cpu"),
+        ENGINES.setting,
     )
     return engine_class.stored_weights(checkpoint, policy_dir / HF_DIR)
 

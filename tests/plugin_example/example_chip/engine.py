@@ -5,28 +5,18 @@ how gradients meet. Here they are summed over the ranks once per step, before th
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.config.base import StrictModel
 from engines.training.backends.transformers.build import build_model
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.types import ModelOutputs, TokenBatch
-
-
-class ExampleOptions(StrictModel):
-    """`training.options` of the backend example_engine."""
-
-    bucket_size_mb: int = Field(default=64, ge=1)
-    """Gradients that travel in one collective, in MB of 10**6 bytes."""
+from example_chip.options import ExampleOptions
 
 
 class ExampleEngine(TransformersModelEngine):
     """Replicated data parallelism, for language and value models."""
-
-    Options = ExampleOptions
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         return build_model(self.spec, None, load_weights=load_weights)

@@ -13,11 +13,12 @@ from hardware.amd import AMDPlatform
 from hardware.base import PlatformBase
 from hardware.cambricon import CambriconPlatform
 from hardware.cpu import CPUPlatform
+from hardware.detection import create
 from hardware.huawei import HuaweiPlatform
 from hardware.intel import IntelPlatform
 from hardware.metax import MetaXPlatform
 from hardware.nvidia import NvidiaPlatform
-from hardware.registry import BUILT_IN, built_in_registry
+from hardware.platforms import PLATFORMS
 
 ALL = (
     NvidiaPlatform,
@@ -31,8 +32,7 @@ ALL = (
 
 
 def test_every_built_in_name_is_its_vendors() -> None:
-    registry = built_in_registry()
-    made = {name: registry.create(name) for name in BUILT_IN}
+    made = {row.name: create(row.name) for row in PLATFORMS.rows}
     assert {type(platform) for platform in made.values()} == set(ALL)
     assert all(name == platform.vendor_name for name, platform in made.items())
 

@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 
-from engines.algorithms.registry import ADVANTAGES
-from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.plugins import check_plugin, refuse_two_owners, register_plugin
-from engines.config.stages import MergeStageConfig, PromoteConfig, PromoteStageConfig
-from engines.rollout.registry import load
-from engines.training.registry import built_in_registry as engine_registry
-from hardware.registry import built_in_registry, detect, register_platform
+from engines.config.backends import ENGINES
+from engines.config.options import check_parts
+from engines.config.plugins import (
+    ADVANTAGES,
+    REWARDS,
+    ROLLOUT_ENGINES,
+    named_rows,
+    register_plugin,
+)
+from engines.config.stages import PromoteConfig, PromoteStageConfig
+from hardware.detection import create, detect, names
 from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.identity.fingerprint import environment_digest, outside_code
 from infra.plugins import (
-    OutsidePlugin,
-    external_module_names,
+    Row,
+    external_modules,
     import_external_modules,
-    load_outside,
-    outside_plugins,
+    load_row,
+    outside_rows,
 )
 from tasks.runner.identity import StageRequest, environment_of
 
@@ -57,12 +61,12 @@ def install(site: Path, distribution: str, version: str = "1.0", **entries: str)
 def test_entry_points_are_listed_by_name_with_their_owner(tmp_path: Path) -> None:
     install(tmp_path, "wheel_b", reward__zeta="b:z", platform__chip="b:Chip")
     install(tmp_path, "wheel_a", reward__alpha="a.deep:f")
-    assert outside_plugins() == (
-        OutsidePlugin("platform", "chip", "b:Chip", "wheel_b==1.0"),
-        OutsidePlugin("reward", "alpha", "a.deep:f", "wheel_a==1.0"),
-        OutsidePlugin("reward", "zeta", "b:z", "wheel_b==1.0"),
+    assert outside_rows() == (
+        ("platform", Row(name="chip", target="b:Chip", owner="wheel_b==1.0")),
+        ("reward", Row(name="alpha", target="a.deep:f", owner="wheel_a==1.0")),
+        ("reward", Row(name="zeta", target="b:z", owner="wheel_b==1.0")),
     )
-    assert [plugin.module for plugin in outside_plugins("reward")] == ["a.deep", "b"]
+    assert [row.module for row in REWARDS.outside()] == ["a.deep", "b"]
 
 
 def test_modules_of_the_variable_register_every_kind(
@@ -70,20 +74,19 @@ def test_modules_of_the_variable_register_every_kind(
 ) -> None:
     (tmp_path / "all_kinds_module.py").write_text(
         "from engines.config.plugins import register_plugin\n"
-        "from hardware.registry import register_platform\n"
-        "register_platform('late_chip', 'hardware.cpu:CPUPlatform')\n"
+        "register_plugin('platform', 'late_chip', 'hardware.cpu:CPUPlatform')\n"
         "register_plugin('backend', 'late', 'late.engine:E', devices=['cpu'])\n"
         "register_plugin('backend', 'late.value_model', 'late.engine:V')\n"
         "register_plugin('reward', 'late', 'late.reward:score')\n"
     )
     monkeypatch.setenv(VARIABLE, " all_kinds_module ,")
-    assert external_module_names() == ("all_kinds_module",)
-    assert check_plugin("backend", "late", "training.backend") is None
-    assert check_plugin("reward", "late", "rl.reward.function") is None
-    assert "late_chip" in built_in_registry().names()
+    assert list(external_modules()) == ["all_kinds_module"]
+    assert ENGINES.find("late").registrar == "all_kinds_module"
+    assert REWARDS.find("late").target == "late.reward:score"
+    assert "late_chip" in names()
     with pytest.raises(ConfigError, match="known: .*late.*; did you mean late"):
-        check_plugin("backend", "lat", "training.backend")
-    kinds = [f"{plugin.kind}.{plugin.name}" for plugin in outside_plugins()]
+        ENGINES.find("lat")
+    kinds = [f"{kind}.{row.name}" for kind, row in outside_rows()]
     assert kinds == [
         "platform.late_chip",
         "backend.late",
@@ -96,55 +99,51 @@ def test_the_same_plugin_by_both_ways_is_one(tmp_path: Path) -> None:
     install(tmp_path, "wheel_a", rollout__mine="mine.engine:E")
     for _ in range(2):
         register_plugin("rollout", "mine", "mine.engine:E")
-    assert [plugin.owner for plugin in outside_plugins("rollout")] == ["wheel_a==1.0"]
-    assert check_plugin("rollout", "mine", "rollout.engine") is None
+    assert [row.owner for row in ROLLOUT_ENGINES.outside()] == ["wheel_a==1.0"]
+    assert ROLLOUT_ENGINES.find("mine").owner == "wheel_a==1.0"
 
 
 def test_a_taken_name_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
     install(tmp_path, "wheel_a", rollout__mine="mine.engine:E")
     register_plugin("rollout", "mine", "other:E")
     with pytest.raises(ConfigError) as caught:
-        check_plugin("rollout", "mine", "rollout.engine")
+        ROLLOUT_ENGINES.find("mine")
     assert str(caught.value) == (
         "rollout.engine: 'mine' is registered by both wheel_a==1.0 and other:E (registered at run "
         "time); remove one"
     )
-    assert check_plugin("rollout", "transformers", "rollout.engine") is not None
+    assert ROLLOUT_ENGINES.find("transformers").is_ours
     with pytest.raises(ConfigError, match="got target 'x.Y'; need module:attribute"):
         register_plugin("reward", "mine", "x.Y")
 
 
 def test_two_platforms_of_one_name_are_refused_when_it_is_asked_for() -> None:
-    register_platform("chip", "a:B")
-    register_platform("chip", "c:D")
+    register_plugin("platform", "chip", "a:B")
+    register_plugin("platform", "chip", "c:D")
     with pytest.raises(ConfigError, match=r"both a:B \(registered at run time\) and c:D"):
-        built_in_registry().create("chip")
-    assert built_in_registry().create("cpu").device_name == "cpu"
-    register_platform("cpu", "c:D")
+        create("chip")
+    assert create("cpu").device_name == "cpu"
+    register_plugin("platform", "cpu", "c:D")
     with pytest.raises(ConfigError, match="'cpu' is registered by both this project and c:D"):
-        built_in_registry().create("cpu")
+        create("cpu")
 
 
 @pytest.mark.parametrize("devices", [[], ["chip", "cpu"]])
 def test_a_backend_of_this_project_has_one_owner(devices: list[str]) -> None:
     register_plugin("backend", "fsdp2", "x:Y", devices=devices)
-    with pytest.raises(ConfigError, match="'fsdp2' is registered by both x:Y .* and this project"):
-        check_plugin("backend", "fsdp2", "training.backend")
-    assert check_plugin("backend", "fsdp", "training.backend") is not None
+    with pytest.raises(ConfigError, match="'fsdp2' is registered by both this project and x:Y"):
+        ENGINES.find("fsdp2")
+    assert ENGINES.find("fsdp").is_ours
 
 
 def test_an_engine_for_values_is_refused_by_itself() -> None:
     for name in ("fsdp2.value_model", "torchtitan.value_model"):
         register_plugin("backend", name, "builtins:dict")
-    assert check_plugin("backend", "fsdp2", "training.backend") is not None
-    with pytest.raises(ConfigError, match="'fsdp2.value_model' is registered by both builtins"):
-        refuse_two_owners("backend", "fsdp2.value_model", "training.backend")
-    asked = {"model_type": "value_model", "device": "cpu"}
-    with pytest.raises(ConfigError, match="'fsdp2' is registered by both this project and"):
-        engine_registry().lookup(backend="fsdp2", **asked)
+    assert ENGINES.find("fsdp2").is_ours
+    with pytest.raises(ConfigError, match="'fsdp2.value_model' is registered by both this project"):
+        ENGINES.find("fsdp2.value_model", device="cpu")
     # This project has none, so there is no second owner.
-    refuse_two_owners("backend", "torchtitan.value_model", "training.backend")
-    assert engine_registry().lookup(backend="torchtitan", **asked) is dict
+    assert ENGINES.load("torchtitan.value_model", device="cpu") is dict
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_a_place_that_nobody_looks_at_is_refused(arguments: dict[str, Any], prob
 def test_the_order_of_devices_does_not_matter() -> None:
     register_plugin("backend", "mine", "x:Y", devices=["cpu", "cuda"])
     register_plugin("backend", "mine", "x:Y", devices=["cuda", "cpu", "cuda"])
-    assert check_plugin("backend", "mine", "training.backend") is None
+    assert ENGINES.find("mine").devices == ("cpu", "cuda")
 
 
 @pytest.mark.parametrize("name", ["mine", "grpo"])
@@ -172,20 +171,19 @@ def test_an_algorithm_part_has_one_owner(name: str, tmp_path: Path) -> None:
         register_plugin("adv_estimator", name, f"{module}:part")
     algorithm = AlgorithmConfig(adv_estimator=name)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=f"'{name}' is registered by both alg_a:part"):
-            validate_algorithm(algorithm)
-    if name == "mine":
-        with pytest.raises(ConfigError, match="'mine' is registered by both alg_a:part"):
-            ADVANTAGES.get("mine", "x")
+        with pytest.raises(ConfigError, match=f"'{name}' is registered by both .*alg_a:part"):
+            check_parts(algorithm)
+    with pytest.raises(ConfigError, match=f"'{name}' is registered by both .*alg_a:part"):
+        ADVANTAGES.load(name)
 
 
 def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
     register_plugin("backend", "fsdp2", "chip.engine:E", devices=["chip"], vendor="me")
     register_plugin("backend", "fsdp2", "chip.engine:F", devices=["cuda"], vendor="me")
-    assert check_plugin("backend", "fsdp2", "training.backend") is not None
+    assert ENGINES.find("fsdp2").is_ours
     register_plugin("backend", "fsdp2", "other:E", devices=["tpu", "chip"], vendor="me")
     with pytest.raises(ConfigError, match="registered by both chip.engine:E .* and other:E"):
-        check_plugin("backend", "fsdp2", "training.backend")
+        ENGINES.find("fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -212,13 +210,13 @@ def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_reg
     assert str(broken).startswith(line)
     assert str(broken).endswith("repair or install it, or remove it from the list")
     assert "\n" not in str(broken)
-    assert load("good") is json.loads
-    assert check_plugin("backend", "fsdp2", "training.backend") is not None
+    assert ROLLOUT_ENGINES.load("good") is json.loads
+    assert ENGINES.find("fsdp2").is_ours
     assert detect("cpu")[0].device_name == "cpu"
     with pytest.raises(
         ConfigError, match="rollout.engine: no 'goood'; known: .*mean good"
     ) as caught:
-        load("goood")
+        ROLLOUT_ENGINES.load("goood")
     assert str(caught.value).endswith(f"; {broken}")
 
 
@@ -252,31 +250,30 @@ def test_secrets_in_a_reason_are_masked(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_plugin_that_does_not_load_names_its_distribution(tmp_path: Path) -> None:
     install(tmp_path, "wheel_a", reward__gone="gone_module:f", reward__less="colorsys:nothing")
-    gone, less = outside_plugins("reward")
+    gone, less = REWARDS.outside()
     with pytest.raises(ConfigError) as caught:
-        load_outside(gone, "rl.reward.function")
+        load_row(gone, "rl.reward.function")
     assert str(caught.value) == (
         "rl.reward.function: gone cannot be loaded from gone_module:f (ModuleNotFoundError: No "
         "module named 'gone_module'); repair or remove wheel_a==1.0"
     )
     install(tmp_path, "wheel_b", rollout__gone="gone_module:f")
     with pytest.raises(ConfigError, match="rollout.engine: gone cannot .* remove wheel_b==1.0"):
-        load("gone")
+        ROLLOUT_ENGINES.load("gone")
     with pytest.raises(ConfigError, match="less cannot be loaded .*AttributeError.*wheel_a==1.0"):
-        load_outside(less, "rl.reward.function")
+        load_row(less, "rl.reward.function")
 
 
 def test_a_module_may_look_plugins_up_while_it_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "looking_module.py").write_text(
-        "from infra.plugins import outside_plugins\n"
-        "from hardware.registry import register_platform\n"
-        "seen = outside_plugins()\n"
-        "register_platform('looking', 'a:B')\n"
+        "from infra.plugins import Row, outside_rows, register_row\n"
+        "seen = outside_rows()\n"
+        "register_row('platform', Row(name='looking', target='a:B'))\n"
     )
     monkeypatch.setenv(VARIABLE, "looking_module")
-    assert [plugin.name for plugin in outside_plugins()] == ["looking"]
+    assert [row.name for _, row in outside_rows()] == ["looking"]
 
 
 def test_plugins_enter_the_environment_of_a_fingerprint(
@@ -288,26 +285,49 @@ def test_plugins_enter_the_environment_of_a_fingerprint(
     (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 1\n")
     (tmp_path / "part_of_a.py").write_text("y = 1\n")
     install(tmp_path, "wheel_a", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
-    digests = [environment_digest(["numpy"], outside_code())]
+
+    def outside() -> dict[str, Any]:
+        return outside_code(named_rows([("backend", "mine"), ("reward", "gone"), ("rollout", "b")]))
+
+    digests = [environment_digest(["numpy"], outside())]
     install(tmp_path, "wheel_a", "1.1", backend__mine="engine_of_a:E", reward__gone="gone_module:f")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "engine_of_a.py").write_text("import part_of_a\nx = 2\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "registering_of_b.py").write_text(
-        "from infra.plugins import register_outside\n"
-        "register_outside('rollout', 'b', 'engine_of_b:E')\n"
+        "from infra.plugins import Row, register_row\n"
+        "register_row('rollout', Row(name='b', target='engine_of_b:E'))\n"
     )
     (tmp_path / "engine_of_b.py").write_text("z = 1\n")
     monkeypatch.setenv(VARIABLE, "registering_of_b")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "engine_of_b.py").write_text("z = 2\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     (tmp_path / "registering_of_b.py").write_text("# nothing any more\n")
-    digests.append(environment_digest(["numpy"], outside_code()))
+    digests.append(environment_digest(["numpy"], outside()))
     assert len({alone, *digests}) == 7
-    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+    assert environment_digest(["numpy"], outside()) == digests[-1]
     (tmp_path / "part_of_nobody.py").write_text("z = 2\n")
-    assert environment_digest(["numpy"], outside_code()) == digests[-1]
+    assert environment_digest(["numpy"], outside()) == digests[-1]
+
+
+def test_listing_a_module_costs_only_stages_that_name_what_it_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_c.py").write_text(
+        "from infra.plugins import Row, register_row\n"
+        "register_row('rollout', Row(name='c', target='engine_of_c:E'))\n"
+    )
+    (tmp_path / "engine_of_c.py").write_text("z = 1\n")
+    monkeypatch.setenv(VARIABLE, "module_of_c")
+    assert outside_code(named_rows([("rollout", "transformers")])) == {}
+    assert list(outside_code(named_rows([("rollout", "c")]))["sources"]) == [
+        "engine_of_c",
+        "module_of_c",
+    ]
+    (tmp_path / "patch_of_d.py").write_text("# changes a library\n")
+    monkeypatch.setenv(VARIABLE, "module_of_c,patch_of_d")
+    assert list(outside_code()["sources"]) == ["patch_of_d"]
 
 
 def test_a_repaired_module_is_another_fingerprint(
@@ -328,28 +348,24 @@ def test_a_repaired_module_is_another_fingerprint(
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
     def fingerprint() -> str:
         environment_of.cache_clear()
-        config = MergeStageConfig(backend="mine")
-        promote = PromoteStageConfig(promote=PromoteConfig())
-        unnamed.add(StageRequest(promote, {}, 0).environment)
-        return StageRequest(config, {}, 0).environment
+        config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
+        return StageRequest(config, {}, 0).fingerprint
 
-    unnamed: set[str] = set()
     found = [fingerprint()]
     for version in ("1.0", "1.1", "1.0"):
-        install(tmp_path, "wheel_a", version, backend__mine="json:loads")
+        install(tmp_path, "wheel_a", version, platform__mine="json:loads")
         found.append(fingerprint())
     assert len(set(found)) == 3
     assert found[1] == found[3]
-    assert len(unnamed) == 1  # a stage that names nothing of it
 
 
 def test_listing_imports_no_plugin(tmp_path: Path) -> None:
     install(tmp_path, "wheel_a", platform__chip="never_import_me:Chip")
     (tmp_path / "never_import_me.py").write_text("raise SystemExit('imported')\n")
     program = (
-        "from infra.plugins import outside_plugins; from engines.config.plugins import "
-        "check_plugin\nprint(outside_plugins()[0].name)\n"
-        "check_plugin('backend', 'fsdp2', 'x'); import sys; print('torch' in sys.modules)"
+        "from infra.plugins import outside_rows; from engines.config.plugins import TABLES\n"
+        "print(outside_rows()[0][1].name)\n"
+        "TABLES['backend'].find('fsdp2'); import sys; print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{program}"],
@@ -359,8 +375,8 @@ def test_listing_imports_no_plugin(tmp_path: Path) -> None:
 
 
 def test_places_collide_by_device_and_vendor() -> None:
-    def engine(*devices: str, vendor: str | None = None) -> OutsidePlugin:
-        return OutsidePlugin("backend", "b", "x:Y", "o", devices, vendor)
+    def engine(*devices: str, vendor: str | None = None) -> Row:
+        return Row(name="b", target="x:Y", owner="o", devices=devices, vendor=vendor)
 
     assert engine().collides_with(engine())
     assert engine("cpu", "cuda").collides_with(engine("cuda"))

@@ -2,7 +2,8 @@
 
 Promises of every preprocessor: a pure function of the raw row and its options; a row it cannot
 use raises `RowError`, it never guesses. It does not open files, shuffle or count.
-To add a layout: subclass `Preprocessor` in a new file and add its line to `registry.py`.
+To add a layout: subclass `Preprocessor` in a new file and add its row to `engines.config.plugins`,
+with the schema of its options if it has any.
 """
 
 from abc import ABC, abstractmethod
@@ -12,11 +13,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from engines.config.base import StrictModel
 from engines.data.read.rows import RLRow, RowError, SFTRow
 
-
-class NoOptions(StrictModel):
-    """The options of a preprocessor that has none."""
-
-
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
 
@@ -24,11 +20,9 @@ class Preprocessor(ABC, Generic[OptionsT]):
     """Reads the rows of one layout.
 
     Args:
-        options: an instance of `Options`.
+        options: an instance of the schema that its row names; `NoOptions` without one.
     """
 
-    Options: ClassVar[type[StrictModel]] = NoOptions
-    """Schema of `SourceConfig.options`."""
     default_subset: ClassVar[str | None] = None
     """Folder to read when the source names none and the folder exists."""
     rl_columns: tuple[str, ...] | None = None

@@ -29,8 +29,6 @@ class ColumnsOptions(StrictModel):
 class Columns(Preprocessor[ColumnsOptions]):
     """One question and one answer per row."""
 
-    Options = ColumnsOptions
-
     def __init__(self, options: ColumnsOptions) -> None:
         super().__init__(options)
         self.rl_columns = (options.prompt_column, options.answer_column)

@@ -24,7 +24,6 @@ class DAPOMath17kOptions(StrictModel):
 class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
     """The row schema; the prompt carries its own instruction."""
 
-    Options = DAPOMath17kOptions
     rl_columns = ("prompt", "reward_model")
 
     def __init__(self, options: DAPOMath17kOptions) -> None:

@@ -29,7 +29,6 @@ class GSM8KOptions(StrictModel):
 class GSM8K(Preprocessor[GSM8KOptions]):
     """Question and worked answer."""
 
-    Options = GSM8KOptions
     default_subset = "main"
     rl_columns = ("question", "answer")
     sft_columns = ("question", "answer")

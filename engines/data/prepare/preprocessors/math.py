@@ -26,7 +26,6 @@ class MATHOptions(StrictModel):
 class MATH(Preprocessor[MATHOptions]):
     """Problem and worked solution."""
 
-    Options = MATHOptions
     rl_columns = ("problem", "solution")
     sft_columns = ("problem", "solution")
 

@@ -7,7 +7,8 @@ the schema are not read.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.data.prepare.preprocessors.base import NoOptions, Preprocessor
+from engines.config.options import NoOptions
+from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.row_files import rl_row, sft_row
 from engines.data.read.rows import RLRow, RowError, SFTRow
 

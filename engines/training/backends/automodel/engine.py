@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.config.base import StrictModel
+from engines.training.backends.automodel.options import AutomodelOptions
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.spec import EngineSpec
@@ -29,19 +29,8 @@ from infra.errors import ConfigError
 _CAUSAL, _VALUE_MODEL = "ForCausalLM", "ForTokenClassification"
 
 
-class AutomodelOptions(StrictModel):
-    """`training.options` of the backend automodel, as Automodel's `FSDP2Config` names them."""
-
-    reshard_after_forward: bool | None = None
-    """Null is Automodel's choice: every layer but the last."""
-    enable_fsdp2_prefetch: bool = True
-    """Gather layers ahead of their turn, explicitly."""
-
-
 class AutomodelEngine(FSDP2Engine):
     """`BaseEngine` on Automodel's `parallelize_model`."""
-
-    Options = AutomodelOptions
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)

@@ -18,27 +18,14 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.config.base import StrictModel
 from engines.training.backends.fsdp.mesh import sharding_mesh
+from engines.training.backends.fsdp.options import FSDP2Options
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
 
 
-class FSDP2Options(StrictModel):
-    """`training.options` of the backend fsdp2."""
-
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
-    num_prefetched_layers: int = 0
-    """Layers gathered ahead of their forward pass; 0 leaves it to the implicit prefetch of one."""
-    cpu_offload: bool = False
-    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
-
-
 class FSDP2Engine(TransformersModelEngine):
     """`BaseEngine` on torch's `fully_shard`."""
-
-    Options = FSDP2Options
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         if not self._is_sharded():

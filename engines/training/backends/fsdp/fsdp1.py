@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from engines import collectives
 from engines.checkpoint.hub_names import named_state
-from engines.config.base import StrictModel
 from engines.training.backends.fsdp.mesh import sharding_mesh
+from engines.training.backends.fsdp.options import FSDPOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.backends.transformers.optimizer import decayed_names
@@ -38,21 +38,8 @@ from engines.training.spec import EngineSpec
 _WRAPPER = "_fsdp_wrapped_module."
 
 
-class FSDPOptions(StrictModel):
-    """`training.options` of the backend fsdp."""
-
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
-    forward_prefetch: bool = False
-    """Gather the next layer before this one has run."""
-    cpu_offload: bool = False
-    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
-
-
 class FSDPEngine(TransformersModelEngine):
     """`BaseEngine` on torch's `FullyShardedDataParallel`."""
-
-    Options = FSDPOptions
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)

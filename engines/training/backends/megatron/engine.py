@@ -27,7 +27,6 @@ from engines.checkpoint.engine_state import (
     stage_engine_state,
 )
 from engines.checkpoint.staging import StagingBuffers
-from engines.config.base import StrictModel
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.adapters import (
@@ -45,19 +44,8 @@ if TYPE_CHECKING:
     from engines.training.backends.megatron.replica import Replica
 
 
-class MegatronOptions(StrictModel):
-    """`training.options` of the backend megatron."""
-
-    transformer_engine: bool = False
-    """Layers of TransformerEngine, which must be installed, instead of Megatron-Core's own."""
-    router_replay: bool = False
-    """Train a mixture on the experts that `infer_batch` chose for the same sequences."""
-
-
 class MegatronEngine(BaseEngine):
     """`BaseEngine` on Megatron-Core."""
-
-    Options = MegatronOptions
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)

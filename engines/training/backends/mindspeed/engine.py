@@ -10,29 +10,15 @@ and the translation of arguments are tested.
 import importlib
 
 from engines.config.training import TrainingConfig
-from engines.training.backends.megatron.engine import MegatronEngine, MegatronOptions
+from engines.training.backends.megatron.engine import MegatronEngine
+from engines.training.backends.mindspeed.options import MindSpeedOptions
 from infra.errors import ConfigError
 
 Argument = bool | int | str
 
 
-class MindSpeedOptions(MegatronOptions):
-    """`training.options` of the backend megatron on `npu`."""
-
-    fused_rms_norm: bool = True
-    """Ascend's fused RMSNorm."""
-    fused_swiglu: bool = True
-    """Ascend's fused SwiGLU."""
-    fused_rotary: bool = True
-    """Ascend's fused rotary embedding."""
-    overlap_tensor_parallel: bool = False
-    """Ascend's products that run together with the collectives of tensor parallelism."""
-
-
 class MindSpeedMegatronEngine(MegatronEngine):
     """`MegatronEngine` under MindSpeed."""
-
-    Options = MindSpeedOptions
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Tell MindSpeed what to replace, then build this rank's part of the model."""

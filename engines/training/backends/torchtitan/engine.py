@@ -9,7 +9,7 @@ Training needs the job environment torchtitan; reading a checkpoint's weights do
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from engines.checkpoint.engine_state import (
 )
 from engines.checkpoint.sharded import load_sharded
 from engines.checkpoint.staging import StagingBuffers
-from engines.config.base import StrictModel
 from engines.errors import CheckpointError, EngineError
+from engines.training.backends.torchtitan.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
 from engines.training.backends.transformers.folding import load_folded, stored_weights
 from engines.training.backends.transformers.optimizer import make_adamw
@@ -52,17 +52,8 @@ from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
 
 
-class TorchTitanOptions(StrictModel):
-    """`training.options` of the backend torchtitan, named as TorchTitan names them."""
-
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether a layer's gathered weights are freed after its forward pass."""
-
-
 class TorchTitanEngine(BaseEngine):
     """`BaseEngine` on TorchTitan."""
-
-    Options = TorchTitanOptions
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)

@@ -9,32 +9,20 @@ Needs the job environment veomni.
 """
 
 import logging
-from typing import Literal, cast
+from typing import cast
 
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engines.config.base import StrictModel
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.transformers.build import build_model
+from engines.training.backends.veomni.options import VeOmniOptions
 from engines.training.model.attention import ATTENTION_NAME
 from infra.errors import ConfigError
 
 
-class VeOmniOptions(StrictModel):
-    """`training.options` of the backend veomni; the kernels are named as VeOmni names them."""
-
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
-    rms_norm: Literal["eager", "liger_kernel", "npu"] = "eager"
-    swiglu_mlp: Literal["eager", "liger_kernel"] = "eager"
-    rotary_pos_emb: Literal["eager", "liger_kernel", "npu"] = "eager"
-
-
 class VeOmniEngine(FSDP2Engine):
     """`BaseEngine` on VeOmni's models and `parallelize_model_fsdp2`."""
-
-    Options = VeOmniOptions
 
     def _is_sharded(self) -> bool:
         return True

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from engines.algorithms.advantage import advantages
 from engines.config.algorithm import AlgorithmConfig
-from engines.errors import NonFiniteError, UnknownPluginError
+from engines.errors import NonFiniteError
+from infra.errors import UnknownPluginError
 
 GRPO = AlgorithmConfig()
 DR_GRPO = AlgorithmConfig(norm_adv_by_std_in_grpo=False)

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from engines.algorithms.kl import kl_estimate
-from engines.algorithms.registry import KL_ESTIMATORS
-from engines.errors import UnknownPluginError
-
-PATH = "rl.algorithm.kl_loss_type"
+from engines.config.plugins import KL_ESTIMATORS
+from infra.errors import UnknownPluginError
 
 
 def estimate(name: str, d: float) -> float:
-    return kl_estimate(name, torch.tensor([-1.0]), torch.tensor([-1.0 - d]), PATH).item()
+    return kl_estimate(name, torch.tensor([-1.0]), torch.tensor([-1.0 - d])).item()
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def test_unbiased_on_a_categorical(name):
     logprobs = torch.tensor([1.0, 0.2, -0.3, 0.7], dtype=torch.float64).log_softmax(-1)
     reference = torch.tensor([0.1, 0.9, -0.8, 0.4], dtype=torch.float64).log_softmax(-1)
     exact = torch.nn.functional.kl_div(reference, logprobs, log_target=True, reduction="sum")
-    mean = (logprobs.exp() * kl_estimate(name, logprobs, reference, PATH)).sum()
+    mean = (logprobs.exp() * kl_estimate(name, logprobs, reference)).sum()
     assert mean.item() == pytest.approx(exact.item(), rel=1e-9)
 
 
@@ -53,7 +51,7 @@ def test_the_expected_gradient_is_that_of_the_kl(name):
     exact = (logprobs.exp() * (logprobs - reference)).sum()
     (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
     weights = logprobs.detach().exp()
-    sampled = (weights * kl_estimate(name, logprobs, reference, PATH)).sum()
+    sampled = (weights * kl_estimate(name, logprobs, reference)).sum()
     (got,) = torch.autograd.grad(sampled, logits)
     torch.testing.assert_close(got, want)
 
@@ -61,12 +59,12 @@ def test_the_expected_gradient_is_that_of_the_kl(name):
 def test_the_expected_gradient_of_plain_k1_is_zero():
     logits = torch.tensor([1.0, 0.2, -0.3], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(-1)
-    estimate_V = kl_estimate("k1", logprobs, torch.full((3,), -1.0986, dtype=torch.float64), PATH)
+    estimate_V = kl_estimate("k1", logprobs, torch.full((3,), -1.0986, dtype=torch.float64))
     (gradient,) = torch.autograd.grad((logprobs.detach().exp() * estimate_V).sum(), logits)
     torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64))
 
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(UnknownPluginError, match="no 'k4'"):
-        kl_estimate("k4+", torch.zeros(1), torch.zeros(1), PATH)
+        kl_estimate("k4+", torch.zeros(1), torch.zeros(1))
     assert "full" not in KL_ESTIMATORS.names()

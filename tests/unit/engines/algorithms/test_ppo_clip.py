@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from engines.algorithms.parts import PolicyLossInputs
 from engines.algorithms.ppo_clip import clip_range, ppo_clip_loss, probability_ratio
-from engines.algorithms.registry import NoOptions, PolicyLossInputs
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.options import NoOptions
 from engines.types import TokenBatch
 
 

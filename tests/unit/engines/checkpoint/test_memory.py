@@ -23,7 +23,7 @@ from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from hardware.cpu import CPUPlatform
 
 CONFIG = Qwen3Config(

@@ -1,4 +1,4 @@
-"""The torch-free table of plugins says what the registries of the engine floor say."""
+"""The tables of parts: what is ours is there, and what a name may cost."""
 
 import importlib
 import importlib.util
@@ -6,37 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from engines.algorithms.registry import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from engines.config import plugins
-from engines.config.plugins import BUILT_IN, Plugin, PluginKind, check_plugin
+from engines.config.backends import ENGINES
+from engines.config.options import schema_of
+from engines.config.plugins import ROLLOUT_ENGINES, TABLES, PluginKind
 from infra.errors import ConfigError
+from infra.plugin_table import PluginTable
+from infra.plugins import Row
 
 
-@pytest.mark.parametrize("kind", sorted(BUILT_IN))
+@pytest.mark.parametrize("kind", sorted(TABLES))
 def test_every_name_leads_to_something(kind: PluginKind) -> None:
-    for plugin in BUILT_IN[kind].values():
-        module, _, attribute = plugin.target.partition(":")
-        if plugin.requires and importlib.util.find_spec(plugin.requires) is None:
+    for row in TABLES[kind].rows:
+        module, _, attribute = row.target.partition(":")
+        schema_of(row, kind)
+        if row.requires and importlib.util.find_spec(row.requires) is None:
             assert importlib.util.find_spec(module) is not None
-        else:
+        elif not (row.requires or "npu" in row.devices):
             assert callable(getattr(importlib.import_module(module), attribute))
-
-
-@pytest.mark.parametrize(
-    ("kind", "registry"),
-    [
-        ("adv_estimator", ADVANTAGES),
-        ("loss_mode", POLICY_LOSSES),
-        ("kl_loss_type", KL_ESTIMATORS),
-    ],
-)
-def test_algorithms_are_the_registered_ones(kind: PluginKind, registry) -> None:
-    importlib.import_module("engines.algorithms.validation")
-    assert sorted(BUILT_IN[kind]) == registry.names()
-    for name, plugin in BUILT_IN[kind].items():
-        part = registry.get(name, kind)
-        assert plugin.group_relative == part.group_relative
-        assert plugin.target == f"{part.function.__module__}:{part.function.__name__}"
 
 
 def install(site: Path, distribution: str, name: str) -> None:
@@ -50,40 +36,45 @@ def install(site: Path, distribution: str, name: str) -> None:
 def test_plugins_of_other_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "wheel_a", "rollout.mine")
-    assert check_plugin("rollout", "mine", "rollout.engine") is None
+    assert ROLLOUT_ENGINES.find("mine").owner == "wheel_a==1.0"
     with pytest.raises(ConfigError, match="known: mine, transformers; did you mean mine?"):
-        check_plugin("rollout", "mina", "rollout.engine")
+        ROLLOUT_ENGINES.find("mina")
     install(tmp_path, "wheel_b", "rollout.mine")
     with pytest.raises(ConfigError) as caught:
-        check_plugin("rollout", "mine", "rollout.engine")
+        ROLLOUT_ENGINES.find("mine")
     assert str(caught.value) == (
         "rollout.engine: 'mine' is registered by both wheel_a==1.0 and wheel_b==1.0; remove one"
     )
     install(tmp_path, "wheel_c", "rollout.transformers")
-    with pytest.raises(ConfigError, match="both wheel_c==1.0 and this project; remove one"):
-        check_plugin("rollout", "transformers", "rollout.engine")
+    with pytest.raises(ConfigError, match="both this project and wheel_c==1.0; remove one"):
+        ROLLOUT_ENGINES.find("transformers")
 
 
 def test_a_plugin_of_this_project_needs_no_extra() -> None:
-    assert check_plugin("backend", "fsdp2", "training.backend") is BUILT_IN["backend"]["fsdp2"]
+    assert ENGINES.find("fsdp2").is_ours
     with pytest.raises(
         ConfigError, match=r"training.backend: no 'fsdp3'; known: .*; did you mean fsdp\?"
     ):
-        check_plugin("backend", "fsdp3", "training.backend")
+        ENGINES.find("fsdp3")
 
 
-def test_an_extra_counts_only_when_its_library_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = Plugin("somewhere.engine:Engine", "no_such_library", "fast")
+def test_an_extra_counts_only_when_its_library_is_here() -> None:
     # `json` stands for a library that is installed; nothing imports the target.
-    present = Plugin("somewhere.engine:Engine", "json", "fast")
-    rows = {**BUILT_IN["backend"], "absent": absent, "present": present}
-    monkeypatch.setattr(plugins, "BUILT_IN", {**BUILT_IN, "backend": rows})
-    assert check_plugin("backend", "present", "training.backend") is present
+    table = PluginTable(
+        "backend",
+        "training.backend",
+        [
+            Row(name="absent", target="x:Y", requires="no_such_library", extra="fast"),
+            Row(name="present", target="x:Y", requires="json", extra="fast"),
+        ],
+        Row,
+    )
+    assert table.find("present").extra == "fast"
     with pytest.raises(ConfigError) as caught:
-        check_plugin("backend", "absent", "training.backend")
+        table.find("absent")
     assert str(caught.value) == (
         "training.backend: absent needs the extra: pip install 'rlhf-pipeline[fast]' (no module "
         "named no_such_library)"
     )
     with pytest.raises(ConfigError, match="known: absent, .*; did you mean absent"):
-        check_plugin("backend", "absnt", "training.backend")
+        table.find("absnt")

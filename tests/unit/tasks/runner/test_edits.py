@@ -56,7 +56,7 @@ NOTHING = (
     "engines/errors.py",
     "engines/jobs/runtime.py",
     "engines/trainers/phases.py",
-    "hardware/registry.py",
+    "hardware/detection.py",
     "hardware/survey.py",
 )
 STAGES = {

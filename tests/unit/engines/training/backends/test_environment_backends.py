@@ -10,17 +10,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from engines.config.backends import BACKENDS, job_interpreter
-from engines.config.plugins import check_plugin
+from engines.config.backends import BACKENDS, ENGINES, job_interpreter
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
 from engines.training.backends.transformers.optimizer import make_adamw
-from engines.training.registry import built_in_registry, create_engine
+from engines.training.create import create_engine
 from engines.training.spec import EngineSpec
 from engines.training.step.gradients import clip_across_meshes
 from hardware.cpu import CPUPlatform
+from infra import job_environments
 from infra.errors import ConfigError
-from infra.identity import job_environments
 
 OWN = [name for name, backend in BACKENDS.items() if backend.environment is not None]
 
@@ -36,7 +35,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_missing_environment_is_one_line(name: str, environments: Path) -> None:
     line = f"training.backend: {name} needs the job environment {name}: make env-{name}"
     with pytest.raises(ConfigError) as caught:
-        check_plugin("backend", name, "training.backend")
+        ENGINES.find(name)
     assert str(caught.value) == line
     with pytest.raises(ConfigError) as caught:
         create_engine(
@@ -51,8 +50,7 @@ def test_an_environment_gives_the_interpreter(name: str, environments: Path) -> 
     python.parent.mkdir(parents=True)
     python.touch()
     assert job_interpreter(name, "training.backend") == python
-    plugin = check_plugin("backend", name, "training.backend")
-    assert plugin is not None
+    assert ENGINES.find(name).environment
     with pytest.raises(ConfigError, match="a job environment of its own, not in this one"):
         create_engine(
             "language_model", Path("/x"), TrainingConfig(backend=name), None, 1, CPUPlatform(), 0
@@ -102,10 +100,8 @@ def test_decay_stays_with_its_group() -> None:
 
 
 def test_megatron_on_npu_is_mindspeed() -> None:
-    registry = built_in_registry()
-    for kind in ("language_model", "value_model"):
-        engine = registry.lookup(model_type=kind, backend="megatron", device="npu", vendor="huawei")
-        assert engine is MindSpeedMegatronEngine
+    for name in ("megatron", "megatron.value_model"):
+        assert ENGINES.load(name, device="npu", vendor="huawei") is MindSpeedMegatronEngine
     assert BACKENDS["megatron"].devices["npu"].value == "registry"
 
 

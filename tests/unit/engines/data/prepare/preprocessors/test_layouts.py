@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.data.prepare.preprocessors.gsm8k import GSM8K as GSM8KPreprocessor
+from engines.config.plugins import register_plugin
+from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.preprocessors.gsm8k import split_solution
-from engines.data.prepare.preprocessors.math import MATH as MATHPreprocessor
 from engines.data.prepare.preprocessors.math import last_boxed
-from engines.data.prepare.preprocessors.registry import create_preprocessor, names, register
 from engines.data.prepare.sources import load_rl_rows, load_sft_rows
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
@@ -202,13 +201,14 @@ def test_unknown_layout_and_option() -> None:
         create_preprocessor(source, "data.rl.2")
     source = SourceConfig(path="x", format="gsm8k", options={"instructions": "x"})
     with pytest.raises(
-        ConfigError, match=r"data\.rl\.2\.options\.instructions: got 'x'; .*instruction"
+        ConfigError,
+        match=r"data\.rl\.2\.options\.instructions: not an option of gsm8k",
     ):
         create_preprocessor(source, "data.rl.2")
 
 
-def test_a_name_belongs_to_one_layout() -> None:
-    register("gsm8k", GSM8KPreprocessor)
-    with pytest.raises(ConfigError, match="registered by both"):
-        register("gsm8k", MATHPreprocessor)
-    assert {"gsm8k", "math", "dapo_math_17k", "rows", "messages", "columns"} <= set(names())
+def test_a_name_belongs_to_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("preprocessor", "gsm8k", "elsewhere:GSM8K")
+    with pytest.raises(ConfigError, match="'gsm8k' is registered by both this project and else"):
+        create_preprocessor(SourceConfig(path="x", format="gsm8k"), "data.rl.0")

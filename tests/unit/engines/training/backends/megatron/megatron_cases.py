@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.training.base import BaseEngine
+from engines.training.create import create_engine
 from engines.training.model.linear_logprobs import linear_token_logprobs
-from engines.training.registry import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError

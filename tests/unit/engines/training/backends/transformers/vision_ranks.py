@@ -14,7 +14,7 @@ from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.base import BaseEngine
-from engines.training.registry import create_engine
+from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

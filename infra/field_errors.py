@@ -1,8 +1,8 @@
 """Validation errors as the one line a user can act on: `path.to.field: got X; need Y`.
 
 Promises: the first error of the most telling kind becomes one `ConfigError`; an unknown key gets
-the nearest known one, a bad value gets the field's type and bounds, and no value that looks like
-a secret is echoed. Rules of the models that start with ``field:`` extend the path.
+the nearest known one, a bad value gets the field's type and bounds. Rules of the models that
+start with ``field:`` extend the path.
 """
 
 import difflib
@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from infra.errors import ConfigError
-from infra.redact import looks_secret
 
 MAX_ECHO_CHARS = 60
 
@@ -28,64 +27,22 @@ _TYPE_WORDS: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
 }
-_SECRET_KEY = re.compile(r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$")
-_SECRET_TOKEN_KEY = re.compile(r"(?i)^((auth|access|hf|api|bearer|tracking)_)?token$")
-_URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s:@]+@")
-_VARIABLE_BY_SECTION: Mapping[str, str] = {
-    "location": "MLFLOW_TRACKING_TOKEN",
-    "tracking": "MLFLOW_TRACKING_TOKEN",
-    "model": "HF_TOKEN",
-    "data": "HF_TOKEN",
-}
 
 
-def refuse_secrets(data: Any, path: str = "recipe") -> None:
-    """Refuse text that looks like a credential, anywhere in plain data, without echoing it.
-
-    Args:
-        data: nested mappings, sequences and scalars.
-        path: where `data` stands.
-
-    Raises:
-        ConfigError: names the place, never the value.
-    """
-    if isinstance(data, str) and (looks_secret(data) or _URL_PASSWORD.search(data)):
-        raise _secret_error(path)
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            refuse_secrets(key, f"a key of {path}")
-            where = str(key) if path == "recipe" else f"{path}.{key}"
-            if isinstance(value, str) and value and _names_secret(str(key)):
-                raise _secret_error(where)
-            refuse_secrets(value, where)
-    elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        for index, value in enumerate(data):
-            refuse_secrets(value, f"{path}.{index}")
-
-
-def _names_secret(key: str) -> bool:
-    return bool(_SECRET_KEY.search(key) or _SECRET_TOKEN_KEY.search(key))
-
-
-def _secret_error(path: str) -> ConfigError:
-    variable = _VARIABLE_BY_SECTION.get(path.partition(".")[0])
-    remedy = f"set {variable}" if variable else "set the environment variable of the service"
-    return ConfigError(path, f"secrets do not go into config files; {remedy}")
-
-
-def to_config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
+def to_config_error(error: ValidationError, model: type[BaseModel], root: str = "") -> ConfigError:
     """The first, most telling validation error as one line.
 
     Args:
         error: what pydantic found.
         model: the model that was validated, to look up fields by their path.
+        root: where the model stands; empty is a whole recipe.
 
     Returns:
         The error to raise.
     """
     found = error.errors(include_url=False)
     first = min(found, key=lambda each: _rank(each["type"]))
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(filter(None, (root, *(str(part) for part in first["loc"]))))
     owner, field = _resolve(model, first["loc"])
     kind = first["type"]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

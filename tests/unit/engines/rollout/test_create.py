@@ -5,13 +5,12 @@ import sys
 
 import pytest
 
-from engines.config.plugins import register_plugin
+from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from engines.config.rollout import RolloutConfig
-from engines.errors import UnknownPluginError
-from engines.rollout.registry import create_rollout_engine, load, names
+from engines.rollout.create import create_rollout_engine
 from engines.rollout.transformers_engine import TransformersEngine
 from hardware.cpu import CPUPlatform
-from infra.errors import ConfigError
+from infra.errors import ConfigError, UnknownPluginError
 
 
 def test_transformers_is_built_in(lab):
@@ -38,20 +37,20 @@ def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
     target = "engines.rollout.transformers_engine:TransformersEngine"
     register_plugin("rollout", "mine", target)
     register_plugin("rollout", "mine", target)
-    assert load("mine") is TransformersEngine
-    assert names() == ["mine", "transformers"]
+    assert ROLLOUT_ENGINES.load("mine") is TransformersEngine
+    assert ROLLOUT_ENGINES.names() == ["mine", "transformers"]
     register_plugin("rollout", "mine", "elsewhere:Engine")
     with pytest.raises(ConfigError, match="'mine' is registered by both .* and elsewhere:Engine"):
-        load("mine")
-    assert load("transformers") is TransformersEngine
+        ROLLOUT_ENGINES.load("mine")
+    assert ROLLOUT_ENGINES.load("transformers") is TransformersEngine
     register_plugin("rollout", "transformers", "elsewhere:Engine")
-    with pytest.raises(ConfigError, match="'transformers' is registered by both .*this project"):
-        load("transformers")
+    with pytest.raises(ConfigError, match="'transformers' is registered by both this project and"):
+        ROLLOUT_ENGINES.load("transformers")
 
 
-def test_the_registry_imports_no_engine():
+def test_the_table_imports_no_engine():
     code = (
-        "import sys; from engines.rollout.registry import names; "
-        "names(); sys.exit('transformers' in sys.modules)"
+        "import sys; from engines.config.plugins import ROLLOUT_ENGINES; "
+        "ROLLOUT_ENGINES.names(); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ENVIRONMENTS_DIR = Path(__file__).resolve().parents[2] / ".envs"
+ENVIRONMENTS_DIR = Path(__file__).resolve().parents[1] / ".envs"
 
 
 def interpreter_of(environment: str) -> Path | None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardware import registry as registry_module
 from hardware.base import Availability
 from hardware.cpu import CPUPlatform
-from hardware.registry import PlatformRegistry, built_in_registry, detect, register_platform
+from hardware.detection import detect, names
+from hardware.platforms import PLATFORMS, PlatformRow
 from infra.errors import ConfigError
-from infra.plugins import OutsidePlugin
+from infra.plugins import Row, register_row
 
 CPU_ONLY = torch.version.cuda is None and torch.version.hip is None
 BUILT_IN = ["nvidia", "amd", "huawei", "intel", "cambricon", "metax", "cpu"]
@@ -82,12 +82,16 @@ def test_a_device_type_leads_to_the_vendor_that_is_here(monkeypatch: pytest.Monk
         "amd": "hardware.cpu:CPUPlatform",
         "metax": "no_such_module_here:Platform",
     }
-    monkeypatch.setattr(registry_module, "BUILT_IN", targets)
+    rows = [
+        PlatformRow(name=name, target=target, also_called=("cuda",))
+        for name, target in targets.items()
+    ]
+    monkeypatch.setattr(PLATFORMS, "rows", rows)
     assert detect("cuda")[1].startswith("amd: asked for by hardware.platform; ")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    known = "auto, " + ", ".join(BUILT_IN)
+    known = ", ".join([*sorted(BUILT_IN), "auto"])
     with pytest.raises(ConfigError, match=f"no 'nvidai'; known: {known}; did you mean nvidia"):
         detect("nvidai")
 
@@ -99,19 +103,12 @@ def test_the_environment_overrides_the_setting(monkeypatch: pytest.MonkeyPatch) 
     assert "RLHF_PLATFORM" in reason
 
 
-def test_a_name_is_registered_once() -> None:
-    registry = PlatformRegistry()
-    registry.register("mine", "a:B")
-    with pytest.raises(ConfigError, match="registered by both a:B and c:D"):
-        registry.register("mine", "c:D")
-
-
 def test_platforms_of_others_are_probed_first_and_the_cpu_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     announce(monkeypatch, zeta="hardware.cpu:CPUPlatform", chip="platforms_of_test:AbsentPlatform")
-    register_platform("late", "platforms_of_test:AbsentPlatform")
-    assert built_in_registry().names() == ["chip", "zeta", "late", *BUILT_IN]
+    register_row("platform", Row(name="late", target="platforms_of_test:AbsentPlatform"))
+    assert names() == ["chip", "zeta", "late", *BUILT_IN]
     assert detect()[1] == "zeta: a CPU is always there (not chip: no such chip)"
 
 
@@ -142,23 +139,18 @@ def test_a_broken_plugin_costs_one_line_and_nobody_else(
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_with_two_owners_is_refused_and_others_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registry = PlatformRegistry()
-    registry.register("cpu", "hardware.cpu:CPUPlatform")
-    registry.register("nvidia", "platforms_of_test:AbsentPlatform")
-    for owner in ("wheel-a==1.0", "wheel-b==2.0"):
-        registry.register_plugin(OutsidePlugin("platform", "chip", "x:Y", owner))
-    registry.register_plugin(OutsidePlugin("platform", "nvidia", "x:Y", "wheel-b==2.0"))
-    assert registry.detect("cpu")[0].device_name == "cpu"
-    with pytest.raises(ConfigError, match="'chip' is registered by both wheel-a==1.0 and wheel-b"):
-        registry.detect("chip")
-    with pytest.raises(ConfigError, match="'nvidia' is registered by both this project and wheel"):
-        registry.detect("nvidia")
+def test_a_name_with_two_owners_is_refused_and_others_work() -> None:
+    for target in ("one:Y", "other:Y"):
+        register_row("platform", Row(name="chip", target=target))
+    register_row("platform", Row(name="nvidia", target="x:Y"))
+    assert detect("cpu")[0].device_name == "cpu"
+    with pytest.raises(ConfigError, match="'chip' is registered by both one:Y .* and other:Y"):
+        detect("chip")
+    with pytest.raises(ConfigError, match="'nvidia' is registered by both this project and x:Y"):
+        detect("nvidia")
     # Whoever is meant, another device is not.
-    with pytest.raises(ConfigError, match="'chip' is registered by both"):
-        registry.detect()
+    with pytest.raises(ConfigError, match="is registered by both"):
+        detect()
 
 
 def test_probing_imports_no_vendor_package_and_starts_no_process() -> None:
@@ -171,11 +163,11 @@ sys.addaudithook(
                  "os.exec", "os.system")
     else None
 )
-from hardware.registry import built_in_registry
-registry = built_in_registry()
+from hardware.detection import availability, names
+names()
 listed = [name for event, name in seen if event == "import"]
 assert "torch" not in listed, listed
-answers = {name: registry.availability(name) for name in registry.names()}
+answers = {name: availability(name) for name in names()}
 import torch
 assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
 vendor = {"torch_npu", "torch_mlu", "mindspeed", "intel_extension_for_pytorch", "acl"}
@@ -193,9 +185,8 @@ print(imported, started, sorted(name for name, found in answers.items() if not f
 def test_platforms_are_listed_without_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from hardware.registry import built_in_registry, names\n"
-        "registry = built_in_registry()\n"
-        "for name in names(): print(registry.create(name).vendor_name)\n"
+        "from hardware.detection import create, names\n"
+        "for name in names(): print(create(name).vendor_name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

@@ -2,8 +2,10 @@
 
 import pytest
 
-from engines.algorithms.validation import validate_algorithm
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.options import check_parts
+from engines.config.rules import check_algorithm
+from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 
 
@@ -18,21 +20,21 @@ from infra.errors import ConfigError
 )
 def test_unknown_names(config, path, word):
     with pytest.raises(ConfigError, match=word) as caught:
-        validate_algorithm(AlgorithmConfig(**config))
+        check_parts(AlgorithmConfig(**config))
     assert caught.value.path == path
     assert "\n" not in str(caught.value)
 
 
 def test_a_group_of_one_is_refused_by_a_group_relative_estimator():
     with pytest.raises(ConfigError, match="needs >= 2") as caught:
-        validate_algorithm(AlgorithmConfig(), group_size=1)
+        check_algorithm(RLConfig(group_size=1))
     assert caught.value.path == "rl.group_size"
-    validate_algorithm(AlgorithmConfig(), group_size=2)
+    check_algorithm(RLConfig(group_size=2))
 
 
 def test_the_shipped_variants_pass():
-    validate_algorithm(AlgorithmConfig(), group_size=8)
-    validate_algorithm(
+    check_algorithm(RLConfig(group_size=8))
+    check_parts(
         AlgorithmConfig(norm_adv_by_std_in_grpo=False, loss_agg_mode="seq-mean-token-sum-norm")
     )
-    validate_algorithm(AlgorithmConfig(use_kl_loss=True, kl_loss_type="k3+"))
+    check_parts(AlgorithmConfig(use_kl_loss=True, kl_loss_type="k3+"))

@@ -1,0 +1,177 @@
+"""The parts that a configuration names, and their options: both exist, before anything runs.
+
+Promises: a name is looked up in the table of its kind, its options are validated by the schema that
+the row names; no part is imported and no torch. The plan asks this first, the job asks it last.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from engines.config.algorithm import AlgorithmConfig, RewardConfig
+from engines.config.backends import ENGINES
+from engines.config.base import StrictModel
+from engines.config.data import DataConfig, SourceConfig
+from engines.config.plugins import (
+    ADVANTAGES,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    PREPROCESSORS,
+    REWARDS,
+    ROLLOUT_ENGINES,
+    AlgorithmRow,
+    RewardRow,
+)
+from engines.config.rollout import RolloutConfig
+from engines.config.training import TrainingConfig
+from infra.errors import ConfigError
+from infra.field_errors import to_config_error
+from infra.names import unknown_name
+from infra.plugins import Row, load_row
+
+
+class NoOptions(StrictModel):
+    """The schema of a part that has no options of its own."""
+
+
+def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
+    """A part's share of the options that it has in common with others, validated.
+
+    Args:
+        options: what the user wrote.
+        row: of the part. One of others that names no schema gets none here: it reads what the
+            user wrote by itself.
+        path: where the options stand, for the error text.
+
+    Returns:
+        An object of the part's schema.
+
+    Raises:
+        ConfigError: a value is missing or bad, or the schema of another's part does not load.
+    """
+    schema = schema_of(row, path) or NoOptions
+    own = {key: value for key, value in options.items() if key in schema.model_fields}
+    try:
+        return schema.model_validate(own)
+    except ValidationError as error:
+        raise to_config_error(error, schema, path) from None
+
+
+def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
+    """Refuse options that the parts they are meant for do not take.
+
+    Args:
+        options: what the user wrote.
+        rows: of the parts that share them; every key must belong to one. Where one of others names
+            no schema, any key may be its.
+        path: where the options stand, for the error text.
+
+    Raises:
+        ConfigError: a key belongs to no part, or `own_options` refuses a value.
+    """
+    schemas = [schema_of(row, path) for row in rows]
+    known = sorted({key for schema in schemas if schema for key in schema.model_fields})
+    for key in options:
+        if None not in schemas and key not in known:
+            names = " and ".join(dict.fromkeys(row.name for row in rows))
+            problem = f"not an option of {names}: {unknown_name(key, known)}"
+            raise ConfigError(f"{path}.{key}", problem)
+    for row in rows:
+        own_options(options, row, path)
+
+
+def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
+    """Refuse options that a part takes on none of its devices; the job knows on which it is.
+
+    Args:
+        options: what the user wrote.
+        rows: of the part, one for each place.
+        path: where the options stand, for the error text.
+
+    Raises:
+        ConfigError: what `check_options` says of the first place.
+    """
+    refusals: list[ConfigError] = []
+    for row in rows:
+        try:
+            check_options(options, [row], path)
+        except ConfigError as error:
+            refusals.append(error)
+    if len(refusals) == len(rows):
+        raise refusals[0]
+
+
+def schema_of(row: Row, path: str) -> type[StrictModel] | None:
+    """The schema of a part's options; None where others did not name one.
+
+    Args:
+        row: of the part.
+        path: where the options stand, for the error text.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: another's schema does not load.
+    """
+    if row.options is None:
+        return NoOptions if row.is_ours else None
+    return load_row(Row(name=f"{row.name} (options)", target=row.options, owner=row.owner), path)
+
+
+def check_backend(training: TrainingConfig) -> None:
+    """Refuse a training backend that cannot be used, or options that it does not take anywhere."""
+    ENGINES.find(training.backend)
+    places = ENGINES.find_all(training.backend)
+    check_options_somewhere(training.options, places, "training.options")
+
+
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Refuse a rollout engine that cannot be used, or options that it does not take."""
+    check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
+
+
+def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
+    """The row of the advantage estimator; all parts exist and take the options."""
+    estimator = ADVANTAGES.find(algorithm.adv_estimator)
+    loss = POLICY_LOSSES.find(algorithm.loss_mode)
+    KL_ESTIMATORS.find(algorithm.kl_loss_type.removesuffix("+"))
+    check_options(algorithm.options, [estimator, loss], "rl.algorithm.options")
+    return estimator
+
+
+def check_reward(reward: RewardConfig) -> RewardRow | None:
+    """The row of the reward, its arguments checked; None for a file, which must exist."""
+    file = reward.file
+    if file is None:
+        row = REWARDS.find(reward.function)
+        check_options(reward.kwargs, [row], "rl.reward.kwargs")
+        return row
+    if not file.expanduser().is_file():
+        problem = f"{file} does not exist (cwd is {Path.cwd()})"
+        raise ConfigError(REWARDS.setting, problem)
+    return None
+
+
+def check_preprocessors(data: DataConfig) -> None:
+    """Refuse layouts that nobody has, and options that they do not take."""
+    for split in ("sft", "rl", "evaluation"):
+        for place, source in enumerate(getattr(data, split)):
+            check_preprocessor(source, f"data.{split}.{place}")
+
+
+def check_preprocessor(source: SourceConfig, field: str) -> Row:
+    """The row of a source's layout, its options checked.
+
+    Args:
+        source: its `format` and `options`.
+        field: the source's place in the configuration (`data.rl.0`).
+
+    Returns:
+        The row.
+    """
+    row = PREPROCESSORS.find(source.format, f"{field}.format")
+    check_options(source.options, [row], f"{field}.options")
+    return row

@@ -1,0 +1,34 @@
+"""The rollout engine that a configuration names."""
+
+from pathlib import Path
+
+from engines.config.options import check_options
+from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.rollout import RolloutConfig
+from engines.rollout.base import RolloutEngine
+from hardware.base import PlatformBase
+from infra.plugins import load_row
+
+
+def create_rollout_engine(
+    name: str, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+) -> RolloutEngine:
+    """Build a rollout engine. It serves nothing before its first weight update.
+
+    Args:
+        name: of the engine.
+        hf_dir: model directory.
+        rollout: capacity, deadline and options.
+        dtype: `float32` or `bfloat16`.
+        platform: where it runs.
+
+    Returns:
+        The engine, without weights.
+
+    Raises:
+        ConfigError: nobody has that engine, or two have, or it does not load, or it cannot serve
+            that model or those options.
+    """
+    row = ROLLOUT_ENGINES.find(name)
+    check_options(rollout.options, [row], "rollout.options")
+    return load_row(row, ROLLOUT_ENGINES.setting)(hf_dir, rollout, dtype, platform)

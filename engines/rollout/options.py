@@ -1,0 +1,12 @@
+"""`rollout.options` of the engine `transformers`. No torch: the plan reads them."""
+
+from pydantic import Field
+
+from engines.config.base import StrictModel
+
+
+class TransformersOptions(StrictModel):
+    """`rollout.options` of this engine."""
+
+    max_prefill_tokens: int = Field(default=8192, ge=1)
+    """Token budget of one prefill; a longer prompt is computed alone."""

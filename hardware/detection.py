@@ -1,0 +1,128 @@
+"""The one place that chooses among the platforms.
+
+The order of decision: `RLHF_PLATFORM`, then the setting, then (`auto`) a probe: platforms of
+other people first (a vendor's own package knows its device better than the lookalike here), then
+those of `hardware.platforms` in its order, the CPU last. The answer always says why.
+Promises: a platform asked for by name and not available is an error, never another platform; a
+name with two owners is refused; a plugin that does not load costs one line and nobody else.
+"""
+
+from collections.abc import Mapping
+
+from hardware.base import Availability, PlatformBase
+from hardware.platforms import PLATFORMS
+from infra import env
+from infra.errors import ConfigError
+from infra.plugins import import_external_modules, load_row, reason_of
+
+_SETTING = PLATFORMS.setting
+
+
+def names() -> list[str]:
+    """Every platform, in the order of probing: other people's first, the CPU last."""
+    outside = [row.name for row in PLATFORMS.outside()]
+    ours = [row.name for row in PLATFORMS.rows if row.name not in outside]
+    return sorted(dict.fromkeys((*outside, *ours)), key=lambda name: name == "cpu")
+
+
+def create(name: str) -> PlatformBase:
+    """Import a platform's class and make the platform.
+
+    Args:
+        name: of a row.
+
+    Returns:
+        The platform; whether it is available is not looked at.
+
+    Raises:
+        ConfigError: nobody has the name, or two have, or another's does not load.
+    """
+    row = PLATFORMS.find(name)
+    found = load_row(row, _SETTING)
+    if row.is_ours:
+        return found()
+    try:
+        return found()
+    except Exception as error:  # noqa: BLE001  plugin boundary
+        problem = f"{name} of {row.source} does not start ({reason_of(error)})"
+        raise ConfigError(_SETTING, problem) from error
+
+
+def availability(name: str) -> Availability:
+    """Whether a platform can be used here; one that does not load cannot.
+
+    Args:
+        name: of a row.
+
+    Returns:
+        The platform's own answer, or why it could not be asked.
+    """
+    try:
+        platform = create(name)
+    except ConfigError as error:
+        return Availability(False, error.problem)
+    except ImportError as error:
+        return Availability(False, f"cannot be imported: {error}")
+    try:
+        return platform.is_available()
+    except Exception as error:  # noqa: BLE001  plugin boundary: a probe must not raise
+        if PLATFORMS.find(name).is_ours:
+            raise
+        return Availability(False, f"its probe failed: {reason_of(error)}")
+
+
+def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
+    """Choose the platform of this process.
+
+    Args:
+        requested: a name, or `auto` to probe.
+
+    Returns:
+        The platform, and one line that says why it was chosen.
+
+    Raises:
+        ConfigError: the name is unknown, that platform is not available here, or (`auto`) a name
+            has two owners.
+    """
+    override = env.RLHF_PLATFORM.get()
+    source = "RLHF_PLATFORM" if override else _SETTING
+    wanted = override or requested
+    if wanted != "auto":
+        return _exactly(wanted, source)
+    for name in names():
+        PLATFORMS.find_all(name)
+    refused = {f"what {m.name} registers": m.reason for m in import_external_modules()}
+    for name in names():
+        found = availability(name)
+        if found.ok:
+            why_not = f" ({_not(refused)})" if refused else ""
+            return create(name), f"{name}: {found.reason}{why_not}"
+        refused[name] = found.reason
+    raise ConfigError(_SETTING, f"nothing to run on: {_not(refused)}")
+
+
+def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
+    every = (*PLATFORMS.outside(), *PLATFORMS.rows)
+    meant = [row.name for row in every if name in row.also_called]
+    refused: dict[str, str] = {}
+    for candidate in (name,) if name in names() else meant or (name,):
+        platform = create(candidate)
+        found = availability(candidate)
+        if found.ok:
+            return platform, f"{candidate}: asked for by {source}; {found.reason}"
+        refused[candidate] = found.reason
+    usable = [other for other in names() if availability(other).ok]
+    reasons = "; ".join(dict.fromkeys(refused.values()))
+    raise ConfigError(
+        _SETTING,
+        f"{name} asked, not available ({reasons}); use {' or '.join(usable)}, "
+        f"or install what it lacks (asked for by {source})",
+    )
+
+
+def _not(refused: Mapping[str, str]) -> str:
+    """Why other platforms were passed over, those with one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"not {', '.join(group)}: {reason}" for reason, group in by_reason.items())
