@@ -73,7 +73,7 @@ STAGES = {
     "engines/jobs/evaluate.py": MEASURE,
     "engines/jobs/promote.py": {"promote"},
     "engines/jobs/preprocess.py": {"preprocess"},
-    "engines/data/prepare/preprocessors/gsm8k.py": {"preprocess"},
+    "engines/data/prepare/preprocessors/gsm8k.py": set(),  # the quickstart names none
     "engines/data/prepare/arithmetic.py": {"preprocess"},
     "engines/data/prepare/tokenizer_training.py": {"preprocess"},
     "engines/training/backends/fsdp/engine.py": TORCH,
