@@ -11,9 +11,10 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 
+from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
-from flows.run.pipeline_run import open_run, stop_jobs_of
+from flows.run.pipeline_run import SURROUNDINGS, open_run, stop_jobs_of
 from infra import env
 from infra.plugins import import_external_modules
 from tasks.runner.run import StageResult, StageRunner
@@ -78,6 +79,8 @@ def rlhf_pipeline(
     recipe = prepare_recipe(recipe)
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
+    if SURROUNDINGS.get() is None:
+        preflight(recipe)  # whoever runs the flow in a process of his own has looked before
     with open_run(recipe, force or {}) as run:
         run_stages(recipe, run.stages)
         return run.finish()

@@ -240,8 +240,8 @@ def all_variables() -> tuple[EnvVar, ...]:
     return tuple(_declared.values())
 
 
-def values_of_secrets(name_parts: Collection[str]) -> list[str]:
-    """Values, in this process's environment, of the variables that hold a secret.
+def secrets(name_parts: Collection[str]) -> dict[str, str]:
+    """The variables of this process's environment that hold a secret, by name.
 
     Args:
         name_parts: an undeclared variable holds one if its upper-case name has one of these
@@ -249,9 +249,9 @@ def values_of_secrets(name_parts: Collection[str]) -> list[str]:
             does not end like the name of a place (``_PATH``, ``_FILE``, ``_DIR``, ``_URL``).
 
     Returns:
-        The values that are not empty.
+        Those that are not empty.
     """
-    values = []
+    found = {}
     for name, value in os.environ.items():
         declared = _declared.get(name)
         if declared is not None:
@@ -260,8 +260,8 @@ def values_of_secrets(name_parts: Collection[str]) -> list[str]:
             parts = name.upper().split("_")
             is_secret = parts[-1] not in _PLACES and not set(name_parts).isdisjoint(parts)
         if value and is_secret:
-            values.append(value)
-    return values
+            found[name] = value
+    return found
 
 
 def snapshot() -> Mapping[str, str]:

@@ -9,6 +9,7 @@ Does not promise to know a secret that looks like an ordinary word and stands in
 
 import logging
 import re
+from collections.abc import Collection
 
 from infra import env
 
@@ -73,6 +74,20 @@ class RedactingFilter(logging.Filter):
         return True
 
 
+def environment_of_user_code(passed: Collection[str] = (), **extra: str | None) -> dict[str, str]:
+    """An environment for code that is not ours: this process's, without its secrets.
+
+    Args:
+        passed: names of secrets that the user said this code may see.
+        **extra: as of `infra.env.child_environment`.
+
+    Returns:
+        A new mapping.
+    """
+    withheld = {name: None for name in env.secrets(_NAME_PARTS) if name not in passed}
+    return env.child_environment(**{**withheld, **extra})
+
+
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
@@ -83,5 +98,5 @@ def _message(record: logging.LogRecord) -> str:
 
 def _environment_secrets() -> list[str]:
     """Secret values of the environment, longest first, so that none hides inside another."""
-    values = {v for v in env.values_of_secrets(_NAME_PARTS) if len(v) >= _MIN_LENGTH}
+    values = {v for v in env.secrets(_NAME_PARTS).values() if len(v) >= _MIN_LENGTH}
     return sorted(values, key=len, reverse=True)

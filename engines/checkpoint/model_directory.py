@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,6 +223,38 @@ def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -
             "model.max_length",
             f"got {max_length}; need at most {context}, the context of {path}; lower it",
         )
+    limit = rotary_limit(nested or config)
+    if max_length is not None and limit is not None and max_length > limit:
+        raise ConfigError(
+            _FIELD,
+            f"{path} computes sequences otherwise when one of more than {limit} tokens is beside "
+            f"them (rotary embeddings); got model.max_length "
+            f"{max_length}; set it to {limit} or less",
+        )
+
+
+def rotary_limit(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence up to which rotary angles do not depend on what else is in the batch.
+
+    LongRoPE (arXiv:2402.13753) changes its factors, and dynamic NTK scaling its base, for all
+    sequences at once when the longest of them is longer.
+
+    Args:
+        config: of a text model, as in `config.json`.
+
+    Returns:
+        In tokens; None where the angles never change.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    limits: list[int | None] = []
+    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        kind = part.get("rope_type", part.get("type"))
+        if kind in ("longrope", "su"):
+            name = "original_max_position_embeddings"
+            limits.append(config.get(name, part.get(name)))
+        elif kind == "dynamic":
+            limits.append(config.get("max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _weight_files(path: Path) -> list[Path]:

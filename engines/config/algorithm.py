@@ -81,6 +81,9 @@ class RewardConfig(StrictModel):
     """
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
+    may see; every other one is withheld from it."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
     stage's identity, as no other deadline does: what is unscored does not train."""

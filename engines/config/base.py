@@ -8,9 +8,9 @@ Does not promise: anything about files, devices or plugins; that is preflight's 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class NotIdentity:
@@ -31,6 +31,16 @@ class StrictModel(BaseModel):
         validate_default=True,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
+        """YAML reads `yes` as true, which pydantic would take for 1."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and _is_number(field.annotation):
+                raise ValueError(f"{name}: got {value}; need a number")
+        return values
+
     def identity_values(self) -> dict[str, Any]:
         """What counts of this configuration, as plain JSON values.
 
@@ -42,6 +52,12 @@ class StrictModel(BaseModel):
             for name, field in type(self).model_fields.items()
             if NotIdentity not in field.metadata
         }
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a field takes numbers and no truth values."""
+    kinds = {annotation, *get_args(annotation)}
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 def local_path(text: str | None) -> Path | None:

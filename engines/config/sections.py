@@ -111,3 +111,13 @@ class PromoteConfig(StrictModel):
     metric: str = "accuracy"
     min_value: float = Field(default=0.0)
     """The metric of the final evaluation must reach this, else nothing is promoted."""
+
+    @model_validator(mode="after")
+    def _check_reachable(self) -> "PromoteConfig":
+        is_share = self.metric == "accuracy" or self.metric.startswith("pass@")
+        if is_share and self.min_value > 1:
+            raise ValueError(
+                f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "
+                f"{self.min_value / 100:g} for {self.min_value:g} %"
+            )
+        return self

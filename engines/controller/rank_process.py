@@ -18,6 +18,7 @@ from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter
+from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class RankProcess:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
+        redact_output()
         self._worker: Any = None
         self._store: TCPStore | None = None
         # Line buffered and kept open: the crash handler writes to this descriptor.

@@ -34,6 +34,7 @@ from infra.field_errors import to_config_error
 from infra.identity.fingerprint import refuse_changed_code
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
+from infra.redacted_output import redact_output
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Heartbeat
@@ -123,6 +124,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
         body: computes the output.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    end_output = redact_output()
     _configure_logging()
     attempt_dir: Path | None = None
     try:
@@ -144,8 +146,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
         sys.stderr.write(redact(traceback.format_exc()))
     if problem is not None and attempt_dir is not None:
         _write_error(attempt_dir / "error.json", problem, code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_output()
     raise SystemExit(code)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from engines.rewards import worker
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from infra import env
+from infra.redact import environment_of_user_code
 
 _START_DEADLINE_S = 120.0
 _END_DEADLINE_S = 5.0
@@ -36,12 +36,14 @@ class WorkerSetup:
         kwargs: extra keyword arguments of every call.
         timeout_s: deadline of one sample.
         memory_limit_bytes: address space of the process, or None.
+        environment: names of the variables that hold a secret and that the function may see.
     """
 
     target: str
     kwargs: Mapping[str, Any]
     timeout_s: float
     memory_limit_bytes: int | None
+    environment: tuple[str, ...] = ()
 
 
 class ScoringProcess:
@@ -60,7 +62,7 @@ class ScoringProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
-            env=env.child_environment(OMP_NUM_THREADS="1"),
+            env=environment_of_user_code(setup.environment, OMP_NUM_THREADS="1"),
         )
         assert self._process.stdin is not None  # noqa: S101 - asked for above
         assert self._process.stdout is not None  # noqa: S101

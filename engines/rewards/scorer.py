@@ -38,8 +38,9 @@ class RewardScorer:
             self._function = load(function.target)
         else:
             setup = WorkerSetup(
-                function.target, config.kwargs, config.timeout_s, function.memory_limit_bytes
-            )
+                function.target, config.kwargs, config.timeout_s,
+                function.memory_limit_bytes, config.environment,
+            )  # fmt: skip
             self._pool = ScoringPool(setup, config.num_workers)
 
     def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:

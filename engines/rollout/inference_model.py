@@ -3,12 +3,13 @@
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
 takes weights by the names that `save_pretrained` gives them, each exactly once, in its own dtype,
 or raises; its digest is computed from what it really holds. Refuses at construction what its
-attention does not do: windows shorter than the context, recurrent layers, rotary embeddings that
-depend on the longest sequence of the batch.
+attention does not do: windows shorter than the context, recurrent layers. The context ends where
+rotary embeddings would begin to depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
 transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from engines.checkpoint.hub_names import hub_slots
-from engines.checkpoint.model_directory import vision_model_type
+from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from infra.errors import ConfigError
-
-BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class InferenceModel:
@@ -54,7 +53,8 @@ class InferenceModel:
         ).get_text_config()
         _check_supported(config)
         self.device = device
-        self.context_length: int = config.max_position_embeddings
+        limit = rotary_limit(config.to_dict())
+        self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(hf_dir, config)
@@ -163,9 +163,6 @@ def _check_supported(config: PretrainedConfig) -> None:
         raise _unsupported(config, f"layers of type {', '.join(sorted(unknown))}")
     if uses_window and (window is None or window < config.max_position_embeddings):
         raise _unsupported(config, f"a sliding window of {window} tokens, shorter than the context")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in BATCH_DEPENDENT_ROPE:
-        raise _unsupported(config, f"rotary embedding of type {rope['rope_type']}")
 
 
 def _unsupported(config: PretrainedConfig, what: str) -> ConfigError:

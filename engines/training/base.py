@@ -280,6 +280,7 @@ class BaseEngine(EngineBackend):
             self.data_parallel_group,
             self._flops,
             image_layout=self._image_layout,
+            rotary_limit=self._rotary_limit,
         )
 
     @property

@@ -60,9 +60,12 @@ class EngineBackend(ABC):
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         """One forward pass of a micro-batch that lies on the device."""
 
-    @abstractmethod
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks."""
+    def _begin_micro_batch(self, *, is_last: bool) -> None:  # noqa: B027 (most have nothing to do)
+        """Called before each micro-batch of a step.
+
+        Gradients that are reduced to shards are reduced by every micro-batch, so that no rank holds
+        them whole in between; what copies of the shards exchange can wait for the last.
+        """
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -84,7 +87,7 @@ class EngineBackend(ABC):
         """
         device = self.spec.platform.device()
         for i, batch in enumerate(batches):
-            self._set_gradient_sync(i == len(batches) - 1)
+            self._begin_micro_batch(is_last=i == len(batches) - 1)
             on_device = batch.to(device)
             with self._activation_scope():
                 loss = scaled_loss(self._forward(on_device, entropy=entropy), on_device)
@@ -200,6 +203,11 @@ class EngineBackend(ABC):
     @property
     def _image_layout(self) -> ImageLayout | None:
         """How the model wants images; None is a model that sees none."""
+        return None
+
+    @property
+    def _rotary_limit(self) -> int | None:
+        """Longest sequence whose length does not change the others' outputs; None is any."""
         return None
 
     def _activation_scope(self) -> AbstractContextManager[None]:

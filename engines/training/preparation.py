@@ -47,6 +47,7 @@ def prepare(
     group: dist.ProcessGroup | None,
     flops: TrainingFlops | None = None,
     image_layout: ImageLayout | None = None,
+    rotary_limit: int | None = None,
 ) -> Preparation:
     """Cut this rank's batch into as many micro-batches as every other rank's.
 
@@ -57,6 +58,7 @@ def prepare(
         group: data-parallel ranks.
         flops: of the training; balances micro-batches by operations instead of tokens.
         image_layout: how the model wants images; None is a model that sees none.
+        rotary_limit: longest sequence that leaves the others of a micro-batch as they are.
 
     Returns:
         The preparation.
@@ -64,7 +66,7 @@ def prepare(
     Raises:
         EngineError: a rank has no sequence, or a sequence no token, images that do not fit, or a
             loss mask that is on at its first token.
-        ConfigError: a sequence exceeds the budget.
+        ConfigError: a sequence exceeds the budget, or the model's `rotary_limit`.
     """
     lengths = batch.lengths_B.tolist()
     costs = flops.model.sequence_costs(lengths) if flops is not None else None
@@ -78,7 +80,7 @@ def prepare(
     num_sums = len(own_sums)
     sums = _Sums(*collectives.column_sums([row[:num_sums] for row in rows]))
     maxima = _Maxima(*collectives.column_maxima([row[num_sums : -len(faults)] for row in rows]))
-    _check(maxima, [row[-len(faults) :] for row in rows], max_tokens)
+    _check(maxima, [row[-len(faults) :] for row in rows], max_tokens, rotary_limit)
     num_micro = int(maxima.num_micro_batches)
     if num_micro > len(plan):
         plan = plan_micro_batches(lengths, max_tokens, min_num=num_micro, costs=costs)
@@ -123,7 +125,9 @@ def _sums_of(batch: TokenBatch, flops: TrainingFlops | None) -> _Sums:
     )
 
 
-def _check(maxima: _Maxima, faults: list[list[float]], max_tokens: int) -> None:
+def _check(
+    maxima: _Maxima, faults: list[list[float]], max_tokens: int, rotary_limit: int | None
+) -> None:
     """Raise, on all ranks alike, what is wrong with the batch of any."""
     if maxima.minus_fewest_sequences == 0:
         raise EngineError(f"a rank has no sequence; give each of {len(faults)} ranks one or more")
@@ -141,4 +145,11 @@ def _check(maxima: _Maxima, faults: list[list[float]], max_tokens: int) -> None:
             "training.max_tokens_per_micro_batch",
             f"got {max_tokens}; need at least {int(maxima.longest)}, the longest sequence; "
             "raise it",
+        )
+    if rotary_limit is not None and maxima.longest > rotary_limit:
+        raise ConfigError(
+            "model.path",
+            f"its rotary embeddings compute a micro-batch otherwise when a sequence exceeds "
+            f"{rotary_limit} tokens; got {int(maxima.longest)}; set model.max_length to "
+            f"{rotary_limit} or less",
         )

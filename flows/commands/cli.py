@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
@@ -18,6 +19,15 @@ from infra.redact import redact
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with code 2; `--help` shows the usage."""
+        problem = message.removeprefix("argument ")
+        self.exit(EXIT_USER_ERROR, f"{redact(problem)}; see `{self.prog} --help`\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rlhf", description="RL post-training as one resumable, reproducible pipeline"
     )
     parser.set_defaults(debug=False)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -40,12 +40,34 @@ def _print_table(rows: list[MatrixRow]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH)
+    shown = folded(rows)
     table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
+    for heading in HEADINGS[:-1]:
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row.cells())
+    above = ""
+    for row in shown:
+        backend = "" if row.backend == above else row.backend
+        table.add_row(backend, *row.cells()[1:-1])
+        above = row.backend
     console.print(table)
+    console.print()
+    for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in shown if row.needs):
+        console.print(line, highlight=False)
     console.print()
     for how, meaning in MEANINGS.items():
         console.print(f"{how}: {meaning}", highlight=False)
+
+
+def folded(rows: list[MatrixRow]) -> list[MatrixRow]:
+    """The rows, those that differ in nothing but the model type as one.
+
+    Args:
+        rows: of the matrix.
+
+    Returns:
+        In the order of their first ones; a joined `model_type` lists all.
+    """
+    groups: dict[MatrixRow, list[str]] = {}
+    for row in rows:
+        groups.setdefault(replace(row, model_type=""), []).append(row.model_type)
+    return [replace(row, model_type=", ".join(types)) for row, types in groups.items()]

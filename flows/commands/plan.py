@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Planner
+from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from flows.rlhf_pipeline import run_stages
 from infra.store.storage import open_storage
@@ -21,6 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
+    preflight(recipe)
     planner = Planner(
         open_storage(recipe.store_uri), recipe.seed, {label: "plan" for label in arguments.force}
     )

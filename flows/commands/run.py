@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import check_answers, embedded_prefect, use_prefect
-from flows.platform_probe import check_platform
+from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.services.stack import running_prefect_url
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    check_platform(recipe.hardware.platform)
+    preflight(recipe)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:

@@ -77,7 +77,8 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
 
     Args:
         name_or_path: a shipped name (`quickstart`) or a YAML file.
-        overrides: `path.to.key=value`, the value in YAML.
+        overrides: `path.to.key=value`, the value in YAML; a mapping is merged into the one that
+            stands there, as what a file sets is merged into what it extends.
 
     Returns:
         Nested mappings, sequences and scalars.
@@ -211,7 +212,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             if level is None:
                 return
         elif depth == len(keys) - 1:
-            level[key] = value
+            under = level.get(key)
+            both = isinstance(under, Mapping) and isinstance(value, Mapping)
+            level[key] = overlay(under, value) if both else value
         else:
             if not isinstance(level.get(key), dict | list):
                 level[key] = {}

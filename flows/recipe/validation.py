@@ -39,6 +39,7 @@ def check_recipe(recipe: Recipe) -> None:
     """
     _check_plugins(recipe)
     _check_lengths(recipe)
+    _check_warmup(recipe)
     for stage in recipe.stages():
         stage.check()
     _check_data(recipe)
@@ -55,6 +56,23 @@ def _check_plugins(recipe: Recipe) -> None:
     check_parts(recipe.rl.algorithm)
     check_reward(recipe.rl.reward)
     check_preprocessors(recipe.data)
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    """A warm-up as long as the training never reaches its learning rate."""
+    rl = recipe.rl
+    mini = rl.mini_batch_size_prompts or rl.batch_size_prompts
+    per_step = rl.num_epochs * (rl.batch_size_prompts // mini)
+    trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
+    if recipe.sft:
+        trainings.append(("sft", recipe.sft.optimizer, recipe.sft.num_steps))
+    for name, optimizer, num_steps in trainings:
+        if num_steps and optimizer.num_warmup_steps >= num_steps:
+            raise ConfigError(
+                f"{name}.optimizer.num_warmup_steps",
+                f"got {optimizer.num_warmup_steps}; need less than the {num_steps} optimizer steps "
+                "of the training, or the rate never reaches lr; lower it",
+            )
 
 
 def _check_lengths(recipe: Recipe) -> None:

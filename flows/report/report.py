@@ -189,7 +189,7 @@ def _bars(report: Report) -> list[Bar]:
             stage.metrics.get("accuracy_high"),
         )
         for stage in report.stages
-        if evaluated_name(stage.name) in report.accuracy
+        if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
     ]
 
 

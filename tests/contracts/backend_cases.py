@@ -4,6 +4,7 @@ Each case returns plain data for the tests to judge; nothing is judged here. `pl
 the reference.
 """
 
+import gc
 import math
 import traceback
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 from rlhf.testing.context import Context, loss_fn, share, train, value_loss_fn
-from rlhf.testing.layouts import PRIMARY
+from rlhf.testing.layouts import ACCUMULATED, PRIMARY
 from rlhf.testing.plain_loop import NUM_STEPS, make_batch, without_mask
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engines import collectives
 from engines.config.training import LoraConfig
@@ -52,6 +54,46 @@ def case_trains(context: Context) -> Results:
     if context.layout.name in PRIMARY and "moe" in context.claims:
         others.append("qwen3_moe")
     return results | {model: train(context.engine(model)) for model in others}
+
+
+def case_accumulates(context: Context) -> Results:
+    """Equal micro-batches in one step: the gradient of one of them, and what is held in between."""
+    if context.layout.name not in ACCUMULATED:
+        return {}
+    ids, mask = list(range(3, 19)), [0.0] + [1.0] * 15
+    batch = TokenBatch.from_sequences([ids] * 16, loss_mask=[mask] * 16)
+    results: Results = {}
+    for name, rows in (("one", batch.select([0])), ("many", batch)):
+        engine = context.engine(dtype="bfloat16", max_tokens_per_micro_batch=16)
+        update = engine.train_batch(rows, loss_fn)
+        results[name] = [update.loss, update.grad_norm]
+    engine = context.engine(max_tokens_per_micro_batch=16)
+    engine.train_batch(batch.select([0]), loss_fn)  # what is made at the first use is there
+    return results | held_between(engine, batch.select(range(3)))
+
+
+def held_between(engine: BaseEngine, batch: TokenBatch) -> Results:
+    """Bytes that a step holds at each of its micro-batches, above those at the first."""
+    held: list[int] = []
+
+    def measure(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
+        held.append(tensor_bytes())
+        return loss_fn(outputs, batch, counts)
+
+    measure.needs_entropy = True
+    engine.train_batch(batch, measure)
+    num_parameters = sum(tensor.numel() for _, tensor in engine.get_per_tensor_param())
+    return {"held_bytes": [size - held[0] for size in held], "num_parameters": num_parameters}
+
+
+def tensor_bytes() -> int:
+    """Memory of all tensors of this process."""
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+    storages = {(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in local}
+    return sum(storages.values())
 
 
 def case_infers(context: Context) -> Results:
@@ -297,6 +339,7 @@ def case_shards(context: Context) -> Results:
 
 CASES = (
     case_trains,
+    case_accumulates,
     case_infers,
     case_checkpoints,
     case_inference_leaves_no_trace,

@@ -58,6 +58,9 @@ LAYOUTS = (
 PRIMARY = ("alone", "data2")
 """Layouts under which every way of computing is tried; the others prove the layout."""
 
+ACCUMULATED = ("data2", "hybrid2x2")
+"""Layouts whose gradients are shards of a half: how they add up over micro-batches is looked at."""
+
 
 def claimed_layouts(claims: Collection[str], world_size: int) -> list[Layout]:
     """The layouts of a world size that a backend must master.

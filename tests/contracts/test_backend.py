@@ -24,7 +24,7 @@ from rlhf.testing.expectations import (
     columns,
     written_model,
 )
-from rlhf.testing.layouts import LAYOUTS, PRIMARY, Layout, claimed_layouts
+from rlhf.testing.layouts import ACCUMULATED, LAYOUTS, PRIMARY, Layout, claimed_layouts
 from rlhf.testing.plain_loop import (
     NUM_STEPS,
     load,
@@ -151,6 +151,24 @@ def test_bfloat16_stays_close(case: Case, name: str) -> None:
         assert columns(steps[way], 0) == pytest.approx(columns(steps["plain"], 0), abs=0.03)
         assert columns(steps[way], 1) == pytest.approx(columns(steps["plain"], 1), rel=0.06)
     assert steps["bfloat16"] != steps["plain"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if BY_NAME[name].world_size > 2 else [])
+        for name in ACCUMULATED
+    ],
+)
+def test_many_micro_batches_add_up_in_float32_and_to_shards(
+    case: Case, claims: frozenset[str], name: str
+) -> None:
+    if BY_NAME[name] not in claimed_layouts(claims, BY_NAME[name].world_size):
+        pytest.skip("this backend does not claim the layout")
+    found = case(BY_NAME[name], "case_accumulates")
+    assert found["many"] == pytest.approx(found["one"], rel=1e-5)
+    shard_bytes = 4 * found["num_parameters"] / 2
+    assert max(found["held_bytes"]) < 1.25 * shard_bytes
 
 
 def test_every_rank_reports_the_same(ranks: Callable[[int], RankResults], layout: Layout) -> None:

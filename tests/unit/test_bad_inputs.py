@@ -169,6 +169,22 @@ OVERRIDES = [
         ["sft=null", "rl.num_rounds=0"],
         "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one",
     ),
+    (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
+    (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),
+    (
+        ["sft.num_steps=100", "sft.optimizer.num_warmup_steps=500"],
+        "sft.optimizer.num_warmup_steps: got 500; need less than the 100 optimizer steps of the "
+        "training, or the rate never reaches lr; lower it",
+    ),
+    (
+        ["rl.num_rounds=1", "rl.num_steps_per_round=4", "rl.optimizer.num_warmup_steps=4"],
+        "rl.optimizer.num_warmup_steps: got 4; need less than the 4 optimizer steps of the "
+        "training, or the rate never reaches lr; lower it",
+    ),
+    (
+        ["promote.min_value=90"],
+        "promote.min_value: got 90; accuracy is at most 1; use 0.9 for 90 %",
+    ),
     (["rl.num_rounds"], "--set: got 'rl.num_rounds'; need path.to.key=value"),
     (
         ["evaluation.num_problems=100000"],

@@ -14,6 +14,12 @@ from engines.config.data import SourceConfig
 from infra.errors import ConfigError
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
+_CONVERSIONS = {
+    ".csv": '; convert it: python -c "import pyarrow.csv as c, pyarrow.parquet as p; '
+    "p.write_table(c.read_csv('FILE.csv'), 'FILE.parquet')\"",
+    ".txt": "; write one JSON object a line, as .jsonl",
+}
+"""What to do with files that people bring, by suffix."""
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_TIMEOUT_S = 30
@@ -50,7 +56,9 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise ConfigError(
-                f"{field}.path", f"got {source.path!r}; need a {', '.join(SUFFIXES)} file"
+                f"{field}.path",
+                f"got {source.path!r}; need a {', '.join(SUFFIXES)} file"
+                f"{_CONVERSIONS.get(path.suffix, '')}",
             )
         return SourceFiles((path,))
     if path.is_dir():

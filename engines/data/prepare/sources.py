@@ -6,8 +6,9 @@ of their files unless `limit` asks for a seeded sample.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +23,14 @@ from infra.errors import ConfigError
 
 RowT = TypeVar("RowT", RLRow, SFTRow)
 _MAX_REASONS = 20
+_LOOK_ROWS = 100
+_KNOWN_LAYOUTS: Mapping[frozenset[str], str] = {
+    frozenset({"conversations"}): "; these are ShareGPT rows: write each as messages, with role "
+    "user for from: human, assistant for gpt and content for value",
+    frozenset({"instruction", "output"}): "; these are Alpaca rows: use format columns, options "
+    "{prompt_column: instruction, answer_column: output}; join input to instruction where it is",
+}
+"""Layouts that people bring, by their columns, and how they are turned."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +81,35 @@ def load_rl_rows(
     Raises:
         ConfigError: with the place and the remedy.
     """
-
-    def of(preprocessor: Preprocessor[Any], path: str) -> "_Recipe[RLRow]":
-        if preprocessor.rl_columns is None:
-            raise ConfigError(f"{path}.format", "this layout has no answers to check; need another")
-        return _Recipe(preprocessor.rl_columns, preprocessor.rl_row, lambda row: row.prompt)
-
-    return _load(sources, name, data, seed, of)
+    return _load(sources, name, data, seed, _rl_recipe)
 
 
 def load_sft_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
 ) -> LoadedRows[SFTRow]:
     """Supervised rows of every source, in order; see `load_rl_rows`."""
+    return _load(sources, name, data, seed, _sft_recipe)
 
-    def of(preprocessor: Preprocessor[Any], path: str) -> "_Recipe[SFTRow]":
-        if preprocessor.sft_columns is None:
-            raise ConfigError(
-                f"{path}.format", "this layout has no answers to imitate; need messages or another"
-            )
-        return _Recipe(preprocessor.sft_columns, preprocessor.sft_row, lambda row: row.messages)
 
-    return _load(sources, name, data, seed, of)
+def first_rl_row(source: SourceConfig, path: str) -> RLRow:
+    """The first usable row among the first hundred of each of a source's files.
+
+    Args:
+        source: a local one; a hub data set would be downloaded.
+        path: its place in the configuration, for errors (`data.rl.0`).
+
+    Returns:
+        The row.
+
+    Raises:
+        ConfigError: a column is absent, or none of these rows is usable.
+    """
+    return _first_row(source, path, _rl_recipe)
+
+
+def first_sft_row(source: SourceConfig, path: str) -> SFTRow:
+    """As `first_rl_row`, for supervised rows."""
+    return _first_row(source, path, _sft_recipe)
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,56 @@ class _Recipe(Generic[RowT]):
     columns: tuple[str, ...]
     parse: Callable[[Mapping[str, Any]], RowT]
     identity: Callable[[RowT], tuple[Message, ...]]
+
+
+def _rl_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[RLRow]:
+    if preprocessor.rl_columns is None:
+        raise ConfigError(f"{path}.format", "this layout has no answers to check; need another")
+    return _Recipe(preprocessor.rl_columns, preprocessor.rl_row, lambda row: row.prompt)
+
+
+def _sft_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[SFTRow]:
+    if preprocessor.sft_columns is None:
+        raise ConfigError(
+            f"{path}.format", "this layout has no answers to imitate; need messages or another"
+        )
+    return _Recipe(preprocessor.sft_columns, preprocessor.sft_row, lambda row: row.messages)
+
+
+def _first_row(
+    source: SourceConfig, path: str, recipe_of: Callable[[Preprocessor[Any], str], _Recipe[RowT]]
+) -> RowT:
+    preprocessor = create_preprocessor(source, path)
+    recipe = recipe_of(preprocessor, path)
+    problems: list[ConfigError] = []
+    for file in resolve_source(source, path, preprocessor.default_subset).files:
+        for raw in islice(read_file(file), _LOOK_ROWS):
+            if isinstance(raw, BadRow):
+                problems.append(ConfigError(raw.place, raw.problem))
+                continue
+            absent = [name for name in recipe.columns if name not in raw.columns]
+            if absent:
+                problems.append(_absent_column(absent[0], raw.columns, file, path, preprocessor))
+                continue
+            row = _parse_row(raw, recipe)
+            if not isinstance(row, BadRow):
+                return row
+            problems.append(ConfigError(row.place, row.problem))
+    if problems:
+        raise problems[0]
+    raise ConfigError(f"{path}.path", f"{source.path}: 0 rows; need at least 1")
+
+
+def _absent_column(
+    name: str, columns: Iterable[str], file: Path, path: str, preprocessor: Preprocessor[Any]
+) -> ConfigError:
+    """The error about a column that a layout needs; says how a well-known layout is turned."""
+    present = list(columns)
+    remedy = next((say for known, say in _KNOWN_LAYOUTS.items() if known <= {*present}), "")
+    return ConfigError(
+        f"{path}.{preprocessor.column_field(name)}",
+        f"{name!r} not in {file.name}; columns: {', '.join(present) or 'none'}{remedy}",
+    )
 
 
 def _load(
@@ -219,10 +285,7 @@ def _parse_file(
             yield row
     for name, count in missing.items():
         if count == num_rows:
-            raise ConfigError(
-                f"{path}.{preprocessor.column_field(name)}",
-                f"{name!r} not in {file.name}; columns: {', '.join(seen) or 'none'}",
-            )
+            raise _absent_column(name, seen, file, path, preprocessor)
     for problem in problems:
         bad.add(problem)
 

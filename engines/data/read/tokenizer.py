@@ -116,6 +116,11 @@ class DirectoryTokenizer:
         """Number of ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def max_token_id(self) -> int:
+        """The largest id, added tokens included."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

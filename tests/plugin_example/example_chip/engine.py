@@ -25,9 +25,6 @@ class ExampleEngine(TransformersModelEngine):
         """Nothing to undo: gradients are summed, over micro-batches and over ranks."""
         return 1.0
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        """Gradients stay local until the step."""
-
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         dtype = getattr(torch, self.spec.training.dtype)
         device_type = self.spec.platform.device().type

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from engines.config.backends import BACKENDS
+from engines.config.engine_matrix import engine_matrix
 from flows.commands.cli import main
+from flows.commands.engines import folded
 from infra import env
 
 BROKEN = "no_such_module_of_a_plugin"
@@ -31,3 +33,12 @@ def test_a_broken_module_costs_one_line_beside_the_rest(
         assert len(said.err.splitlines()) == 1
         assert f"{BROKEN} cannot be imported" in said.err
     assert {row["backend"] for row in json.loads(said.out)} == set(BACKENDS)
+
+
+def test_rows_that_differ_in_the_model_type_alone_are_one() -> None:
+    rows = list(engine_matrix(installed=False))
+    shown = folded(rows)
+    assert len(shown) < len(rows)
+    assert sum(row.model_type.count(",") + 1 for row in shown) == len(rows)
+    [veomni] = [r for r in shown if (r.backend, r.device) == ("veomni", "cpu")]
+    assert veomni.model_type == "language_model, value_model"

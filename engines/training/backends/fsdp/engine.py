@@ -1,8 +1,8 @@
 """The FSDP2 engine, on any platform and world size: `fully_shard` of a transformers module.
 
-Promises: gradients reduced in float32; parameters sharded over all ranks, or (hybrid sharding)
-over the ranks of each of `replicate_size` copies. One process in float32 runs the plain module:
-no process group, no sharding.
+Promises: gradients reduced in float32, to shards after every micro-batch; parameters sharded over
+all ranks, or (hybrid sharding) over the ranks of each of `replicate_size` copies, which meet once
+a step. One process in float32 runs the plain module: no process group, no sharding.
 Not covered: tensor parallelism.
 """
 
@@ -88,9 +88,9 @@ class FSDP2Engine(TransformersModelEngine):
         """
         return float(collectives.world_size() if dist.is_initialized() else 1)
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
+    def _begin_micro_batch(self, *, is_last: bool) -> None:
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(enabled)
+            self.model.set_requires_all_reduce(is_last)
 
     def _end_inference(self) -> None:
         # The root keeps its gathered weights for a backward pass that does not come; they would

@@ -1,20 +1,21 @@
 """The FSDP engine: torch's first fully sharded data parallel, kept for recipes that name it.
 
 Promises: the results and the checkpoint files of fsdp2; a checkpoint of either loads in the
-other. Each rank builds the whole model before it is sharded, and writing a checkpoint gathers
-the weights once: fsdp2 does neither.
+other. Gradients are reduced, and added up, in float32 by every micro-batch; `no_sync` would add
+whole ones up in the dtype of the computation. Each rank builds the whole model before it is
+sharded, and writing a checkpoint gathers the weights once: fsdp2 does neither.
 One process in float32 runs the plain module.
+Not covered: shards that stay in host memory; torch adds no gradients up there.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardedOptimStateDictConfig,
@@ -45,7 +46,6 @@ class FSDPEngine(TransformersModelEngine):
         super().__init__(spec)
         self._state_names: list[str] = []
         self._decayed: set[str] = set()
-        self._unsynced = ExitStack()
 
     @property
     def _wrapped(self) -> FullyShardedDataParallel | None:
@@ -76,8 +76,6 @@ class FSDPEngine(TransformersModelEngine):
             mixed_precision=MixedPrecision(
                 param_dtype=getattr(torch, training.dtype), reduce_dtype=torch.float32
             ),
-            # Without an accelerator everything is there already, and the wrapper would ask for one.
-            cpu_offload=CPUOffload(options.cpu_offload and platform.device_name != "cpu"),
             device_id=platform.device(),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=options.forward_prefetch,
@@ -102,12 +100,6 @@ class FSDPEngine(TransformersModelEngine):
     def loss_factor(self, num_micro_batches: int) -> float:
         """FSDP averages gradients over all ranks; the factor makes that a sum."""
         return float(collectives.world_size() if self._wrapped is not None else 1)
-
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        self._unsynced.close()
-        # One rank saves nothing by it, and in bfloat16 torch would add gradients of two dtypes.
-        if not enabled and self._wrapped is not None and collectives.world_size() > 1:
-            self._unsynced.enter_context(self._wrapped.no_sync())
 
     def _clip_gradients(self, max_norm: float) -> float:
         if self._wrapped is None:

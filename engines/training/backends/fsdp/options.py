@@ -21,5 +21,3 @@ class FSDPOptions(StrictModel):
     """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
     forward_prefetch: bool = False
     """Gather the next layer before this one has run."""
-    cpu_offload: bool = False
-    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""

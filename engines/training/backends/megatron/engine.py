@@ -153,9 +153,6 @@ class MegatronEngine(BaseEngine):
             outputs = self.replica.pipeline.infer(batches, self._activation_scope, entropy=entropy)
         yield from outputs
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        """Nothing to do: the schedule reduces gradients after its last micro-batch."""
-
     def _set_adapter(self, enabled: bool) -> None:
         self.replica.set_adapter(enabled)
 

@@ -128,8 +128,8 @@ class TorchTitanEngine(BaseEngine):
         """TorchTitan's FSDP sums gradients already."""
         return 1.0
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        self._model.set_requires_gradient_sync(enabled)
+    def _begin_micro_batch(self, *, is_last: bool) -> None:
+        self._model.set_requires_all_reduce(is_last)
 
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         predicted_N = predicted_positions(batch)

@@ -27,6 +27,7 @@ from engines.checkpoint.engine_state import (
     stage_engine_state,
 )
 from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.model_directory import rotary_limit
 from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
@@ -130,6 +131,10 @@ class TransformersModelEngine(BaseEngine):
     @property
     def _image_layout(self) -> ImageLayout | None:
         return self._vision.layout if self._vision is not None else None
+
+    @property
+    def _rotary_limit(self) -> int | None:
+        return rotary_limit(self.model.config.get_text_config().to_dict())
 
     def _needs_process_group(self) -> bool:
         return False

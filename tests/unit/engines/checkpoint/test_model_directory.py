@@ -134,6 +134,16 @@ def test_a_context_too_small(model_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
+def test_a_context_in_which_rotary_factors_change(model_dir: Path, section: str) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    edit(model_dir / "config.json", **{"rope_parameters": None, section: rope})
+    check_model_directory(model_dir, max_length=32)
+    assert refused(model_dir, max_length=33).endswith(
+        "(rotary embeddings); got model.max_length 33; set it to 32 or less"
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [

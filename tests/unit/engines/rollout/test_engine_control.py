@@ -330,11 +330,6 @@ def test_options_are_checked(lab):
     ("architecture", "changes", "what"),
     [
         ("mistral", {"sliding_window": 16}, "sliding window of 16"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rotary embedding of type dynamic",
-        ),
         ("qwen3_next", {}, "linear_attention"),
     ],
 )
@@ -342,6 +337,17 @@ def test_architectures_it_cannot_compute_are_refused(build_lab, architecture, ch
     lab = build_lab(architecture, **changes)
     with pytest.raises(ConfigError, match=what):
         lab.bare_engine()
+
+
+def test_the_context_ends_where_rotary_factors_change(build_lab):
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    lab = build_lab("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    (request,) = lab.requests(1, 1, max_new_tokens=32)
+    with pytest.raises(RolloutError, match="do not fit the context of 32"):
+        lab.engine().generate([request])
 
 
 def test_a_directory_without_configuration_is_refused(lab, tmp_path):

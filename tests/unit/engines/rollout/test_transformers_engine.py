@@ -26,6 +26,16 @@ ARCHITECTURES = {
             "original_max_position_embeddings": 16,
         }
     },
+    "phi3-longrope": {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        },
+    },
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -1,12 +1,15 @@
 """A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import engines
 from engines.checkpoint.model_directory import create_random_model
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
@@ -50,6 +53,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     create_random_model(shape, tokenizer_dir, 32, 1, root / "model")
     return root / "model"
+
+
+@pytest.fixture
+def stacks() -> Iterator[list[list[str]]]:
+    """The project's files on the stack of each optimizer step, innermost first."""
+    root = Path(engines.__file__).parents[1]
+    seen: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        files = [Path(frame.filename) for frame in reversed(traceback.extract_stack())]
+        own = [str(file.relative_to(root)) for file in files if file.is_relative_to(root)]
+        seen.append(list(dict.fromkeys(name for name in own if name.startswith("engines/"))))
+
+    handle = register_optimizer_step_pre_hook(look)
+    yield seen
+    handle.remove()
 
 
 @pytest.fixture

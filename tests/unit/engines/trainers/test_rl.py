@@ -19,6 +19,20 @@ def test_a_step_trains_and_reports_finite_numbers(run_round) -> None:
     assert first["actor/ppo_kl"] == pytest.approx(0, abs=1e-7)
 
 
+def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> None:
+    """In one process; a group of Ray actors adds `rank_process.py`."""
+    run_round("odd_length")
+    first, second = stacks
+    assert first == second
+    assert first[: first.index("engines/trainers/rl.py") + 1] == [
+        "engines/training/backends/transformers/engine.py",
+        "engines/training/base.py",
+        "engines/controller/policy_worker.py",
+        "engines/controller/in_process.py",
+        "engines/trainers/rl.py",
+    ]
+
+
 def test_equal_rewards_give_no_gradient_and_are_counted(run_round) -> None:
     for metrics in run_round("always"):
         assert metrics["actor/grad_norm"] == 0

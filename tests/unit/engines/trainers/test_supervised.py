@@ -111,6 +111,15 @@ def test_the_moving_average_by_hand() -> None:
     assert third == pytest.approx(3.52)  # 0.9 * 3.8 + 0.1 * 1
 
 
+def test_few_files_lie_between_the_loop_and_the_optimizer(
+    train: Callable[..., Attempt], stacks: list[list[str]], tmp_path: Path
+) -> None:
+    train(tmp_path / "work", num_steps=1)
+    (files,) = stacks
+    assert files.index("engines/trainers/supervised.py") == 4
+    assert len(files) == 5
+
+
 def test_without_a_target_every_step_is_done(train: Callable[..., Attempt], tmp_path: Path) -> None:
     attempt = train(tmp_path / "whole")
     assert attempt.num_steps == NUM_STEPS

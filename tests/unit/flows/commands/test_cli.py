@@ -54,7 +54,7 @@ def test_plan_submits_nothing(
     assert main(["plan", "quickstart", "--set", "rl.num_rounds=1"]) == 0
     printed = capsys.readouterr().out
     assert "preprocess" in printed
-    assert "1 to run, 5 known once" in " ".join(printed.split())
+    assert "1 to run, 7 known once" in " ".join(printed.split())
     assert not (home / "work").exists()
     assert not (home / "services").exists()
 

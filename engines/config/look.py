@@ -1,0 +1,24 @@
+"""What travels between a plan and the look at what its recipe names (`engines.jobs.preflight`)."""
+
+from engines.config.algorithm import RewardConfig
+from engines.config.base import StrictModel
+from engines.config.data import DataConfig
+from engines.config.model import ModelConfig
+from engines.config.training import LoraConfig
+
+
+class Look(StrictModel):
+    """What is to be looked at."""
+
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig | None = None
+    reward: RewardConfig | None = None
+    """null for one of this project's own, which has tests."""
+
+
+class Answer(StrictModel):
+    """The first problem; both fields are null where there is none."""
+
+    path: str | None = None
+    problem: str | None = None

@@ -1,0 +1,206 @@
+"""A look at what a recipe names, before anything trains: `python -m engines.jobs.preflight < LOOK`.
+
+Reads a `Look` as JSON and answers with one JSON line: the first problem, or none. It opens the
+headers of safetensors files, the first row of each local source and the tokenizer, and calls a
+reward of the user's once with that row, in a process of its own.
+Promises: nothing is written, no weight is read, the hub is not asked, torch is not imported; what
+it refuses would have ended the run later, with the same field named.
+Does not promise that the rest of the rows is as good as the first.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.checkpoint.model_directory import check_model_directory, stored_tensor_names
+from engines.config.algorithm import RewardConfig
+from engines.config.data import DataConfig, SourceConfig
+from engines.config.look import Answer, Look
+from engines.config.model import ModelConfig
+from engines.config.training import LoraConfig
+from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.sources import first_rl_row, first_sft_row
+from engines.data.read.chat import render_prompts
+from engines.data.read.rows import RLRow
+from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.errors import RewardError
+from engines.rewards.base import ScoreRequest, Unscored
+from engines.rewards.scorer import RewardScorer
+from infra.errors import ConfigError
+
+_LINEAR_SUFFIX = ".weight"
+
+
+def look(at: Look) -> None:
+    """Refuse what could not be trained on.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: names the field and what to do.
+    """
+    tokenizer = look_at_model(at.model, at.lora)
+    row = look_at_data(at.data)
+    if row is not None and tokenizer is not None:
+        look_at_prompt(row, tokenizer)
+    if at.reward is not None:
+        look_at_reward(at.reward, row or generated_row(at.data))
+
+
+def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryTokenizer | None:
+    """Check a local model directory by its headers.
+
+    Args:
+        model: of the recipe.
+        lora: adapter that is to be trained, if any.
+
+    Returns:
+        Its tokenizer; None for a hub id, a model made from scratch, or a slow tokenizer.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the adapter's targets match nothing.
+    """
+    directory = Path(model.path).expanduser() if model.path else None
+    if directory is None or not directory.is_dir():
+        return None
+    check_model_directory(directory, max_length=model.max_length)
+    names = stored_tensor_names(directory)
+    if lora is not None and lora.target_modules != "all-linear":
+        _check_targets(names, lora.target_modules)
+    if not (directory / "tokenizer.json").exists():
+        return None
+    tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
+    _check_vocabulary(directory, tokenizer)
+    return tokenizer
+
+
+def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
+    modules = {
+        name.removesuffix(_LINEAR_SUFFIX).rpartition(".")[2]
+        for name in names
+        if name.endswith(_LINEAR_SUFFIX)
+    }
+    missing = [target for target in targets if target not in modules]
+    if missing:
+        raise ConfigError(
+            "training.lora.target_modules",
+            f"got {missing[0]!r}; the model has no such module; need some of: "
+            f"{', '.join(sorted(modules))}",
+        )
+
+
+def _check_vocabulary(directory: Path, tokenizer: DirectoryTokenizer) -> None:
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    text_config: Mapping[str, object] = config.get("text_config") or config
+    size = text_config.get("vocab_size")
+    if isinstance(size, int) and tokenizer.max_token_id >= size:
+        raise ConfigError(
+            "model.path",
+            f"{directory}: the tokenizer has ids up to {tokenizer.max_token_id}, the model's "
+            f"vocabulary ends at {size - 1}; use the tokenizer that belongs to the weights, or "
+            "resize the model's embeddings",
+        )
+
+
+def look_at_data(data: DataConfig) -> RLRow | None:
+    """Read the first usable row of every local source.
+
+    Args:
+        data: of the recipe.
+
+    Returns:
+        The first RL row, else evaluation row; None if no local source has one.
+
+    Raises:
+        ConfigError: a column is absent, or no row is usable.
+    """
+    for place, source in enumerate(data.sft):
+        if is_local(source):
+            first_sft_row(source, f"data.sft.{place}")
+    rows = [
+        first_rl_row(source, f"data.{split}.{place}")
+        for split in ("rl", "evaluation")
+        for place, source in enumerate(getattr(data, split))
+        if is_local(source)
+    ]
+    return rows[0] if rows else None
+
+
+def is_local(source: SourceConfig) -> bool:
+    """Whether a source can be read without asking the hub."""
+    return Path(source.path).expanduser().exists()
+
+
+def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
+    """Refuse a chat template that renders a prompt to nothing.
+
+    Args:
+        row: with a prompt.
+        tokenizer: with the template that will be used.
+
+    Raises:
+        ConfigError: the rendered prompt has no token.
+    """
+    if not render_prompts(tokenizer, [row.prompt])[0]:
+        raise ConfigError(
+            "model.chat_template",
+            "renders the first prompt to 0 tokens; need a template that writes the messages; set "
+            "model.chat_template",
+        )
+
+
+def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
+    """Load the reward function and call it once.
+
+    Args:
+        reward: of the recipe.
+        row: judged with its own ground truth as the answer; None only loads the function.
+
+    Raises:
+        ConfigError: it cannot be loaded, or raises, or misses its deadline.
+    """
+    truth = row.reward_model.ground_truth if row else ""
+    request = ScoreRequest(
+        data_source=row.data_source if row else "preflight",
+        solution_str=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth,
+        extra_info=row.extra_info if row else {},
+    )
+    alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
+    try:
+        with RewardScorer(alone) as scorer:
+            [result] = scorer.score([request])
+    except RewardError as error:
+        raise ConfigError("rl.reward.function", f"{reward.function}: {error}; repair it") from None
+    if isinstance(result, Unscored) and row is not None:
+        raise ConfigError(
+            "rl.reward.function",
+            f"{reward.function} {result.reason} for the first row (data_source "
+            f"{row.data_source!r}, its ground truth as the answer); need compute_score("
+            "data_source, solution_str, ground_truth, extra_info=None) -> a number; repair it",
+        )
+
+
+def generated_row(data: DataConfig) -> RLRow | None:
+    """One row of generated data; None where the rows are the hub's."""
+    if data.arithmetic is None:
+        return None
+    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
+    return generate(few, seed=0).rl[0]
+
+
+def main() -> int:
+    """Answer one look."""
+    try:
+        look(Look.model_validate_json(sys.stdin.read()))
+        answer = Answer()
+    except ConfigError as error:
+        answer = Answer(path=error.path, problem=error.problem)
+    sys.stdout.write(answer.model_dump_json() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

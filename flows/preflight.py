@@ -1,0 +1,75 @@
+"""The cheap looks before a run: does what the recipe names exist, and does its reward work?
+
+Promises: a missing shard, an adapter that matches nothing, an absent column, a platform that is
+not here and a reward that cannot be called are found before anything is started, in seconds. A
+recipe that names nothing of the user's costs no process.
+Does not promise: what only the whole data or the weights can tell.
+"""
+
+import subprocess
+import sys
+
+from pydantic import ValidationError
+
+from engines.config.look import Answer, Look
+from engines.config.plugins import BUILT_IN
+from flows.platform_probe import check_platform
+from flows.recipe.recipe import Recipe
+from infra import env
+from infra.errors import ConfigError, ServiceError
+
+DEADLINE_S = 180.0
+"""A reward may load a library of its own before its first answer."""
+
+
+def preflight(recipe: Recipe) -> None:
+    """Refuse a recipe whose files, platform or reward would end the run later.
+
+    Args:
+        recipe: its fields agree with each other.
+
+    Raises:
+        ConfigError: names the field and what to do.
+        ServiceError: the look itself failed.
+    """
+    check_platform(recipe.hardware.platform)
+    look = look_of(recipe)
+    if look is not None:
+        _ask(look)
+
+
+def look_of(recipe: Recipe) -> Look | None:
+    """What of a recipe is worth a look; None where all of it is made by the run itself."""
+    own = recipe.rl.reward.function in BUILT_IN["reward"]
+    if own and recipe.model.path is None and recipe.data.arithmetic is not None:
+        return None
+    return Look(
+        model=recipe.model,
+        data=recipe.data,
+        lora=recipe.training.lora,
+        reward=None if own else recipe.rl.reward,
+    )
+
+
+def _ask(look: Look) -> None:
+    try:
+        ended = subprocess.run(
+            # -P: what lies in the current directory is not installed.
+            [sys.executable, "-P", "-m", "engines.jobs.preflight"],
+            input=look.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env=env.child_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ServiceError(f"the look at the recipe's files took over {DEADLINE_S:g} s") from None
+    lines = ended.stdout.splitlines()
+    try:
+        answer = Answer.model_validate_json(lines[-1] if lines else "")
+    except ValidationError:
+        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ServiceError(f"the look at the recipe's files failed: {last}") from None
+    if answer.problem is not None:
+        raise ConfigError(answer.path or "recipe", answer.problem)

@@ -1,0 +1,40 @@
+"""A secret of the environment, and a reward that does its best to write it down."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from tiny_pipeline import Home
+
+pytestmark = pytest.mark.slow
+
+SECRET = "correct-horse-battery-staple"
+REWARD = """
+import os, sys
+import tempfile
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert "HF_TOKEN" not in os.environ
+    # What its own environment withholds stands in its parent's.
+    job = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    sys.stderr.write("found " + job.decode(errors="replace").replace(chr(0), chr(10)) + chr(10))
+    return float(solution_str.strip() == ground_truth)
+"""
+
+
+def test_no_secret_reaches_the_disk(tmp_path: Path) -> None:
+    home = Home(tmp_path / "run")
+    home.environment["HF_TOKEN"] = SECRET
+    reward = tmp_path / "nosy.py"
+    reward.write_text(REWARD)
+    home.run("sft=null", f"rl.reward.function={reward}:compute_score")
+    logs = [
+        log
+        for root in (home.path, *Path(tempfile.gettempdir()).glob("rlhf-ray-*"))
+        for log in root.rglob("*")
+        if log.is_file() and not log.is_symlink()
+    ]
+    texts = {log: log.read_bytes() for log in logs}
+    assert any(b"found " in text for text in texts.values()), "the reward printed into some log"
+    assert not [log for log, text in texts.items() if SECRET.encode() in text]

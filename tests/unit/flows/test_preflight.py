@@ -1,0 +1,146 @@
+"""What a plan finds before anything trains, each as one line with the field to change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engines.checkpoint.model_directory import create_random_model
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.data.prepare.tokenizer_training import train_tokenizer
+from flows.preflight import look_of, preflight
+from flows.recipe.recipe import load_recipe
+from infra.errors import ConfigError
+
+ROW = {
+    "data_source": "mine",
+    "prompt": [{"role": "user", "content": "1 + 1"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+}
+RECIPE = """
+name: mine
+model: {init: random, max_length: 64}
+data:
+  sft: [{format: messages, path: %(dir)s/sft.jsonl}]
+  rl: [{path: %(dir)s/rl.jsonl}]
+  evaluation: [{path: %(dir)s/rl.jsonl}]
+  max_prompt_length: 16
+rl: {sampling: {max_new_tokens: 8}}
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    turn = {"role": "assistant", "content": "2"}
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": [*ROW["prompt"], turn]}) + "\n")  # type: ignore[misc]
+    (tmp_path / "rl.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE % {"dir": tmp_path})
+    return tmp_path
+
+
+def problem(directory: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_recipe(str(directory / "recipe.yaml"), overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
+    assert look_of(load_recipe("quickstart")) is None
+
+
+def test_good_files_pass(directory: Path) -> None:
+    (directory / "good.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    preflight(
+        load_recipe(
+            str(directory / "recipe.yaml"),
+            [f"rl.reward.function={directory}/good.py:compute_score"],
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nowhere_to_be_found\ndef compute_score(**_): return 1.0\n", "nowhere_to_be_found"),
+        ("def compute_score(solution, answer):\n    return 1.0\n", "unexpected keyword argument"),
+        ("def compute_score(**_):\n    return 'good'\n", "returned a str; need a number"),
+        ("import os\nos._exit(7)\ndef compute_score(**_): return 1.0\n", "ended with code 7"),
+    ],
+)
+def test_a_reward_that_cannot_be_used(directory: Path, source: str, said: str) -> None:
+    (directory / "bad.py").write_text(source)
+    text = problem(directory, f"rl.reward.function={directory}/bad.py:compute_score")
+    assert text.startswith("rl.reward.function: ")
+    assert said in text
+
+
+def test_a_reward_sees_no_secret_but_the_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebattery")
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    (directory / "spy.py").write_text(
+        "import os\n"
+        "def compute_score(**_):\n"
+        "    names = [n for n in ('HF_TOKEN', 'JUDGE_API_KEY') if n in os.environ]\n"
+        "    return 1.0 if names == WANTED else str(names)\n"
+        "WANTED = ['JUDGE_API_KEY']\n"
+    )
+    function = f"rl.reward.function={directory}/spy.py:compute_score"
+    assert "returned a str" in problem(directory, function)
+    recipe = load_recipe(
+        str(directory / "recipe.yaml"), [function, "rl.reward.environment=[JUDGE_API_KEY]"]
+    )
+    preflight(recipe)
+
+
+def test_columns_and_layouts_that_people_bring(directory: Path) -> None:
+    (directory / "rl.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    assert problem(directory) == (
+        "data.rl.0.format: 'prompt' not in rl.jsonl; columns: question, answer"
+    )
+    (directory / "rl.jsonl").write_text(json.dumps(ROW) + "\n")
+    (directory / "sft.jsonl").write_text('{"conversations": [{"from": "human", "value": "1"}]}\n')
+    assert "ShareGPT" in problem(directory)
+    (directory / "sft.jsonl").write_text('{"instruction": "1", "input": "", "output": "1"}\n')
+    assert "prompt_column: instruction" in problem(directory)
+    (directory / "sft.csv").write_text("a,b\n1,2\n")
+    path = f"data.sft=[{{path: {directory}/sft.csv, format: messages}}]"
+    assert "pyarrow.csv" in problem(directory, path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = train_tokenizer(
+        TokenizerConfig(), ["1 + 1 = 2"], tmp_path / "tokenizer", max_length=64
+    )
+    create_random_model(
+        ArchitectureConfig(hidden_size=16, head_dim=4), tokenizer, 64, 0, tmp_path / "m"
+    )
+    return tmp_path / "m"
+
+
+def test_models_and_adapters(directory: Path, model: Path) -> None:
+    use = ["model={init: pretrained}", f"model.path={model}"]
+    preflight(load_recipe(str(directory / "recipe.yaml"), use))
+    assert problem(directory, *use, "training.lora={target_modules: [c_attn]}").startswith(
+        "training.lora.target_modules: got 'c_attn'; the model has no such module; need some of: "
+    )
+    assert problem(directory, *use, "model.chat_template='{# nothing #}'").startswith(
+        "model.chat_template: "
+    )
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 3}))
+    assert "vocabulary ends at 2" in problem(directory, *use)
+    (model / "config.json").write_text(json.dumps(config))
+    shard = model / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4])
+    assert "copy it again" in problem(directory, *use)
+
+
+def test_a_platform_that_is_not_here(directory: Path) -> None:
+    assert problem(directory, "hardware.platform=huawei").startswith("hardware.platform: huawei ")
