@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prefect.context import FlowRunContext
 
+from engines.config.plugins import TRACKERS
 from engines.config.stages import Runtime
 from flows.recipe.recipe import Recipe
 from flows.report.page import show_report
@@ -24,9 +25,13 @@ from infra import env
 from infra.errors import PipelineError
 from infra.ray.jobs import RayJobs
 from infra.services.stack import running_mlflow_url
+from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
-from infra.tracking.tracker import Tracker
+from infra.tracking.ledger import Ledger
+from infra.tracking.shipper import Shipper
+from infra.tracking.tracker import Tracker, TrackerSettings
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
@@ -74,7 +79,7 @@ class PipelineRun:
 
     Args:
         recipe: what is run.
-        home: directory of everything the run keeps.
+        history: of its stages.
         stages: runs the stages.
         recorder: keeps the lineage.
         orchestrated: whether Prefect shows the run.
@@ -83,14 +88,14 @@ class PipelineRun:
     def __init__(
         self,
         recipe: Recipe,
-        home: Path,
+        history: StageHistory,
         stages: StageContext,
         recorder: Recorder,
         orchestrated: bool,
     ) -> None:
         self.stages = stages
         self._recipe = recipe
-        self._home = home
+        self._history = history
         self._recorder = recorder
         self._orchestrated = orchestrated
         self._started = time.monotonic()
@@ -99,7 +104,7 @@ class PipelineRun:
         """Write the report, and show it where the run is shown."""
         seconds = time.monotonic() - self._started
         report = build_report(self._recipe, self.stages.results, seconds)
-        directory = write_report(report, self._recipe, self._home)
+        directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
         self._recorder.run_finished(directory, metrics)
         if self._orchestrated:
@@ -125,15 +130,13 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     borrowed = surroundings.cluster
     cluster = borrowed or LazyCluster(home)
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
-    recorder = Recorder(
-        lambda: Tracker.open(home, tracking_uri(recipe), recipe.location.experiment),
-        recipe.run_name,
-        recipe.model_dump(mode="json", exclude={"location"}),
-        {"recipe": recipe.name, "seed": str(recipe.seed), **metadata},
-    )
+    history = StageHistory(home / "work", open_storage(recipe.store_uri))
+    # A command that is repeated continues its run; a flow run of a deployment is one of its own.
+    repeated = SURROUNDINGS.get() is not None or flow_run is None
+    recorder = _recorder(recipe, history, {} if repeated else metadata)
     stages = StageContext(
         home=home,
-        storage=open_storage(recipe.store_uri),
+        storage=history.storage,
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
@@ -145,7 +148,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     )
     detached = False
     try:
-        yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
+        yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
     except BaseException as error:
         # SIGTERM is no Exception: if the run was cancelled its job is stopped by now; if it was
         # not, the job must go on, and needs its cluster.
@@ -156,6 +159,23 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         recorder.close()
         if borrowed is None:
             cluster.release(keep_running_jobs=detached)
+
+
+def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
+    """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
+    location = recipe.location
+    settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
+    tracker: Tracker = TRACKERS.load(location.tracker)(settings)
+    params = recipe.model_dump(mode="json", exclude={"location"})
+    ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+    return Recorder(
+        Shipper(ledger, tracker, history),
+        identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
+        name=recipe.run_name,
+        params=params,
+        tags={"recipe": recipe.name, "seed": str(recipe.seed), **flow_run},
+        store_uri=recipe.store_uri,
+    )
 
 
 def tracking_uri(recipe: Recipe) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from engines.config.stages import PromoteConfig, Runtime
+from engines.config.stages import Runtime
 from infra.ray.jobs import RayJobs
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord
 from tasks.runner.following import JobFollower
@@ -53,7 +53,7 @@ class StageContext:
         storage: the store of artifacts and commit records.
         ray_jobs: gives the job client, starting a cluster if need be; not called while every
             stage is reused.
-        recorder: sends metrics and lineage to MLflow.
+        recorder: keeps metrics and lineage.
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
@@ -138,14 +138,6 @@ class StageContext:
         self._observer.stage_finished(result)
         return result
 
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        """Enter a model that passed the gate into the registry, once per gate and model."""
-        marker = self._home / "registered" / f"{gate.model_name}-{gate.alias}-{model.digest}"
-        if not marker.exists():
-            self._recorder.register_model(gate, model, metrics, marker)
-
     def _compute(self, request: StageRequest) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
@@ -168,13 +160,13 @@ class StageContext:
 
         def on_record(record: JournalRecord) -> None:
             self._observer.record(request.label, record)
-            self._recorder.ship(request.label, submission.journal_path)
+            self._recorder.stage_grew(request)
 
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            self._recorder.stage_ended(request.label, submission.journal_path, end_status(error))
+            self._recorder.stage_ended(request, end_status(error))
             raise
-        self._recorder.stage_finished(request.label, submission.journal_path, record)
+        self._recorder.stage_finished(request, record)
         page.close()
         return record

@@ -3,17 +3,16 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from engines.config.stages import PromoteConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.rlhf_pipeline import run_stages
 from infra.identity.fingerprint import source_closure
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
@@ -62,11 +61,6 @@ class CommittingRunner:
             metrics={},
             job_seconds={},
         )
-
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        raise AssertionError("nothing here is promoted")
 
     def _commit(self, request: StageRequest) -> CommitRecord:
         directory = self._scratch / request.fingerprint
