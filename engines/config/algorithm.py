@@ -69,6 +69,21 @@ class AlgorithmConfig(StrictModel):
         return self
 
 
+class MismatchConfig(StrictModel):
+    """Bounds of |rollout logprob - training logprob| of the sampled tokens, in nats.
+
+    Where both use the same weights and distribution only rounding is left, so a step beyond a
+    bound stops the run. So does a difference that is no finite number, whatever is set here.
+    """
+
+    enable: bool = True
+    """False bounds nothing, for a sampling distribution that is cut by `top_p` or `top_k`."""
+    mean: float | None = Field(default=None, gt=0)
+    """Over the sampled tokens of a step; null is 1e-4 in float32 and 0.1 in bfloat16."""
+    max: float | None = Field(default=None, gt=0)
+    """Of one token; null is 0.01 in float32 and 10 in bfloat16, which rounds single tokens away."""
+
+
 class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 

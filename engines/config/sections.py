@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from engines.config.algorithm import AlgorithmConfig, RewardConfig
+from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
 from engines.config.base import NotIdentity, StrictModel
 from engines.config.rollout import SamplingConfig
 from engines.config.training import OptimizerConfig
@@ -53,8 +53,9 @@ class RLConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
-    max_logprob_diff: float | None = Field(default=None, gt=0)
-    """Stop when |rollout logprob - training logprob| of a sampled token exceeds this."""
+    mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
+    max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
+    """Steps in a row that may have nothing to train on; one more stops the run."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RLConfig":

@@ -37,14 +37,14 @@ def test_overlays_are_applied_in_order_with_yaml_values() -> None:
             "rl.num_rounds=7",
             "rl.num_rounds=2",
             "rl.optimizer.lr=2e-4",
-            "rl.max_logprob_diff=null",
+            "rl.mismatch.mean=2e-4",
             "data.arithmetic.operations=[add, multiply]",
             "data.arithmetic.operations.0=subtract",
         ],
     )
     assert recipe.rl.num_rounds == 2
     assert recipe.rl.optimizer.lr == 2e-4
-    assert recipe.rl.max_logprob_diff is None
+    assert recipe.rl.mismatch.mean == 2e-4
     assert recipe.data.arithmetic is not None
     assert recipe.data.arithmetic.operations == ("subtract", "multiply")
 
