@@ -14,12 +14,12 @@ from infra.errors import ConfigError
 class CheckpointConfig(StrictModel):
     """Step checkpoints inside a stage."""
 
-    every_num_steps: int = Field(default=50, ge=1)
-    num_keep: int = Field(default=2, ge=2)
+    every_num_steps: Annotated[int, NotIdentity] = Field(default=50, ge=1)
+    num_keep: Annotated[int, NotIdentity] = Field(default=2, ge=2)
     """Kept newest checkpoints; never below 2, the newest may be the one being written."""
-    async_save: bool = False
+    async_save: Annotated[bool, NotIdentity] = False
     """Copy the state to host memory and write it while training goes on."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Deadline of writing one checkpoint in the background."""
 
 

@@ -76,6 +76,8 @@ class Submission:
             config=self._request.config.model_dump(mode="json"),
             inputs=dict(self._request.inputs),
             seed=self._request.seed,
+            sources=self._request.sources,
+            libraries=self._request.libraries,
             store_uri=self._store_uri,
             work_dir=self._work_dir,
             runtime=self._runtime.model_dump(mode="json"),

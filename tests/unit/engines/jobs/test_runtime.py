@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from infra import env
-from infra.store.canonical import canonical_json
+from infra.store.canonical import canonical_json, sha256_file
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
 
+JOBS = Path(__file__).resolve().parents[4] / "engines" / "jobs" / "__init__.py"
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 
 
@@ -76,6 +77,17 @@ def test_a_job_publishes_and_commits_itself(spec: StageSpec) -> None:
     assert not (spec.attempt_dir / "error.json").exists()
     assert (spec.attempt_dir / "heartbeat.json").exists()
     assert not spec.output_dir.exists()
+
+
+def test_other_code_than_planned_is_refused_by_its_name(spec: StageSpec) -> None:
+    sources = {"engines.jobs.promote": "0" * 64, "engines.jobs": sha256_file(JOBS)}
+    ended = run(spec, sources=sources)
+    assert ended.returncode == 2
+    assert "engines.jobs.promote;" in ended.stderr
+    ended = run(spec, sources={"engines.jobs": sha256_file(JOBS)}, libraries={"numpy": "0.1"})
+    assert ended.returncode == 2
+    assert "numpy" in ended.stderr
+    assert "for 0.1" in ended.stderr
 
 
 def test_the_first_commit_stands(spec: StageSpec) -> None:
