@@ -7,7 +7,8 @@
     │   ├── WeightSyncError           served weights are not the trained ones
     │   ├── CollectiveError           ranks could not exchange something; names the group
     │   ├── WorkerError               a rank died or does not answer
-    │   └── RolloutError              a rollout engine broke a promise of its interface
+    │   ├── RolloutError              a rollout engine broke a promise of its interface
+    │   └── NothingToTrainOnError     too many RL steps in a row without a usable sample
     └── RewardError                   a reward function itself is broken (not one sample)
 
 The rest of the tree is in `infra.errors`.
@@ -42,6 +43,10 @@ class WorkerError(EngineError):
 
 class RolloutError(EngineError):
     """A rollout engine broke a promise of its interface."""
+
+
+class NothingToTrainOnError(EngineError):
+    """Too many RL steps in a row had no sample that teaches anything."""
 
 
 class RewardError(PipelineError):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engines.config.stages import PromoteConfig
 from infra.store.stage_spec import Artifact
 from infra.store.storage import Storage
 from tasks.runner.identity import StageRequest
@@ -85,8 +84,3 @@ class Planner:
             metrics=record.metrics if record else {},
             job_seconds=record.seconds if record else {},
         )
-
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        """A plan registers nothing."""

@@ -197,7 +197,33 @@ MASTER_PORT = EnvVar("MASTER_PORT", None, "port of rank 0")
 
 def home() -> Path:
     """Directory of everything this project keeps, absolute; it may not exist yet."""
-    return Path(RLHF_HOME.require()).expanduser().absolute()
+    named = os.environ.get(RLHF_HOME.name)
+    if named:
+        return absolute_home(f"environment.{RLHF_HOME.name}", named)
+    return Path(RLHF_HOME.require()).absolute()
+
+
+def absolute_home(setting: str, value: str) -> Path:
+    """A home that someone named.
+
+    Args:
+        setting: where it was named, for the error.
+        value: the directory.
+
+    Returns:
+        The directory; it may not exist yet.
+
+    Raises:
+        ConfigError: it is relative: servers and results would be found from one directory only.
+    """
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(
+            setting,
+            f"got {value!r}, which is another home in every directory; need an absolute path, "
+            f"like {path.absolute()}",
+        )
+    return path
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:

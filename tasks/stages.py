@@ -71,8 +71,8 @@ def evaluate(
 def promote(
     run: StageRunner, config: PromoteStageConfig, evaluation: Artifact, model: Artifact
 ) -> StageResult:
-    """Scores to a `promotion`: the decision whether the model may bear the alias."""
-    result = run.run(stage_request(config, run.seed, evaluation=evaluation, model=model))
-    if result.metrics.get("promoted"):
-        run.register_model(config.promote, model, result.metrics)
-    return result
+    """Scores to a `promotion`: the decision whether the model may bear the alias.
+
+    Whoever sees it committed first on a tracking server registers the model there.
+    """
+    return run.run(stage_request(config, run.seed, evaluation=evaluation, model=model))

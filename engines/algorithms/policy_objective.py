@@ -9,7 +9,6 @@ Does not promise: advantages, reference logprobs or scores; those are columns ma
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, token_mean
@@ -69,8 +68,7 @@ class PolicyObjective:
             kl = self._aggregate(self._kl_T(outputs, batch), mask_T, batch, counts)
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + self.algorithm.kl_loss_coef * kl
-        mismatch, maxima = rollout_mismatch(old_logprobs_T, batch, mask_T, counts)
-        return LossOutput(loss, {**metrics, **mismatch}, maxima)
+        return LossOutput(loss, metrics)
 
     def _policy_loss(
         self, outputs: ModelOutputs, old_logprobs_T: Tensor, mask_T: Tensor, batch: TokenBatch
@@ -108,30 +106,6 @@ class PolicyObjective:
     ) -> Tensor:
         scale = self.algorithm.loss_scale_factor or float(self.max_new_tokens)
         return aggregate(values_T, mask_T, batch, counts, self.algorithm.loss_agg_mode, scale)
-
-
-def rollout_mismatch(
-    logprobs_T: Tensor, batch: TokenBatch, mask_T: Tensor, counts: GlobalCounts
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far the sampler's logprobs are from the trainer's, for the same tokens and weights.
-
-    Args:
-        logprobs_T: (T,) of the training engine, before the update.
-        batch: with the column `rollout_logprobs`; without it there is nothing to report.
-        mask_T: (T,) bool, the sampled tokens that are trained on.
-        counts: denominators over all micro-batches and ranks.
-
-    Returns:
-        The share of `mismatch/logprob_abs_mean`, and the maximum `mismatch/logprob_abs_max`.
-    """
-    if "rollout_logprobs" not in batch.columns:
-        return {}, {}
-    difference_T = (logprobs_T.detach() - batch.columns["rollout_logprobs"]).abs()
-    largest = torch.where(mask_T, difference_T, 0.0).amax()
-    return (
-        {"mismatch/logprob_abs_mean": token_mean(difference_T, mask_T, counts)},
-        {"mismatch/logprob_abs_max": largest},
-    )
 
 
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:

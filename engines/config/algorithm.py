@@ -1,11 +1,11 @@
 """The RL algorithm: estimators and losses by the names that users of verl know."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel
+from engines.config.base import NotIdentity, StrictModel
 
 _PYTHON = ".py"
 
@@ -69,6 +69,21 @@ class AlgorithmConfig(StrictModel):
         return self
 
 
+class MismatchConfig(StrictModel):
+    """Bounds of |rollout logprob - training logprob| of the sampled tokens, in nats.
+
+    Where both use the same weights and distribution only rounding is left, so a step beyond a
+    bound stops the run. So does a difference that is no finite number, whatever is set here.
+    """
+
+    enable: bool = True
+    """False bounds nothing, for a sampling distribution that is cut by `top_p` or `top_k`."""
+    mean: float | None = Field(default=None, gt=0)
+    """Over the sampled tokens of a step; null is 1e-4 in float32 and 0.1 in bfloat16."""
+    max: float | None = Field(default=None, gt=0)
+    """Of one token; null is 0.01 in float32 and 10 in bfloat16, which rounds single tokens away."""
+
+
 class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
@@ -85,10 +100,11 @@ class RewardConfig(StrictModel):
     """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
     may see; every other one is withheld from it."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one sample; a sample that misses it is unscored, not 0."""
+    """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
+    stage's identity, as no other deadline does: what is unscored does not train."""
     max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
     """Share of unscored samples in a step above which the run stops."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Annotated[int, NotIdentity] = Field(default=1, ge=1)
     """Scoring processes."""
 
     @property
@@ -104,3 +120,8 @@ class RewardConfig(StrictModel):
         """The name of the function in `file`."""
         path, _, name = self.function.rpartition(":")
         return name if path.endswith(_PYTHON) else "compute_score"
+
+    def identity_values(self) -> dict[str, Any]:
+        """Of a file, the name of the function in it."""
+        function = self.function_in_file if self.file else self.function
+        return {**super().identity_values(), "function": function}

@@ -7,9 +7,17 @@ marked `NotIdentity`.
 Does not promise: anything about files, devices or plugins; that is preflight's work.
 """
 
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class NotIdentity:
+    """Marks a field that cannot change a number: `timeout_s: Annotated[float, NotIdentity]`.
+
+    For deadlines, save intervals, retention, transports and places.
+    """
 
 
 class StrictModel(BaseModel):
@@ -33,6 +41,18 @@ class StrictModel(BaseModel):
                 raise ValueError(f"{name}: got {value}; need a number")
         return values
 
+    def identity_values(self) -> dict[str, Any]:
+        """What counts of this configuration, as plain JSON values.
+
+        All of it but the fields marked `NotIdentity`. A model with a path to something of the
+        user's leaves the path out: the bytes it leads to count, as the digest of an input.
+        """
+        return {
+            name: _values(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if NotIdentity not in field.metadata
+        }
+
 
 def _is_number(annotation: Any) -> bool:
     """Whether a field takes numbers and no truth values."""
@@ -40,31 +60,24 @@ def _is_number(annotation: Any) -> bool:
     return bool(kinds & {int, float}) and bool not in kinds
 
 
-class NotIdentity:
-    """Marks a field that cannot change a number: `timeout_s: Annotated[float, NotIdentity]`.
-
-    For deadlines, save intervals, retention, transports and places. A path is a place: the bytes
-    it leads to count, as the digest of an input.
-    """
-
-
-def identity_values(value: Any) -> Any:
-    """What counts of a configuration: all of it but the fields marked `NotIdentity`.
+def local_path(text: str | None) -> Path | None:
+    """The local file or directory that a setting names; None for a hub id, or nothing.
 
     Args:
-        value: a configuration model, or a value inside of one.
+        text: a path, a hub id or nothing.
 
     Returns:
-        Plain JSON values.
+        The path, if something is there.
     """
+    path = Path(text).expanduser() if text else None
+    return path if path and path.exists() else None
+
+
+def _values(value: Any) -> Any:
     if isinstance(value, StrictModel):
-        return {
-            name: identity_values(getattr(value, name))
-            for name, field in type(value).model_fields.items()
-            if NotIdentity not in field.metadata
-        }
+        return value.identity_values()
     if isinstance(value, tuple | list):
-        return [identity_values(item) for item in value]
+        return [_values(item) for item in value]
     if isinstance(value, dict):
-        return {key: identity_values(item) for key, item in value.items()}
+        return {key: _values(item) for key, item in value.items()}
     return value

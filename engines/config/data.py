@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel
+from engines.config.base import StrictModel, local_path
 
 Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
 
@@ -49,6 +49,11 @@ class SourceConfig(StrictModel):
     """Take the first `limit` rows after the seeded shuffle; null takes all."""
     options: dict[str, Any] = {}
     """Options of the preprocessor, validated by the preprocessor itself."""
+
+    def identity_values(self) -> dict[str, Any]:
+        """A hub id counts, with its commit; a local path does not."""
+        values = super().identity_values()
+        return {**values, "path": None} if local_path(self.path) else values
 
 
 class DataConfig(StrictModel):

@@ -1,10 +1,10 @@
 """Which language model is trained: a Hugging Face one, or one made from scratch."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel
+from engines.config.base import StrictModel, local_path
 
 
 class ArchitectureConfig(StrictModel):
@@ -55,6 +55,11 @@ class ModelConfig(StrictModel):
     """Context in tokens, prompt and response together; at most what the model was built for."""
     chat_template: str | None = None
     """Jinja template that replaces the tokenizer's own."""
+
+    def identity_values(self) -> dict[str, Any]:
+        """A hub id counts, with its commit; a local path does not."""
+        values = super().identity_values()
+        return {**values, "path": None} if local_path(self.path) else values
 
     @model_validator(mode="after")
     def _check_path(self) -> "ModelConfig":

@@ -171,8 +171,8 @@ PREPROCESSORS = PluginTable(
 
 TRACKERS = PluginTable(
     "tracker",
-    "tracking.tracker",
-    [Row(name="mlflow", target="infra.tracking.tracker:Tracker")],
+    "location.tracker",
+    [Row(name="mlflow", target="infra.tracking.mlflow_tracker:MlflowTracker")],
     Row,
 )
 

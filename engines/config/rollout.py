@@ -1,10 +1,10 @@
 """How completions are sampled."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.base import StrictModel
+from engines.config.base import NotIdentity, StrictModel
 
 
 class SamplingConfig(StrictModel):
@@ -27,7 +27,7 @@ class RolloutConfig(StrictModel):
     """null uses `training.dtype`."""
     max_num_sequences: int = Field(default=256, ge=1)
     """Sequences decoded together."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Deadline of one batch of requests."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""

@@ -29,12 +29,12 @@ def check_sampling(rl: RLConfig) -> None:
             "rl.optimizer.schedule",
             f"got {rl.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
         )
-    if rl.max_logprob_diff is not None and (sampling.top_p < 1 or sampling.top_k):
+    if rl.mismatch.enable and (sampling.top_p < 1 or sampling.top_k):
         raise ConfigError(
-            "rl.max_logprob_diff",
-            f"got {rl.max_logprob_diff} with top_p {sampling.top_p} and top_k "
-            f"{sampling.top_k}; need top_p 1 and top_k 0, else the sampler's distribution is not "
-            "the trainer's by construction; set it to null",
+            "rl.mismatch.enable",
+            f"got true with top_p {sampling.top_p} and top_k {sampling.top_k}; need top_p 1 and "
+            "top_k 0, else the sampler's distribution is not the trainer's by construction; set "
+            "it to false",
         )
 
 

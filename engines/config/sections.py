@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from engines.config.algorithm import AlgorithmConfig, RewardConfig
+from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
 from engines.config.base import NotIdentity, StrictModel
 from engines.config.rollout import SamplingConfig
 from engines.config.training import OptimizerConfig
@@ -14,12 +14,12 @@ from infra.errors import ConfigError
 class CheckpointConfig(StrictModel):
     """Step checkpoints inside a stage."""
 
-    every_num_steps: int = Field(default=50, ge=1)
-    num_keep: int = Field(default=2, ge=2)
+    every_num_steps: Annotated[int, NotIdentity] = Field(default=50, ge=1)
+    num_keep: Annotated[int, NotIdentity] = Field(default=2, ge=2)
     """Kept newest checkpoints; never below 2, the newest may be the one being written."""
-    async_save: bool = False
+    async_save: Annotated[bool, NotIdentity] = False
     """Copy the state to host memory and write it while training goes on."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Deadline of writing one checkpoint in the background."""
 
 
@@ -53,8 +53,9 @@ class RLConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
-    max_logprob_diff: float | None = Field(default=None, gt=0)
-    """Stop when |rollout logprob - training logprob| of a sampled token exceeds this."""
+    mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
+    max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
+    """Steps in a row that may have nothing to train on; one more stops the run."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RLConfig":

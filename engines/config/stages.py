@@ -13,10 +13,10 @@ from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
-from engines.config.base import NotIdentity, StrictModel
+from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import PluginKind, plugin_modules
+from engines.config.plugins import PluginKind, named_rows, plugin_modules
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
 from engines.config.sections import (
@@ -79,6 +79,10 @@ class StageConfig(StrictModel):
         """The kind and name of every part that the configuration names."""
         yield from ()
 
+    def plugin_targets(self) -> list[str]:
+        """What the names of its parts lead to, as ``module:attribute``."""
+        return [row.target for row in named_rows(self.plugins())]
+
     def plugin_modules(self) -> tuple[str, ...]:
         """Modules of the named parts, other people's too, sorted; their sources count."""
         return plugin_modules(self.plugins())
@@ -122,7 +126,7 @@ class PreprocessStageConfig(StageConfig):
             f"data.{split}.{index}": ExternalInput(path, f"data.{split}.{index}.path")
             for split in ("sft", "rl", "evaluation")
             for index, source in enumerate(getattr(self.data, split))
-            if (path := Path(source.path).expanduser()).exists()
+            if (path := local_path(source.path))
         }
         return {**sources, **_model(self.model)}
 
@@ -269,8 +273,8 @@ class PromoteStageConfig(StageConfig):
 
 def _model(model: ModelConfig) -> dict[str, ExternalInput]:
     """The user's model directory."""
-    path = Path(model.path).expanduser() if model.path else None
-    return {"model": ExternalInput(path, "model.path")} if path and path.exists() else {}
+    path = local_path(model.path)
+    return {"model": ExternalInput(path, "model.path")} if path else {}
 
 
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:

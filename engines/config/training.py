@@ -1,11 +1,11 @@
 """The training backend, its parallel layout, the optimizer, the adapter, and what saves memory."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel
+from engines.config.base import NotIdentity, StrictModel
 
 
 class OptimizerConfig(StrictModel):
@@ -102,7 +102,7 @@ class TrainingConfig(StrictModel):
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of one rank; null divides the machine's cores by the ranks."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     options: dict[str, Any] = {}
     """Options of the chosen backend, validated by the backend's own schema in preflight."""
 

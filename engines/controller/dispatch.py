@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.data.read.packing import partition_balanced
+from engines.errors import WorkerError
 from engines.types import RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -25,7 +26,9 @@ class Dispatch(Enum):
     """What a call does with its arguments and results."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; the result is rank 0's, all being equal."""
+    """Every rank gets the same arguments, and every rank must come to an equal result."""
+    RANK_ZERO = "rank_zero"
+    """Every rank gets the same arguments; the result is rank 0's, whatever the others came to."""
     SPLIT = "split"
     """The first argument is split over the data-parallel ranks, the others are copied."""
     SPLIT_ALL = "split_all"
@@ -101,17 +104,18 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         value: the argument that was split.
         parts: the plan it was split by.
         results: one result per part: a list with one entry per item, a per-token (T,) tensor
-            of the part's tokens, or anything else, which must be equal on every rank.
+            of the part's tokens, or anything else, which must be equal for every part.
 
     Returns:
-        The list or tensor in the order of `value`; anything else as the first part gave it.
+        The list or tensor in the order of `value`; anything else as every part gave it.
 
     Raises:
         ValueError: a part returned another number of entries than it was given.
+        WorkerError: parts came to different results that are neither lists nor tensors.
     """
     first = results[0]
     if not isinstance(first, list | Tensor):
-        return first
+        return equal_result("a split call", "share", results)
     entries: dict[int, Any] = {}
     for items, result in zip(parts, results, strict=True):
         if not items:
@@ -124,6 +128,29 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         entries.update(zip(items, pieces, strict=True))
     ordered = [entries[i] for i in range(len(entries))]
     return torch.cat(ordered) if isinstance(first, Tensor) else ordered
+
+
+def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
+    """The one result of a call that must come out alike everywhere.
+
+    Args:
+        call: what was called, for the error line.
+        place: what a result belongs to (`rank`, `share`), for the error line.
+        results: one per place.
+
+    Returns:
+        The first.
+
+    Raises:
+        WorkerError: names the places whose result is another than that of place 0.
+    """
+    others = [number for number, result in enumerate(results) if result != results[0]]
+    if others:
+        raise WorkerError(
+            f"{call}: {place} {', '.join(map(str, others))} came to {results[others[0]]!r:.300}, "
+            f"{place} 0 to {results[0]!r:.300}; need equal results: what they hold has diverged"
+        )
+    return results[0]
 
 
 def _weight(item: object) -> int:

@@ -90,7 +90,18 @@ class PolicyWorker:
         self._loop = asyncio.new_event_loop()
 
     def initialize(self) -> None:
-        """Build the models and load their weights. Collective."""
+        """Build the models and load their weights. Collective.
+
+        Raises:
+            ConfigError: the rollout engine cannot serve that model, dtype or those options.
+        """
+        # First, because it costs nothing and may refuse.
+        rollout = self._spec.rollout
+        if rollout is not None:
+            dtype = rollout.dtype or self._spec.training.dtype
+            self._rollout = create_rollout_engine(
+                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
+            )
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
@@ -121,7 +132,7 @@ class PolicyWorker:
         with self._policy.train_mode():
             return self._policy.train_batch(batch, loss_fn)
 
-    @dispatch(Dispatch.ONE_TO_ALL)
+    @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
         """`perf/*` of the optimizer steps since the last call."""
         return self._policy.performance_metrics()
@@ -157,10 +168,9 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        if self._rollout is None or self._spec.rollout is None:
-            raise RolloutError("nothing can be sampled before the first weight sync")
-        timeout_s = self._spec.rollout.timeout_s
-        sampling = asyncio.wait_for(_drain(self._rollout, requests), timeout_s)
+        engine, rollout = self._served()
+        timeout_s = rollout.timeout_s
+        sampling = asyncio.wait_for(_drain(engine, requests), timeout_s)
         try:
             return self._loop.run_until_complete(sampling)
         except TimeoutError as error:
@@ -169,15 +179,8 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        rollout = self._spec.rollout
-        if rollout is None:
-            raise RolloutError("this worker was built without a rollout engine")
-        dtype = rollout.dtype or self._spec.training.dtype
-        if self._rollout is None:
-            self._rollout = create_rollout_engine(
-                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
-            )
-        sender = InProcessCheckpointEngine(self._rollout, dtype)
+        engine, rollout = self._served()
+        sender = InProcessCheckpointEngine(engine, rollout.dtype or self._spec.training.dtype)
         return self._loop.run_until_complete(
             sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
         )
@@ -210,6 +213,11 @@ class PolicyWorker:
         finally:
             self._loop.close()
             close_process_group()
+
+    def _served(self) -> tuple[RolloutEngine, RolloutConfig]:
+        if self._rollout is None or self._spec.rollout is None:
+            raise RolloutError("this worker was built without a rollout engine")
+        return self._rollout, self._spec.rollout
 
     def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec

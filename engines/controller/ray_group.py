@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from engines.controller.dispatch import Dispatch, collect, dispatch_mode, split_plan, take
+from engines.controller.dispatch import (
+    Dispatch,
+    collect,
+    dispatch_mode,
+    equal_result,
+    split_plan,
+    take,
+)
 from engines.controller.rank_process import RankProcess, RankSettings
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
@@ -99,9 +106,9 @@ class RayWorkerGroup:
             raise WorkerError(f"{name} was called on a closed group")
         deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
         mode = dispatch_mode(method)
-        if mode is Dispatch.ONE_TO_ALL:
-            calls = [(args, kwargs)] * self.world_size
-            return self._call_all(name, calls, deadline_s)[0]
+        if mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+            results = self._call_all(name, [(args, kwargs)] * self.world_size, deadline_s)
+            return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
         whole, *rest = args
         places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
         parts = split_plan(whole, max(places) + 1)

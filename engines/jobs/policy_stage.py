@@ -1,5 +1,6 @@
 """What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
 
+import json
 from pathlib import Path
 from typing import cast
 
@@ -20,11 +21,44 @@ from infra.store.artifacts import read_manifest
 
 
 def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
-    """The tokenizer of a model directory, without transformers where that is possible."""
+    """The tokenizer of a model directory, without transformers where that is possible.
+
+    Args:
+        hf_dir: of the model.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: it has more tokens than the model's vocabulary.
+    """
     if (hf_dir / "tokenizer.json").exists():
-        return DirectoryTokenizer.load(hf_dir)
-    # transformers' fast tokenizers have what the protocol asks; their annotations say less.
-    return cast(ChatTokenizer, load_tokenizer(hf_dir))
+        tokenizer: ChatTokenizer = DirectoryTokenizer.load(hf_dir)
+    else:
+        # transformers' fast tokenizers have what the protocol asks; their annotations say less.
+        tokenizer = cast(ChatTokenizer, load_tokenizer(hf_dir))
+    check_vocabulary(hf_dir, len(tokenizer))
+    return tokenizer
+
+
+def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
+    """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
+
+    Args:
+        hf_dir: of the model.
+        num_tokens: of its tokenizer, added ones included.
+
+    Raises:
+        ConfigError: the model has fewer.
+    """
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    if num_tokens > vocab_size:
+        raise ConfigError(
+            "model.path",
+            f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
+            f"{vocab_size}; use the tokenizer of these weights, or resize their embeddings",
+        )
 
 
 def prompts_within(

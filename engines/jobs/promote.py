@@ -1,6 +1,6 @@
 """Job `promote`: whether the evaluated model may bear the alias. Imports no torch.
 
-The decision is data; registering the model and moving the alias is the task's work.
+The decision is data; who sees it committed registers the model and moves the alias.
 """
 
 import json
@@ -8,10 +8,7 @@ import json
 from engines.config.stages import PromoteStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from infra.errors import ConfigError
-from infra.store.atomic import atomic_write_bytes
-from infra.store.canonical import canonical_json
-
-DECISION_NAME = "decision.json"
+from infra.tracking.promotion import PROMOTION, Decision
 
 
 def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
@@ -34,19 +31,20 @@ def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
         known = ", ".join(sorted(metrics))
         raise ConfigError("promote.metric", f"got {gate.metric!r}; need one of: {known}")
     promoted = value >= gate.min_value
-    decision = {
-        "promoted": promoted,
-        "metric": gate.metric,
-        "value": value,
-        "min_value": gate.min_value,
-        "model_digest": context.spec.inputs["model"].digest,
-    }
-    atomic_write_bytes(context.output_dir / DECISION_NAME, canonical_json(decision))
+    Decision(
+        promoted=promoted,
+        metric=gate.metric,
+        value=value,
+        min_value=gate.min_value,
+        model_digest=context.spec.inputs["model"].digest,
+        model_name=gate.model_name,
+        alias=gate.alias,
+    ).write(context.output_dir)
     verdict = "promoted" if promoted else "not promoted"
     context.journal.progress(
         1, 1, f"{verdict}: {gate.metric} {value:g}, need >= {gate.min_value:g}"
     )
-    return JobOutput("promotion", {gate.metric: value, "promoted": float(promoted)})
+    return JobOutput(PROMOTION, {gate.metric: value, "promoted": float(promoted)})
 
 
 if __name__ == "__main__":

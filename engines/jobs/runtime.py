@@ -34,6 +34,7 @@ from engines.trainers.phases import PhaseClock
 from infra import env
 from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
 from infra.field_errors import to_config_error
+from infra.identity.fingerprint import refuse_changed_code
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
 from infra.redacted_output import redact_output
@@ -173,6 +174,7 @@ def _run(
     config = _validate(config_type, spec.config, "config")
     config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
+    refuse_changed_code(spec.sources, spec.libraries)
     for broken in import_external_modules():
         logger.warning("%s", broken)
     attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)

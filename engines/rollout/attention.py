@@ -3,8 +3,10 @@
 Prefill: P sequences laid end to end as one row of T tokens; each attends to itself alone, and
 its keys and values are fanned out to the cache rows of its samples. Decode: B rows of one token;
 each attends to its own cache row. In both, no token is ever padded inside the model's linear
-layers. Transformers hands the step through as the keyword `rollout_step`; a model that drops it
-is refused, never served with wrong attention.
+layers. A layer with a sliding window of W tokens sees the last W positions, its own included; the
+cache holds the earlier ones all the same. Transformers hands the step through as the keyword
+`rollout_step`, and the window as `sliding_window`; a model that drops either is refused, never
+served with wrong attention.
 
 Letters: B cache rows, P sequences, T tokens, H query heads, G key-value heads, L positions, D
 head width.
@@ -74,7 +76,13 @@ class PrefillStep:
         )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> Tensor:
         """(1, H, T, D) queries to (1, T, H, D) outputs; fills the cache rows."""
         query, key, value = (self._pad(x) for x in (query, key, value))
@@ -84,11 +92,17 @@ class PrefillStep:
             key.index_select(0, self.sequence_B),
             value.index_select(0, self.sequence_B),
         )
+        longest = query.shape[2]
+        seen_LL = None
+        if window is not None and window < longest:
+            everything_LL = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
+            seen_LL = everything_LL.tril().triu(1 - window)
         out_PHLD = nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=seen_LL,
+            is_causal=seen_LL is None,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -109,27 +123,22 @@ class DecodeStep:
         cache: holds the rows.
         position_B: (B,) int64, where the token stands in its row.
         length: the longest row, this token included.
-        bias_B11L: (B, 1, 1, L) float32; 0 on a row's own positions and -inf behind them.
     """
 
     cache: KVCache
     position_B: Tensor
     length: int
-    bias_B11L: Tensor
     _slots: dict[int, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def build(cache: KVCache, position_B: Tensor, length: int) -> "DecodeStep":
-        """The step that puts one token at `position_B` of rows 0 .. B-1."""
-        place_L = torch.arange(length, device=position_B.device)
-        hidden_BL = place_L > position_B[:, None]
-        bias_BL = torch.zeros(hidden_BL.shape, device=position_B.device).masked_fill_(
-            hidden_BL, -torch.inf
-        )
-        return DecodeStep(cache, position_B, length, bias_BL[:, None, None])
+    _biases: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> Tensor:
         """(B, H, 1, D) queries to (B, 1, H, D) outputs.
 
@@ -142,9 +151,23 @@ class DecodeStep:
             self._slots[num_kv_heads] = self.cache.slots(self.position_B, num_kv_heads)
         keys, values = self.cache.append(layer, key, value, self._slots[num_kv_heads], self.length)
         grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)) + self.bias_B11L
+        scores = torch.matmul(grouped, keys.transpose(2, 3)) + self._bias_B11L(window)
         weights = scores.softmax(-1).to(values.dtype)
         return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, values.shape[-1])
+
+    def _bias_B11L(self, window: int | None) -> Tensor:
+        """(B, 1, 1, L) float32: 0 on what a row's token sees, -inf elsewhere; once per step."""
+        if window not in self._biases:
+            position_B1 = self.position_B[:, None]
+            place_L = torch.arange(self.length, device=position_B1.device)
+            hidden_BL = place_L > position_B1
+            if window is not None:
+                hidden_BL |= place_L <= position_B1 - window
+            bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device).masked_fill_(
+                hidden_BL, -torch.inf
+            )
+            self._biases[window] = bias_BL[:, None, None]
+        return self._biases[window]
 
 
 def attend(
@@ -155,6 +178,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     rollout_step: PrefillStep | DecodeStep | None = None,
+    sliding_window: int | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface; see `PrefillStep.attend` and `DecodeStep.attend`.
@@ -167,13 +191,15 @@ def attend(
         attention_mask: always None; the step knows what may be seen.
         scaling: factor of the scores; None is `D ** -0.5`.
         rollout_step: the forward pass this call belongs to.
+        sliding_window: positions that a token sees, its own included; None is all before it.
         **extra: what else the model passes on.
 
     Returns:
         (batch, tokens, H, D) and no weights.
 
     Raises:
-        RolloutError: the model lost `rollout_step`, or asks for attention we do not have.
+        RolloutError: the model lost `rollout_step` or its window, or asks for attention we do
+            not have.
     """
     if rollout_step is None:
         raise RolloutError(f"{type(module).__name__} does not pass rollout_step to its attention")
@@ -185,8 +211,19 @@ def attend(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise RolloutError(f"{type(module).__name__} has no layer_idx")
+    if sliding_window != _declared_window(module, layer):
+        raise RolloutError(f"{type(module).__name__} does not pass its window to its attention")
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rollout_step.attend(layer, query, key, value, factor), None
+    return rollout_step.attend(layer, query, key, value, factor, sliding_window), None
+
+
+def _declared_window(module: nn.Module, layer: int) -> int | None:
+    """The window that the model's configuration gives a layer."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

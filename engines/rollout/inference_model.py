@@ -3,8 +3,8 @@
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
 takes weights by the names that `save_pretrained` gives them, each exactly once, in its own dtype,
 or raises; its digest is computed from what it really holds. Refuses at construction what its
-attention does not do: windows shorter than the context, recurrent layers. The context ends where
-rotary embeddings would begin to depend on the longest sequence of the batch.
+attention does not do: recurrent layers. The context ends where rotary embeddings would begin to
+depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
 transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
 """
@@ -154,15 +154,9 @@ class InferenceModel:
 
 def _check_supported(config: PretrainedConfig) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    uses_window = "sliding_attention" in layer_types or (
-        getattr(config, "layer_types", None) is None and window is not None
-    )
     unknown = layer_types - {"full_attention", "sliding_attention"}
     if unknown:
         raise _unsupported(config, f"layers of type {', '.join(sorted(unknown))}")
-    if uses_window and (window is None or window < config.max_position_embeddings):
-        raise _unsupported(config, f"a sliding window of {window} tokens, shorter than the context")
 
 
 def _unsupported(config: PretrainedConfig, what: str) -> ConfigError:

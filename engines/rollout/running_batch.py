@@ -103,7 +103,7 @@ class RunningBatch:
     def decode(self) -> list[Sample]:
         """Draw one more token of every row; returns the samples it finished."""
         self._cache.reserve(len(self._samples), self._longest)
-        step = DecodeStep.build(self._cache, self._ints_5B[1], self._longest)
+        step = DecodeStep(self._cache, self._ints_5B[1], self._longest)
         logits_BV = self._model.decode(self._ints_5B[0], step)
         return self._draw(logits_BV, first_row=0)
 

@@ -77,7 +77,10 @@ class TransformersEngine(RolloutEngine):
         return len(self._scheduler.waiting)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """See the base class. Requests are checked at the call, not at the first completion."""
+        """See the base class. Requests are checked at the call, not at the first completion.
+
+        From the call on they are in line, and their ids taken until the completions are out.
+        """
         if not self._can_serve():
             raise RolloutError(self._refusal())
         seen = {s.request.request_id for s in (*self._batch.samples, *self._scheduler.waiting)}
@@ -86,7 +89,14 @@ class TransformersEngine(RolloutEngine):
             if request.request_id in seen:
                 raise RolloutError(f"{request.request_id}: a request of that id is in flight")
             seen.add(request.request_id)
-        return self._stream(requests)
+        call = next(self._call_ids)
+        self._calls[call] = asyncio.Queue()
+        self._scheduler.add(
+            Sample(request, index, call, request.sampling.max_new_tokens)
+            for request in requests
+            for index in range(request.num_samples)
+        )
+        return self._stream(call, requests)
 
     async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
@@ -178,17 +188,13 @@ class TransformersEngine(RolloutEngine):
             return "the rollout engine is asleep; wake it up and send it weights"
         return "the rollout engine has no confirmed weights; send them first"
 
-    async def _stream(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        call = next(self._call_ids)
-        queue = self._calls[call] = asyncio.Queue()
+    async def _stream(
+        self, call: int, requests: Sequence[RolloutRequest]
+    ) -> AsyncIterator[Completion]:
+        queue = self._calls[call]
         num_open = sum(request.num_samples for request in requests)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            self._scheduler.add(
-                Sample(request, index, call, request.sampling.max_new_tokens)
-                for request in requests
-                for index in range(request.num_samples)
-            )
             self._start_driver()
             while num_open:
                 try:

@@ -6,6 +6,7 @@ the group of its prompt. The order of samples is the order of the prompts and th
 Letters: B samples, T tokens, G groups (prompts).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,12 +61,17 @@ class Experience:
         return self.with_columns(advantages=advantages_B[self.batch.sequence_index_T] * mask_T)
 
     def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
-        """Batches of `num_groups` whole groups (the last may be smaller), each epoch alike."""
-        groups = self.group_index_B.tolist()
+        """Batches of whole groups, each epoch alike.
+
+        As few as hold at most `num_groups` each, and as equal as can be: 5 groups by 4 are 3 and
+        2, not 4 and 1, for an optimizer step is as long whatever its batch.
+        """
+        num_batches = math.ceil(self.num_groups / num_groups)
+        batch_of_group = torch.arange(self.num_groups) * num_batches // max(1, self.num_groups)
+        batch_B = batch_of_group[self.group_index_B]
         for _ in range(num_epochs):
-            for start in range(0, self.num_groups, num_groups):
-                chosen = range(start, start + num_groups)
-                yield self.batch.select([i for i, group in enumerate(groups) if group in chosen])
+            for number in range(num_batches):
+                yield self.batch.select((batch_B == number).nonzero().flatten().tolist())
 
 
 class Collector:
@@ -87,6 +93,11 @@ class Collector:
     def full(self) -> bool:
         """Whether another generation batch is pointless."""
         return len(self._kept) >= self._wanted or not self._filter.enable
+
+    @property
+    def num_surplus_groups(self) -> int:
+        """Groups that were kept and are more than the step trains on."""
+        return max(0, len(self._kept) - self._wanted)
 
     def add(self, batch: ScoredBatch) -> None:
         """Take one generation batch and filter its groups."""
@@ -111,6 +122,10 @@ class Collector:
         samples = tuple(sample for group in chosen for sample in group)
         index = [place for place, group in enumerate(chosen) for _ in group]
         return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
+
+    def scored(self) -> TokenBatch:
+        """Everything that was scored, kept or not."""
+        return pack([sample for batch in self.batches for sample in batch.samples])
 
 
 def pack(samples: Sequence[ScoredSample]) -> TokenBatch:

@@ -1,29 +1,40 @@
-"""How far the rollout engine's probabilities are from the trainer's, for the same tokens.
+"""What samples must prove before they are trained on: whose weights, and whose probabilities.
 
 The most telling health figure of a colocated RL run: stale or damaged weights, another
-sampling distribution and numerical drift all show here first. Measured in every step, inside
-the training pass itself, so it costs no pass of its own.
+sampling distribution and numerical drift all show first in the difference between the sampler's
+and the trainer's logprobs of the same tokens. Measured inside the training pass itself, so that
+it costs no pass of its own; a step that trains on nothing pays one, for a sampler that is broken
+scores nothing, too.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
 from engines.algorithms.policy_objective import PolicyObjective
-from engines.errors import WeightSyncError
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
+from engines.config.algorithm import MismatchConfig
+from engines.errors import RolloutError, WeightSyncError
+from engines.types import Completion, GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
+LOGPROB_MEAN = "mismatch/logprob_abs_mean"
 LOGPROB_MAX = "mismatch/logprob_abs_max"
+
+BOUNDS = {"float32": (1e-4, 1e-2), "bfloat16": (0.1, 10.0)}
+"""Mean and maximum by the coarser dtype of sampler and trainer, in nats. In float32 the engines
+agree to about 1e-6. A bfloat16 has 8 significant bits, so rounding moves a logit of 20 by up to
+0.06 in each engine: single tokens differ by nats in healthy runs, their mean by hundredths."""
 
 
 @dataclass(frozen=True)
 class MeasuredObjective:
-    """A policy objective that also reports differences of probabilities, under verl's names.
+    """A policy objective that also reports how far sampler and trainer are apart.
 
     Attributes:
-        objective: the loss; it reports the differences of log-probabilities itself.
+        objective: the loss.
         needs_entropy: as the objective.
     """
 
@@ -33,33 +44,104 @@ class MeasuredObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """The objective's loss, with `training/rollout_probs_diff_*` added to its metrics."""
+        """The objective's loss, with the metrics of `differences` added to its own."""
         output = self.objective(outputs, batch, counts)
-        mask_T = batch.columns["loss_mask"] > 0
-        trained_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
-        difference_T = (trained_T.exp() - batch.columns["rollout_logprobs"].exp()).abs()
-        mean = token_mean(difference_T, mask_T, counts)
-        largest = torch.where(mask_T, difference_T, 0.0).amax()
-        return LossOutput(
-            output.loss,
-            {**output.metrics, "training/rollout_probs_diff_mean": mean},
-            {**output.maxima, "training/rollout_probs_diff_max": largest},
-        )
+        before_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
+        means, maxima = differences(before_T, batch, counts)
+        return LossOutput(output.loss, {**output.metrics, **means}, {**output.maxima, **maxima})
 
 
-def check_mismatch(updates: Sequence[TrainMetrics], max_logprob_diff: float | None) -> None:
-    """Stop a run whose sampler and trainer disagree about the same tokens.
+def differences(
+    logprobs_T: Tensor, batch: TokenBatch, counts: GlobalCounts
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far the sampler is from the trainer, for the same tokens and weights.
 
     Args:
-        updates: optimizer steps of one RL step.
-        max_logprob_diff: the bound; None checks nothing.
+        logprobs_T: (T,) float32 of the training engine, before the update.
+        batch: with the columns `loss_mask` and `rollout_logprobs`.
+        counts: denominators over all micro-batches and ranks.
+
+    Returns:
+        Shares of the means and maxima over the sampled tokens: `mismatch/logprob_abs_*` of
+        log-probabilities, and of probabilities verl's `training/rollout_probs_diff_*`.
+    """
+    mask_T, rollout_T = batch.columns["loss_mask"] > 0, batch.columns["rollout_logprobs"]
+    means, maxima = {}, {}
+    for name, difference_T in (
+        ("mismatch/logprob_abs", (logprobs_T - rollout_T).abs()),
+        ("training/rollout_probs_diff", (logprobs_T.exp() - rollout_T.exp()).abs()),
+    ):
+        means[f"{name}_mean"] = token_mean(difference_T, mask_T, counts)
+        maxima[f"{name}_max"] = torch.where(mask_T, difference_T, 0.0).amax()
+    return means, maxima
+
+
+def untrained_differences(logprobs_T: Tensor, batch: TokenBatch) -> dict[str, float]:
+    """`differences` of a whole batch that no update will measure."""
+    counts = GlobalCounts(int((batch.columns["loss_mask"] > 0).sum()), batch.num_sequences)
+    means, maxima = differences(logprobs_T, batch, counts)
+    return {name: float(value) for name, value in (means | maxima).items()}
+
+
+@dataclass(frozen=True)
+class MismatchGate:
+    """The bounds that stop a run whose sampler and trainer disagree about the same tokens.
+
+    Attributes:
+        mean: of |rollout logprob - training logprob| over the sampled tokens of a step.
+        max: of one token.
+    """
+
+    mean: float
+    max: float
+
+    @staticmethod
+    def of(config: MismatchConfig, *dtypes: str) -> "MismatchGate":
+        """The configured bounds, or those that fit the coarsest of the dtypes."""
+        if not config.enable:
+            return MismatchGate(math.inf, math.inf)
+        mean, largest = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]
+        return MismatchGate(config.mean or mean, config.max or largest)
+
+    def check(self, found: Sequence[Mapping[str, float]]) -> None:
+        """Stop where the bounds are crossed.
+
+        Args:
+            found: the differences of one step: of each of its optimizer steps, or of its
+                samples that train nothing.
+
+        Raises:
+            WeightSyncError: a bound is crossed, or a difference is no finite number.
+        """
+        means = [metrics[LOGPROB_MEAN] for metrics in found]
+        maxima = [metrics[LOGPROB_MAX] for metrics in found]
+        for name, values, value, bound, field in (
+            (LOGPROB_MEAN, means, sum(means) / max(1, len(means)), self.mean, "mean"),
+            (LOGPROB_MAX, maxima, max(maxima, default=0.0), self.max, "max"),
+        ):
+            wrong = [value for value in values if not math.isfinite(value)]
+            if wrong or value > bound:
+                raise WeightSyncError(
+                    f"{name} is {[*wrong, value][0]:.3g}, above rl.mismatch.{field} {bound:.3g}: "
+                    "the rollout engine does not sample from the distribution that is trained"
+                )
+
+
+def check_versions(completions: Sequence[Sequence[Completion]], version: int) -> None:
+    """Refuse tokens that other weights than the published ones sampled.
+
+    Args:
+        completions: of each prompt.
+        version: of the weights that are served.
 
     Raises:
-        WeightSyncError: the largest difference of a sampled token's logprob exceeds the bound.
+        RolloutError: names the sample and its versions.
     """
-    largest = max((update.metrics[LOGPROB_MAX] for update in updates), default=0.0)
-    if max_logprob_diff is not None and largest > max_logprob_diff:
-        raise WeightSyncError(
-            f"{LOGPROB_MAX} is {largest:.3g}, above max_logprob_diff {max_logprob_diff:.3g}: the "
-            "rollout engine does not sample from the distribution that is trained"
-        )
+    for completion in (completion for row in completions for completion in row):
+        versions = completion.policy_versions
+        if len(versions) != len(completion.token_ids) or {*versions} - {version}:
+            raise RolloutError(
+                f"{completion.request_id} sample {completion.sample_index}: "
+                f"{len(completion.token_ids)} tokens of versions {sorted({*versions})}, "
+                f"published is {version}; its samples cannot be trained on as on-policy"
+            )

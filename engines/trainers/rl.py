@@ -3,7 +3,10 @@
 Promises: everything random in a step is derived from (seed, round, step), so a round that was
 killed continues from its newest valid step checkpoint and ends bitwise where an uninterrupted
 one does; every step measures how far the sampler's logprobs are from the trainer's; a step
-without a usable sample is skipped and counted.
+without a usable sample is skipped and counted, and too many of them in a row stop the run. A
+version is the number of the step, over all rounds, that made the weights: weights that did not
+change keep theirs, across steps that are skipped and across a resume. A new round counts on from
+the steps of the rounds before.
 What each line stands for is in its own module: prompts, experience, rl_metrics, and the
 `PolicyWorker` whose methods `run` calls on every rank.
 """
@@ -12,8 +15,14 @@ from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
+from engines.errors import NothingToTrainOnError
 from engines.trainers.experience import Collector
-from engines.trainers.mismatch import MeasuredObjective, check_mismatch
+from engines.trainers.mismatch import (
+    MeasuredObjective,
+    MismatchGate,
+    check_versions,
+    untrained_differences,
+)
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
@@ -44,14 +53,21 @@ class RLTrainer:
         self.scorer, self.progress = scorer, progress
         objective = policy_loss_fn(config.rl.algorithm, config.rl.sampling.max_new_tokens)
         self.loss_fn = MeasuredObjective(objective)
+        training_dtype = config.training.dtype
+        rollout_dtype = config.rollout.dtype or training_dtype
+        self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
         self.previous_steps = (config.round - 1) * config.rl.num_steps_per_round
+        self.version = self.previous_steps
+        self.num_skipped = 0
 
     def run(self) -> None:
         """Every step of the round that no step checkpoint holds yet."""
-        last_done = self.progress.resume(self.workers).step
+        state = self.progress.resume(self.workers)
+        self.version = int(state.values.get("version", self.previous_steps + state.step))
+        self.num_skipped = int(state.values.get("num_skipped", 0))
         with self.progress.clock("train"):
-            self.workers.run(PolicyWorker.sync_weights, self.previous_steps + last_done)
-        for step in range(last_done + 1, self.config.num_steps_per_round + 1):
+            self.workers.run(PolicyWorker.sync_weights, self.version)
+        for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
 
     def step(self, step: int) -> None:
@@ -59,14 +75,19 @@ class RLTrainer:
 
         Args:
             step: 1-based within the round.
+
+        Raises:
+            WeightSyncError: the sampler does not sample from the distribution that is trained.
+            NothingToTrainOnError: one step more than `max_num_skipped_steps` in a row is skipped.
         """
         config, run, clock = self.config, self.workers.run, PhaseClock()
-        algorithm, version = config.algorithm, self.previous_steps + step
+        algorithm, global_step = config.algorithm, self.previous_steps + step
 
         collector = Collector(config.batch_size_prompts, algorithm.filter_groups)
-        for prompts in self.prompts.generation_batches(version):
+        for prompts in self.prompts.generation_batches(global_step):
             with clock("gen"):
                 completions = run(PolicyWorker.generate, prompts.requests)
+            check_versions(completions, self.version)
             with clock("reward"):
                 scored = self.scorer.score(prompts, completions)
             collector.add(scored)
@@ -74,7 +95,7 @@ class RLTrainer:
                 break
         experience = collector.experience()
 
-        updates = []
+        updates, untrained = [], {}
         if experience.num_groups:
             with clock("old_log_prob"):
                 # A single update is on-policy: its own pass yields the old logprobs.
@@ -92,13 +113,35 @@ class RLTrainer:
                     config.prompts_per_update, config.num_epochs
                 ):
                     updates.append(run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn))
-            check_mismatch(updates, config.max_logprob_diff)
+            self.gate.check([update.metrics for update in updates])
             with clock("update_weights"):
-                run(PolicyWorker.sync_weights, version)
+                run(PolicyWorker.sync_weights, global_step)
+            self.version, self.num_skipped = global_step, 0
+        else:
+            self.num_skipped += 1
+            scored = collector.scored()
+            if scored.num_sequences:
+                with clock("old_log_prob"):
+                    logprobs_T = run(PolicyWorker.infer_logprobs, scored)
+                untrained = untrained_differences(logprobs_T, scored)
+                self.gate.check([untrained])
 
         metrics = step_metrics(collector, experience, updates, clock, self.workers.world_size)
-        metrics |= run(PolicyWorker.performance_metrics)
-        metrics["training/global_step"] = float(version)
-        metrics["training/epoch"] = self.prompts.epoch(version)
-        self.progress.record(version, step, metrics, clock)
-        self.progress.checkpoint_when_due(step, self.workers)
+        metrics |= run(PolicyWorker.performance_metrics) | untrained
+        metrics["training/global_step"] = float(global_step)
+        metrics["training/policy_version"] = float(self.version)
+        metrics["training/epoch"] = self.prompts.epoch(global_step)
+        self.progress.record(global_step, step, metrics, clock)
+        self._check_skipped(step)
+        values = {"version": self.version, "num_skipped": self.num_skipped}
+        self.progress.checkpoint_when_due(step, self.workers, values=values)
+
+    def _check_skipped(self, step: int) -> None:
+        limit = self.config.max_num_skipped_steps
+        if self.num_skipped > limit:
+            raise NothingToTrainOnError(
+                f"step {step}: {self.num_skipped} steps in a row had nothing to train on, more "
+                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored or in "
+                "groups of equal scores; look at the rewards of the last steps, take prompts that "
+                "the policy sometimes solves, or raise the limit"
+            )

@@ -38,6 +38,7 @@ def step_metrics(
         "training/num_generation_batches": float(len(collector.batches)),
         "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
         "training/filter_groups/evicted_samples": float(collector.num_evicted),
+        "training/filter_groups/surplus_groups": float(collector.num_surplus_groups),
         "response/aborted_ratio": num_aborted / max(1, num_generated),
         "timing_s/step": step_s,
         "perf/time_per_step": step_s,

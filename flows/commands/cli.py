@@ -6,6 +6,7 @@ expected errors are their text and exit code 1; `--debug` adds the traceback.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
+from infra.host.signals import OrderlyEnd
 from infra.redact import redact
 
 EXIT_FAILURE = 1
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if argv is None:  # in a process of its own
+        OrderlyEnd().install()
     arguments = build_parser().parse_args(argv)
     if arguments.debug:
         env.set_for_process(env.RLHF_DEBUG.name, "1")
@@ -85,8 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", "check this machine from end to end")
     doctor.add_argument("--json", action="store_true", help="for machines")
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
-    add("down", "stop what `up` started")
-    add("status", "show what `up` started")
+    add("down", "stop every server of this home that no living run uses")
+    add("status", "show the servers of this home")
     merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
@@ -120,7 +124,11 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
 def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    sys.stderr.write(f"{redact(str(error))}\n")
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        place = error.filename or "a disk of this run (home, store or temporary directory)"
+        text = f"{place} is full; free space there, then the same command resumes"
+    sys.stderr.write(f"{redact(text)}\n")
     return exit_code
 
 

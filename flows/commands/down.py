@@ -1,4 +1,4 @@
-"""`rlhf down`: end what `rlhf up` started, and nothing else."""
+"""`rlhf down`: end every server of this home."""
 
 import argparse
 import sys
@@ -8,7 +8,10 @@ from infra.services import stack
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
-    """Stop the services of this home."""
-    stack.down(env.home())
-    sys.stdout.write("stopped\n")
-    return 0
+    """Stop the servers of this home; the exit code is 1 if a living run keeps some of them."""
+    ended, kept = stack.down(env.home())
+    sys.stdout.write(f"stopped {', '.join(ended)}\n" if ended else "nothing to stop\n")
+    for server in kept:
+        pids = " ".join(map(str, server.users))
+        sys.stdout.write(f"{server.name} stays: a run uses it; end that first (kill {pids})\n")
+    return 1 if kept else 0

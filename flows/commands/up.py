@@ -5,16 +5,18 @@ import sys
 
 from flows.commands.status import print_status
 from infra import env
+from infra.host.records import make_home
 from infra.services import stack
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
     """Start what does not run yet, say where it answers and how other shells reach it."""
     home = env.home()
+    make_home(home)
     stack.up(home)
-    healthy = print_status(home)
+    print_status(home)
     sys.stdout.write(
         f"\nexport PREFECT_API_URL={stack.running_prefect_url(home)}\n"
         f"export MLFLOW_TRACKING_URI={stack.running_mlflow_url(home)}\n"
     )
-    return 0 if healthy else 1
+    return 0

@@ -1,121 +1,96 @@
-"""A Prefect server of our own for one `rlhf run`, where no server is configured.
+"""A Prefect server of our own for the `rlhf run`s of a home, where no server is configured.
 
 Prefect can start such a server itself, but only after its import, and with its log on our
 terminal. Ours starts at once, loads while we load, and logs to a file.
-Promises: history stays in `<home>/prefect` from run to run; the server ends with the run, and
-one whose run was killed is ended by the next; nothing is sent to third parties.
+Promises: history stays in `<home>/prefect` from run to run; runs at one time share one server; it
+ends with the last of them, also if they were killed; a run that was killed under an earlier
+server is *Crashed* in the history; nothing is sent to third parties.
 """
 
 import contextlib
+import functools
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
 
 from infra import env
 from infra.errors import ServiceError
-from infra.host.processes import (
-    ProcessIdentity,
-    ProcessRecord,
-    is_alive,
-    own_identity,
-    pick_ports,
-    start_detached,
-    stop,
-)
-from infra.host.records import load_record, log_tail, save_record
-from infra.waiting import wait_for
+from infra.host import servers
+from infra.host.processes import pick_ports
+from infra.host.servers import ServerCommand
+from infra.services.stack import running_prefect_url
 
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 10.0
-RECORD_PREFIX = "prefect-embedded-"
+NAME = "prefect-embedded"
 
 
-class _Record(BaseModel):
-    """A server and the run it belongs to."""
+@dataclass(frozen=True)
+class PrefectServer:
+    """The server of a run.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    owner: ProcessIdentity
-    server: ProcessRecord
-
-
-class EmbeddedPrefect:
-    """A server that was started and may not answer yet.
-
-    Args:
-        api_url: where it will answer.
-        server: its process.
-        record_path: removed when it has ended.
+    Attributes:
+        api_url: where it answers.
+        wait: returns when it answers, or raises ServiceError or DeadlineError.
+        lasting: whether it is there after the run.
+        history_is_dead: whether no run in its database can be alive.
     """
 
-    def __init__(self, api_url: str, server: ProcessRecord, record_path: Path) -> None:
-        self.api_url = api_url
-        self._server = server
-        self._record_path = record_path
-
-    def wait(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ServiceError: it ended instead.
-            DeadlineError: it did not answer in time.
-        """
-        wait_for(self._answers, f"the Prefect server at {self.api_url}", START_DEADLINE_S)
-
-    def close(self) -> None:
-        """End it."""
-        stop(self._server, STOP_DEADLINE_S)
-        self._record_path.unlink(missing_ok=True)
-
-    def _answers(self) -> bool:
-        if not is_alive(self._server):
-            tail = log_tail(self._server.log_path)
-            raise ServiceError(f"the Prefect server ended; log {self._server.log_path}{tail}")
-        try:
-            with urllib.request.urlopen(f"{self.api_url}/health", timeout=2.0) as answer:  # noqa: S310  our own loopback address
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+    api_url: str
+    wait: Callable[[], None]
+    lasting: bool
+    history_is_dead: bool
 
 
 @contextlib.contextmanager
-def embedded_prefect(home: Path) -> Iterator[EmbeddedPrefect]:
-    """Start a server, without waiting for it, and end it with the block.
+def prefect_server(home: Path) -> Iterator[PrefectServer]:
+    """The configured server, else the one of `rlhf up`, else one for the runs of this home.
+
+    Args:
+        home: where the servers are recorded.
+
+    Yields:
+        PrefectServer: the server; an embedded one may not answer yet.
+    """
+    api_url = env.PREFECT_API_URL.get() or running_prefect_url(home)
+    if api_url:
+        check_answers(api_url)
+        yield PrefectServer(api_url, wait=lambda: None, lasting=True, history_is_dead=False)
+        return
+    with embedded_prefect(home) as embedded:
+        yield embedded
+
+
+@contextlib.contextmanager
+def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
+    """Start a server or share the one that runs, without waiting for it, and leave it at the end.
 
     Args:
         home: its database is in `<home>/prefect`.
 
     Yields:
-        EmbeddedPrefect: the server.
+        PrefectServer: the server; it may not answer yet.
     """
-    services = home / "services"
-    _end_orphans(services)
-    port = pick_ports(1)[0]
-    api_url = f"http://127.0.0.1:{port}/api"
-    prefect_home = home / "prefect"
-    prefect_home.mkdir(parents=True, exist_ok=True)
-    server = start_detached(
-        server_command(port),
-        home / "logs" / "prefect-embedded.log",
-        env.child_environment(
-            PREFECT_HOME=str(prefect_home),
-            PREFECT_API_URL=api_url,
-            PREFECT_UI_ENABLED="false",
-            PREFECT_SERVER_ANALYTICS_ENABLED="false",
-            DO_NOT_TRACK="1",
-        ),
-    )
-    record_path = services / f"{RECORD_PREFIX}{own_identity().pid}.json"
-    save_record(record_path, _Record(owner=own_identity(), server=server))
-    started = EmbeddedPrefect(api_url, server, record_path)
     try:
-        yield started
+        with servers.lock(home, NAME):
+            record = servers.load(home, NAME)
+            alone = record is None or not record.living_users
+            if record is not None and not record.is_running:
+                servers.stop(home, record)
+                record = None
+            started = record is None
+            if record is None:
+                record = servers.start(home, server_command(home), persistent=False)
+            record = servers.join(home, record, persistent=False)
+        yield PrefectServer(
+            record.url,
+            wait=functools.partial(servers.wait_until_ready, record),
+            lasting=False,
+            history_is_dead=started and alone,
+        )
     finally:
-        started.close()
+        servers.leave(home, NAME)
 
 
 def check_answers(api_url: str) -> None:
@@ -139,22 +114,37 @@ def check_answers(api_url: str) -> None:
         ) from None
 
 
-def server_command(port: int) -> list[str]:
-    """The command line of a server: what `prefect server start` runs, without its own start-up."""
-    return [
-        *(sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--log-level", "error", "--lifespan", "on"),
-    ]
+def server_command(home: Path) -> ServerCommand:
+    """What `prefect server start` runs, without its own start-up, under guard.
 
+    Args:
+        home: its database is in `<home>/prefect`.
 
-def _end_orphans(services: Path) -> None:
-    """End the servers of runs that were killed."""
-    for path in services.glob(f"{RECORD_PREFIX}*.json"):
-        record = load_record(path, _Record)
-        if record is not None and not is_alive(record.owner):
-            stop(record.server, STOP_DEADLINE_S)
-            path.unlink(missing_ok=True)
+    Returns:
+        The command, on a port that is free now.
+    """
+    port = pick_ports(1)[0]
+    url = f"http://127.0.0.1:{port}/api"
+    prefect_home = home / "prefect"
+    prefect_home.mkdir(parents=True, exist_ok=True)
+    return ServerCommand(
+        name=NAME,
+        argv=(
+            *(sys.executable, "-m", "infra.host.guard", str(home), NAME),
+            *("uvicorn", "--factory", "prefect.server.api.server:create_app"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--log-level", "error", "--lifespan", "on"),
+        ),
+        environment=env.child_environment(
+            PREFECT_HOME=str(prefect_home),
+            PREFECT_API_URL=url,
+            PREFECT_UI_ENABLED="false",
+            PREFECT_SERVER_ANALYTICS_ENABLED="false",
+            DO_NOT_TRACK="1",
+        ),
+        url=url,
+        health_url=f"{url}/health",
+    )
 
 
 def use_prefect(home: Path, api_url: str, *, quiet: bool) -> None:

@@ -1,14 +1,23 @@
 """The pipeline's flow in this process, watched from a terminal."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
+from prefect.states import Crashed
 from rich.console import Console
 
 from flows.local.display import TerminalDisplay, summary_table
+from flows.local.embedded_prefect import PrefectServer
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
@@ -20,13 +29,14 @@ from infra.redact import RedactingFilter
 from infra.store.storage import open_storage
 
 DRAIN_DEADLINE_S = 10.0
+UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 
 def run_locally(
     recipe: Recipe,
     force: Sequence[str],
     console: Console,
-    wait_for_prefect: Callable[[], None],
+    prefect: PrefectServer,
 ) -> Report:
     """Run the flow here; Ray starts beside Prefect if some stage has to run.
 
@@ -34,7 +44,7 @@ def run_locally(
         recipe: what to run.
         force: labels of stages to run again.
         console: where the run is shown.
-        wait_for_prefect: returns when the Prefect server answers.
+        prefect: the server that keeps the history.
 
     Returns:
         The report of the run.
@@ -57,19 +67,27 @@ def run_locally(
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
-    keep_jobs = True
     try:
-        wait_for_prefect()
+        prefect.wait()
+        if prefect.history_is_dead:
+            crash_dead_runs()
         return rlhf_pipeline(recipe, force=tokens)
-    except BaseException as error:
-        # As in `open_run`: a job that still runs needs its cluster, whatever failed here.
-        keep_jobs = not isinstance(error, KeyboardInterrupt)
-        raise
     finally:
+        # The flow released it, if it came so far.
+        cluster.release()
         SURROUNDINGS.reset(resetter)
         display.close()
         drain_prefect()
-        cluster.release(keep_running_jobs=keep_jobs)
+
+
+def crash_dead_runs() -> None:
+    """Mark what an earlier server's history calls running: nobody lived to end it there."""
+    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
+            client.set_flow_run_state(
+                run.id, Crashed(message="the process of this run was killed"), force=True
+            )
 
 
 class _ConsoleHandler(logging.Handler):

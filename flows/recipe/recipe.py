@@ -56,6 +56,8 @@ class LocationConfig(StrictModel):
     """Directory of the store, work files and reports; null uses RLHF_HOME."""
     store: str | None = None
     """Artifact store, a directory or a URI; null uses `<home>/store`."""
+    tracker: str = "mlflow"
+    """Where runs are shown."""
     tracking_uri: str | None = None
     """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`."""
     experiment: str = "rlhf"
@@ -93,7 +95,7 @@ class Recipe(StrictModel):
     def home(self) -> Path:
         """Directory of everything a run keeps, absolute."""
         home = self.location.home
-        return Path(home).expanduser().absolute() if home else env.home()
+        return env.absolute_home("location.home", home) if home else env.home()
 
     @property
     def store_uri(self) -> str:

@@ -1,8 +1,9 @@
 """The report of a pipeline run: what ran, what came out, where the time went.
 
 `<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
-as SVG and PNG, and `recipe.json`, the resolved recipe. A run that reuses every stage rewrites
-the first two and leaves plots alone that were drawn from the same stages.
+as SVG and PNG, and `recipe.json`, the resolved recipe.
+Promises: times are those of the work itself, whoever did it; a run that reuses every stage
+leaves the report of the run that did the work as it is.
 """
 
 import base64
@@ -16,8 +17,8 @@ from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
-from infra.store.storage import Storage, open_storage
-from infra.tracking.journal import JournalRecord, read_journal
+from infra.tracking.history import StageHistory
+from infra.tracking.journal import JournalRecord
 from tasks.runner.run import StageResult, headline_metric
 
 REPORT_JSON = "report.json"
@@ -40,7 +41,7 @@ class StageReport(BaseModel):
     name: str
     reused: bool
     seconds: float
-    """Seconds this run spent on the stage."""
+    """Wall seconds of the work: as this run waited for it, or of the job that is reused."""
     digest: str
     fingerprint: str
     metrics: dict[str, float]
@@ -66,9 +67,9 @@ class Report(BaseModel):
     promoted: bool
 
     @property
-    def identity(self) -> list[str]:
-        """What plots depend on."""
-        return [stage.fingerprint for stage in self.stages]
+    def outputs(self) -> list[tuple[str, str]]:
+        """What the plots were drawn from."""
+        return [(stage.fingerprint, stage.digest) for stage in self.stages]
 
 
 def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float) -> Report:
@@ -92,7 +93,7 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
             StageReport(
                 name=result.label,
                 reused=result.reused,
-                seconds=result.wall_s,
+                seconds=_work_seconds(result),
                 digest=result.digest,
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
@@ -109,44 +110,49 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
     )
 
 
+def _work_seconds(result: StageResult) -> float:
+    return result.job_seconds.get("total", result.wall_s) if result.reused else result.wall_s
+
+
 def evaluated_name(label: str) -> str:
     """What an evaluation speaks of: `sft` for `evaluate_sft`, `final` for `evaluate`."""
     return label.removeprefix("evaluate").removeprefix("_") or "final"
 
 
-def write_report(report: Report, recipe: Recipe, home: Path) -> Path:
-    """Write the report's files.
+def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
+    """Write the report's files, unless this run did nothing that they do not tell.
 
     Args:
         report: what to write.
-        recipe: stored beside it.
-        home: holds the run directories.
+        recipe: stored beside it; its home holds the run directories.
+        history: has the stages' journals.
 
     Returns:
         The run directory.
     """
-    directory = home / "runs" / report.run
+    directory = recipe.home / "runs" / report.run
     directory.mkdir(parents=True, exist_ok=True)
-    if not _plots_are_current(report, directory):
-        draw_plots(plot_data(report, open_storage(recipe.store_uri)), directory)
+    if all(stage.reused for stage in report.stages) and _is_told(report, directory):
+        return directory
+    draw_plots(plot_data(report, history), directory)
     atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
     atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
     return directory
 
 
-def _plots_are_current(report: Report, directory: Path) -> bool:
-    """Whether the last report here was drawn from the same stages."""
+def _is_told(report: Report, directory: Path) -> bool:
+    """Whether the last report here speaks of the same stages."""
     try:
         last = Report.model_validate_json((directory / REPORT_JSON).read_bytes())
     except (FileNotFoundError, ValidationError):
         return False
-    return last.identity == report.identity and (directory / "accuracy.svg").exists()
+    return last.outputs == report.outputs and (directory / REPORT_MD).exists()
 
 
-def plot_data(report: Report, storage: Storage) -> PlotData:
+def plot_data(report: Report, history: StageHistory) -> PlotData:
     """What the journals and commit records say, ready to be drawn."""
-    journals = {stage.name: read_journal(storage, stage.fingerprint)[0] for stage in report.stages}
+    journals = {stage.name: history.records(stage.fingerprint, "")[0] for stage in report.stages}
     rounds = [journals[name] for name in journals if name.startswith("rl_round")]
     return PlotData(
         loss=_curve([journals.get("sft", [])], "train/loss"),

@@ -1,8 +1,8 @@
 """What a pipeline run stands on: its home, store, cluster, tracking and display.
 
 Promises: the Ray cluster is started only if some stage has to run, by whoever needs it first,
-and ended only by the run that started it; a run that is ended from outside without having been
-cancelled leaves the cluster and its job to the next run.
+and ended by its last user; a run that ends while its job runs on leaves both to the next run, if
+it was not cancelled or interrupted.
 """
 
 import logging
@@ -15,18 +15,24 @@ from pathlib import Path
 
 from prefect.context import FlowRunContext
 
+from engines.config.plugins import TRACKERS
 from engines.config.stages import Runtime
 from flows.recipe.recipe import Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
-from flows.run.lazy_cluster import LazyCluster, living_cluster
+from flows.run.lazy_cluster import LazyCluster
 from infra import env
 from infra.errors import PipelineError
+from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
 from infra.services.stack import running_mlflow_url
+from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
-from infra.tracking.tracker import Tracker
+from infra.tracking.ledger import Ledger
+from infra.tracking.shipper import Shipper
+from infra.tracking.tracker import Tracker, TrackerSettings
 from tasks.runner.cancellation import stop_followed
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
@@ -73,7 +79,7 @@ class PipelineRun:
 
     Args:
         recipe: what is run.
-        home: directory of everything the run keeps.
+        history: of its stages.
         stages: runs the stages.
         recorder: keeps the lineage.
         orchestrated: whether Prefect shows the run.
@@ -82,14 +88,14 @@ class PipelineRun:
     def __init__(
         self,
         recipe: Recipe,
-        home: Path,
+        history: StageHistory,
         stages: StageContext,
         recorder: Recorder,
         orchestrated: bool,
     ) -> None:
         self.stages = stages
         self._recipe = recipe
-        self._home = home
+        self._history = history
         self._recorder = recorder
         self._orchestrated = orchestrated
         self._started = time.monotonic()
@@ -98,7 +104,7 @@ class PipelineRun:
         """Write the report, and show it where the run is shown."""
         seconds = time.monotonic() - self._started
         report = build_report(self._recipe, self.stages.results, seconds)
-        directory = write_report(report, self._recipe, self._home)
+        directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
         self._recorder.run_finished(directory, metrics)
         if self._orchestrated:
@@ -121,18 +127,15 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
     flow_run = context.flow_run if context else None
     home = recipe.home
     surroundings = SURROUNDINGS.get() or Surroundings()
-    borrowed = surroundings.cluster
-    cluster = borrowed or LazyCluster(home)
+    cluster = surroundings.cluster or LazyCluster(home)
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
-    recorder = Recorder(
-        lambda: Tracker.open(home, tracking_uri(recipe), recipe.location.experiment),
-        recipe.run_name,
-        recipe.model_dump(mode="json", exclude={"location"}),
-        {"recipe": recipe.name, "seed": str(recipe.seed), **metadata},
-    )
+    history = StageHistory(open_storage(recipe.store_uri))
+    # A command that is repeated continues its run; a flow run of a deployment is one of its own.
+    repeated = SURROUNDINGS.get() is not None or flow_run is None
+    recorder = _recorder(recipe, history, {} if repeated else metadata)
     stages = StageContext(
         home=home,
-        storage=open_storage(recipe.store_uri),
+        storage=history.storage,
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
@@ -142,19 +145,36 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         force=force,
         metadata=metadata,
     )
-    keep_jobs = True
+    interrupted = False
     try:
-        yield PipelineRun(recipe, home, stages, recorder, orchestrated=flow_run is not None)
+        yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
     except BaseException as error:
-        # A job that still runs is someone else's, or ours and healthy while something here (the
-        # Prefect API, a disk) failed: either needs the cluster. A cancelled one is stopped by now.
-        keep_jobs = not isinstance(error, KeyboardInterrupt)
+        # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
+        # a job that runs alone: its work is not lost, and the next run attaches to it.
+        interrupted = isinstance(error, KeyboardInterrupt) and not stages.others_wait
         recorder.run_ended(end_status(error))
         raise
     finally:
+        # First the cluster: whoever waits for the end of the run waits for this.
+        cluster.release(with_jobs=interrupted)
         recorder.close()
-        if borrowed is None:
-            cluster.release(keep_running_jobs=keep_jobs)
+
+
+def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
+    """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
+    location = recipe.location
+    settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
+    tracker: Tracker = TRACKERS.load(location.tracker)(settings)
+    params = recipe.model_dump(mode="json", exclude={"location"})
+    ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+    return Recorder(
+        Shipper(ledger, tracker, history),
+        identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
+        name=recipe.run_name,
+        params=params,
+        tags={"recipe": recipe.name, "seed": str(recipe.seed), **flow_run},
+        store_uri=recipe.store_uri,
+    )
 
 
 def tracking_uri(recipe: Recipe) -> str:

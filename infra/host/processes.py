@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -98,6 +98,7 @@ def start_detached(
     log_path: Path,
     environment: Mapping[str, str],
     cwd: Path | None = None,
+    mark: str | None = None,
 ) -> ProcessRecord:
     """Start a program as the leader of a new session; it survives us.
 
@@ -106,6 +107,7 @@ def start_detached(
         log_path: gets its output, appended; its directory is created.
         environment: the whole environment of the program.
         cwd: its working directory; ours by default.
+        mark: names its family; a new one by default.
 
     Returns:
         What names the process from now on, also for other processes.
@@ -113,7 +115,7 @@ def start_detached(
     Raises:
         ServiceError: it ended at once.
     """
-    mark = uuid.uuid4().hex
+    mark = mark or uuid.uuid4().hex
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         child = subprocess.Popen(
@@ -139,12 +141,15 @@ def stop(record: ProcessRecord, deadline_s: float = 10.0) -> None:
     stop_all([record], deadline_s)
 
 
-def stop_all(records: Sequence[ProcessRecord], deadline_s: float) -> None:
+def stop_all(
+    records: Sequence[ProcessRecord], deadline_s: float, marks: Collection[str] = ()
+) -> None:
     """End processes and their families: SIGTERM, and SIGKILL after half of the deadline.
 
     Args:
         records: may be dead already; what is left of their families still ends.
         deadline_s: for all of them together, in seconds.
+        marks: of families whose first process nobody knows.
 
     Raises:
         DeadlineError: some process survived.
@@ -155,7 +160,7 @@ def stop_all(records: Sequence[ProcessRecord], deadline_s: float) -> None:
     while True:
         # Again each time: a family may fork while it is being ended, and descendants can no
         # longer be told once their parent is gone.
-        known |= _families(records)
+        known |= _families(records, marks)
         living = {process for process in known if _is_running(process)}
         if not living:
             return
@@ -231,8 +236,10 @@ def _start_stamp(process: psutil.Process) -> str:
     return f"{boot_id}:{stat.rpartition(')')[2].split()[19]}"
 
 
-def _families(records: Sequence[ProcessRecord]) -> set[psutil.Process]:
-    """Every living process that belongs to one of the records."""
+def _families(
+    records: Sequence[ProcessRecord], known_marks: Collection[str]
+) -> set[psutil.Process]:
+    """Every living process that belongs to one of the records or marks."""
     # A session keeps its number while it has members. Only if another process has the leader's
     # pid now was the number given away; its members are then strangers.
     sessions = set()
@@ -240,7 +247,7 @@ def _families(records: Sequence[ProcessRecord]) -> set[psutil.Process]:
         holder = identify(record.pid)
         if (holder is None or holder.started == record.started) and _same_boot(record):
             sessions.add(record.pid)
-    marks = {record.mark for record in records}
+    marks = {*known_marks, *(record.mark for record in records)}
     members = {p for p in psutil.process_iter() if _belongs(p, sessions, marks)}
     for process in tuple(members):
         with contextlib.suppress(psutil.NoSuchProcess):

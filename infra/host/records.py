@@ -6,6 +6,7 @@ Does not promise: locks across hosts; the directory is expected on a local disk.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from infra.errors import ServiceError
+from infra.errors import ConfigError, ServiceError
 from infra.store.atomic import atomic_write_bytes
 from infra.waiting import wait_for
 
@@ -50,6 +51,28 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def make_home(home: Path) -> None:
+    """Make the directory of everything a run keeps, or say in one line why it cannot be.
+
+    Args:
+        home: the directory.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(home, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+    if reason:
+        raise ConfigError(
+            "home",
+            f"got {home}, which cannot be made or written to ({reason}); need a directory of "
+            "yours; set RLHF_HOME, or location.home of the recipe",
+        )
 
 
 def log_tail(path: Path, num_lines: int = 15) -> str:

@@ -11,7 +11,7 @@ The caller passes the modules of the chosen plugins as further roots.
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,7 @@ from infra.store.stage_spec import Artifact
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FILE_PREFIX = "file:"
+NUM_SHOWN = 5
 
 
 def stage_fingerprint(
@@ -66,7 +67,9 @@ def stage_fingerprint(
 
 
 def source_closure(
-    modules: Sequence[str], packages: Sequence[str] = OUR_PACKAGES
+    modules: Sequence[str],
+    packages: Sequence[str] = OUR_PACKAGES,
+    counts: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
 ) -> dict[str, str]:
     """Every module of ours that importing some modules can execute.
 
@@ -77,6 +80,8 @@ def source_closure(
         modules: dotted names, or paths that end in `.py` (their key is `file:<name>`).
         packages: imports are followed into these top-level packages, and into those of
             `modules`; everything else is the environment's.
+        counts: whether a reached module is one that can change a number; what does not count is
+            not followed either. Roots always count.
 
     Returns:
         sha256 of each file by module name, sorted.
@@ -97,8 +102,59 @@ def source_closure(
         closure[source.name] = sha256_file(source.path)
         for name in _imported_names(source):
             if name.partition(".")[0] in followed:
-                pending.extend(_executed_by(name))
+                pending.extend(each for each in _executed_by(name) if counts(each.name))
     return dict(sorted(closure.items()))
+
+
+def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str | None]) -> None:
+    """Refuse to compute under a fingerprint that was made from other code than is here.
+
+    A module that was added is imported by one that changed.
+
+    Args:
+        sources: of `source_closure`, perhaps of another machine or an earlier time.
+        libraries: of `installed_libraries`, of the same.
+
+    Raises:
+        ConfigError: names the modules or distributions.
+    """
+    modules = [name for name, digest in sources.items() if _digest_here(name) != digest]
+    versions = [
+        f"{name} {_installed_version(name)} for {version}"
+        for name, version in libraries.items()
+        if _installed_version(name) != version
+    ]
+    for what, changed in (("sources", modules), ("environment", versions)):
+        if changed:
+            shown = ", ".join(changed[:NUM_SHOWN]) + (", ..." if len(changed) > NUM_SHOWN else "")
+            raise ConfigError(
+                what,
+                f"this job would run other code than it was planned with: {shown}; run again, "
+                "from a new process and with the same checkout on every machine",
+            )
+
+
+def _digest_here(module: str) -> str | None:
+    path = _module_file(module)
+    return sha256_file(path) if path is not None and path.is_file() else None
+
+
+def installed_libraries(
+    distributions: Sequence[str], interpreter: Path | None = None
+) -> dict[str, str | None]:
+    """Versions of what can change what a job computes.
+
+    Args:
+        distributions: by name.
+        interpreter: of the job environment that the job runs in: all that is installed there
+            counts instead. None: it runs in this one.
+
+    Returns:
+        Version by name; None where it is not installed.
+    """
+    if interpreter is not None:
+        return {**installed_distributions(interpreter)}
+    return {name: _installed_version(name) for name in distributions}
 
 
 def sources_digest(modules: Sequence[str]) -> str:
@@ -124,9 +180,7 @@ def environment_digest(
     """
     environment: dict[str, Any] = {
         "python": ".".join(python_version_tuple()[:2]),
-        "distributions": {name: _installed_version(name) for name in distributions}
-        if interpreter is None
-        else installed_distributions(interpreter),
+        "distributions": installed_libraries(distributions, interpreter),
     }
     if outside:
         environment["outside"] = dict(outside)

@@ -2,33 +2,32 @@
 
 Promises: an embedded head listens on loopback only and answers nobody without its token (a file
 under the home that only its owner reads); two processes that need one at once share one; it ends
-with its last user, including users that were killed; a head whose leader died is cleaned up
-before the next starts, so no job of it still writes. An existing cluster is never stopped.
+with its last user and its last job, including users that were killed; a head that is returned
+could run a job now; a head whose leader died is cleaned up before the next starts, so no job of
+it still writes. An existing cluster is never stopped.
 Does not promise: that jobs survive their head. The journal and the step checkpoints do.
 """
 
+import contextlib
+import functools
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra import env
 from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError
-from infra.host.processes import is_alive, own_identity
-from infra.host.records import file_lock, load_record, save_record
+from infra.faults import fault
+from infra.host import servers
+from infra.host.servers import ServerCommand, ServerRecord
 from infra.ray.api import RayApi, RayUnreachableError, existing_token
-from infra.ray.embedded import (
-    START_DEADLINE_S,
-    STOP_DEADLINE_S,
-    RayRecord,
-    open_api,
-    record_path,
-    start_head,
-    stop_head,
-    wait_until_it_answers,
-)
+from infra.ray.embedded import NAME, head_command, is_ready, open_api, unfinished_jobs
+from infra.waiting import wait_for
 
 UNRESPONSIVE_DEADLINE_S = 20.0
+JOB_END_GRACE_S = 3.0
+NUM_STARTS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -51,35 +50,48 @@ class Cluster:
     home: Path | None
     api: RayApi = field(repr=False)
 
-    def release(self, *, keep_running_jobs: bool = False) -> bool:
+    def release(self, *, with_jobs: bool = False) -> bool:
         """Say that this process needs the cluster no more; the last user ends an embedded head.
 
+        A head on which a job still runs stays for it: a later run attaches, and the head ends
+        with its last job.
+
         Args:
-            keep_running_jobs: leave the head up if a job runs on it, for a later run to attach.
+            with_jobs: end the head whatever runs on it.
 
         Returns:
             Whether the head was stopped.
         """
         if self.home is None:
             return False
-        with file_lock(_lock_path(self.home), START_DEADLINE_S):
-            record = load_record(record_path(self.home), RayRecord)
-            if record is None:
-                return False
-            me = own_identity()
-            users = tuple(u for u in record.users if u != me and is_alive(u))
-            save_record(record_path(self.home), record.model_copy(update={"users": users}))
-            if users or record.persistent or (keep_running_jobs and self._has_running_job()):
-                return False
-            stop_head(self.home, record)
-            return True
+        left: list[str] = []
 
-    def _has_running_job(self) -> bool:
-        try:
-            jobs = self.api.call("GET", "/api/jobs/")
-        except JobSubmitError:
-            return False
-        return any(job["status"] in {"PENDING", "RUNNING"} for job in jobs)
+        def is_busy() -> bool:
+            left.extend([] if with_jobs else self._jobs_that_go_on())
+            return bool(left)
+
+        stopped = servers.leave(self.home, NAME, is_busy)
+        if left:
+            _log.warning(
+                "%s goes on; its Ray head ends after it. The same command attaches to it, "
+                "`rlhf down` stops it",
+                ", ".join(left),
+            )
+        return stopped
+
+    def _jobs_that_go_on(self) -> list[str]:
+        """Jobs that are not about to end: a job commits before its process is gone."""
+        left: list[str] = []
+
+        def all_ended() -> bool:
+            left[:] = unfinished_jobs(self.api)
+            return not left
+
+        # A head that does not answer runs nothing that could be attached to; an API that says
+        # nothing useful within the time leaves the jobs it named.
+        with contextlib.suppress(DeadlineError, JobSubmitError):
+            wait_for(all_ended, "jobs to end", JOB_END_GRACE_S)
+        return left
 
 
 def ensure_cluster(
@@ -89,6 +101,7 @@ def ensure_cluster(
     num_cpus: int | None = None,
     num_gpus: int | None = None,
     persistent: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> Cluster:
     """A cluster that answers: the one at an address, the living embedded one, or a new one.
 
@@ -100,6 +113,7 @@ def ensure_cluster(
         num_cpus: CPUs of a new embedded head; by default those this process may use.
         num_gpus: GPUs of a new embedded head; by default Ray counts them.
         persistent: a service: it outlives its users and serves the full dashboard.
+        given_up: asked while a new head starts: whether nobody wants it any more.
 
     Returns:
         The cluster; `release` it when no more jobs are wanted.
@@ -114,47 +128,72 @@ def ensure_cluster(
         return _existing(address)
     home = home.absolute()
     # The lock covers the start: whoever comes second waits, and then finds the record.
-    with file_lock(_lock_path(home), START_DEADLINE_S + STOP_DEADLINE_S + UNRESPONSIVE_DEADLINE_S):
+    with servers.lock(home, NAME):
         record = _living(home)
         started = record is None
         if record is None:
-            record = start_head(home, num_cpus, num_gpus, full_dashboard=persistent)
-        me = own_identity()
-        users = tuple(u for u in record.users if u != me and is_alive(u))
-        record = record.model_copy(
-            update={
-                "users": users if persistent else (*users, me),
-                "persistent": record.persistent or persistent,
-            }
-        )
-        save_record(record_path(home), record)
+            command = functools.partial(
+                head_command, home, num_cpus, num_gpus, full_dashboard=persistent
+            )
+            record = _start(home, command, persistent, given_up)
+        record = servers.join(home, record, persistent=persistent)
+    fault("server.ready")
     env.set_for_process(env.RAY_AUTH_MODE.name, "token")
     env.set_for_process(env.RAY_AUTH_TOKEN_PATH.name, str(record.token_path))
-    return Cluster(record.jobs_url, record.gcs_address, started, home, open_api(record))
+    return _cluster(home, record, started)
 
 
-def stop_embedded(home: Path, *, spare_users: bool = False) -> bool:
-    """End the embedded head.
+def living_cluster(home: Path) -> Cluster | None:
+    """The cluster that a run of this home would find now; starts none.
 
     Args:
-        home: of the head.
-        spare_users: leave a head that is no service and that a living process uses.
+        home: of the run.
 
     Returns:
-        Whether one was ended.
+        The cluster, or None.
     """
-    with file_lock(_lock_path(home), START_DEADLINE_S):
-        record = load_record(record_path(home), RayRecord)
-        if record is None:
-            return False
-        if spare_users and not record.persistent and any(is_alive(u) for u in record.users):
-            return False
-        stop_head(home, record)
-        return True
+    if env.RAY_ADDRESS.get():
+        return ensure_cluster(home)
+    record = servers.running(home, NAME)
+    return None if record is None else _cluster(home, record, started=False)
 
 
-def _lock_path(home: Path) -> Path:
-    return home / "services" / "ray.lock"
+def _cluster(home: Path, record: ServerRecord, started: bool) -> Cluster:
+    return Cluster(record.url, record.gcs_address, started, home, open_api(record))
+
+
+def _start(
+    home: Path,
+    command: Callable[[], ServerCommand],
+    persistent: bool,
+    given_up: Callable[[], bool],
+) -> ServerRecord:
+    """A new head that can take jobs.
+
+    Ray's raylet ends at its start if a port was lost between its choice and its use, or if its
+    agent takes more than some 30 s to load, as on a machine that is busy.
+    """
+    for _ in range(NUM_STARTS - 1):
+        try:
+            return _start_once(home, command(), persistent, given_up)
+        except (ServiceError, DeadlineError) as error:
+            if given_up():
+                raise
+            reason = str(error).partition("\n")[0]
+            _log.warning("the Ray head did not start and is started once more: %s", reason)
+    return _start_once(home, command(), persistent, given_up)
+
+
+def _start_once(
+    home: Path, command: ServerCommand, persistent: bool, given_up: Callable[[], bool]
+) -> ServerRecord:
+    record = servers.start(home, command, persistent=persistent)
+    try:
+        servers.wait_until_ready(record, lambda: is_ready(record), given_up=given_up)
+    except BaseException:
+        servers.stop(home, record)
+        raise
+    return record
 
 
 def _existing(address: str) -> Cluster:
@@ -169,18 +208,18 @@ def _existing(address: str) -> Cluster:
     return Cluster(api.url, None, False, None, api)
 
 
-def _living(home: Path) -> RayRecord | None:
-    """The embedded head if it answers; a dead or mute one is cleaned up."""
-    record = load_record(record_path(home), RayRecord)
+def _living(home: Path) -> ServerRecord | None:
+    """The embedded head if it can take jobs; a dead or mute one is cleaned up."""
+    record = servers.load(home, NAME)
     if record is None:
         return None
-    if is_alive(record.process) and record.token_path.exists():
-        try:
-            wait_until_it_answers(record, UNRESPONSIVE_DEADLINE_S)
-        except (DeadlineError, ServiceError, ConfigError) as error:
-            _log.warning("the embedded Ray head is replaced: %s", error)
-        else:
-            return record
-    # Its jobs may outlive a killed head, in sessions of their own, and still write.
-    stop_head(home, record)
-    return None
+    try:
+        servers.wait_until_ready(
+            record, lambda: is_ready(record), deadline_s=UNRESPONSIVE_DEADLINE_S
+        )
+    except (DeadlineError, ServiceError, ConfigError, OSError) as error:
+        _log.warning("the embedded Ray head is replaced: %s", str(error).partition("\n")[0])
+        # Its jobs may outlive a killed head, in sessions of their own, and still write.
+        servers.stop(home, record)
+        return None
+    return record

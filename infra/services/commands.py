@@ -5,29 +5,12 @@ outside.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from infra import env
+from infra.host.servers import ServerCommand
 
 WORK_POOL = "rlhf-pool"
-
-
-@dataclass(frozen=True)
-class ServerCommand:
-    """One server, not yet started.
-
-    Attributes:
-        name: `prefect`, `worker` or `mlflow`.
-        argv: its command line.
-        environment: its whole environment.
-        url: where it will answer; a worker answers through its server.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    environment: dict[str, str]
-    url: str
 
 
 def prefect_server(home: Path, port: int) -> ServerCommand:
@@ -54,6 +37,7 @@ def prefect_server(home: Path, port: int) -> ServerCommand:
             DO_NOT_TRACK="1",
         ),
         url=url,
+        health_url=f"{url}/health",
     )
 
 
@@ -84,6 +68,7 @@ def mlflow_server(home: Path, port: int) -> ServerCommand:
             DO_NOT_TRACK="1",
         ),
         url=url,
+        health_url=f"{url}/health",
     )
 
 

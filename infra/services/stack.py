@@ -8,44 +8,27 @@ Does not promise: to restart a server that dies later. `up` does, when it is cal
 """
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
-from infra.errors import ConfigError, JobSubmitError, ServiceError
+from infra.errors import ConfigError
+from infra.host import servers
 from infra.host.loopback_http import answers_ok, online_workers
-from infra.host.processes import ProcessRecord, is_alive, pick_port, start_detached, stop_all
-from infra.host.records import file_lock, load_record, log_tail, save_record
-from infra.ray.cluster import ensure_cluster, stop_embedded
-from infra.ray.embedded import RayRecord, open_api, record_path
-from infra.services.commands import (
-    WORK_POOL,
-    ServerCommand,
-    mlflow_server,
-    prefect_server,
-    process_worker,
-)
-from infra.waiting import wait_for
+from infra.host.processes import pick_port
+from infra.host.servers import ServerCommand, ServerRecord
+from infra.ray.cluster import ensure_cluster
+from infra.ray.embedded import is_ready
+from infra.services.commands import WORK_POOL, mlflow_server, prefect_server, process_worker
 
-UP_DEADLINE_S = 120.0
-DOWN_DEADLINE_S = 14.0
-"""Twice this, for the Ray head and for the rest, is less than the promised 30 s."""
+SERVICES = ("prefect", "worker", "mlflow", "ray")
+LOCK = "services"
+UP_DEADLINE_S = 240.0
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
 
 _log = logging.getLogger(__name__)
-
-
-class ServiceRecord(BaseModel):
-    """`<home>/services/<name>.json`: a server that `up` started."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    process: ProcessRecord
-    url: str
 
 
 @dataclass(frozen=True)
@@ -54,15 +37,18 @@ class ServiceStatus:
 
     Attributes:
         name: `prefect`, `worker`, `ray` or `mlflow`.
-        state: `up`, `silent` (it runs and does not answer) or `down`.
+        state: `up`, `silent` (it runs and does not answer), `starting` (its starter has not
+            seen it run, or was killed before) or `down`.
         url: where it answers, or would.
         pid: of its first process.
+        users: pids of the runs that use it and are alive; a service needs none.
     """
 
     name: str
     state: str
     url: str | None = None
     pid: int | None = None
+    users: tuple[int, ...] = ()
 
 
 def up(
@@ -88,47 +74,51 @@ def up(
         DeadlineError: one does not answer in time.
     """
     home = home.absolute()
-    with file_lock(_lock_path(home), 2 * deadline_s):
-        started: list[str] = []
+    with servers.lock(home, LOCK):
+        new = [name for name in SERVICES if servers.running(home, name) is None]
         try:
-            _start_all(home, prefect_port, mlflow_port, deadline_s, started)
+            _start_all(home, prefect_port, mlflow_port, deadline_s)
         except BaseException:
-            _log.warning("up failed; ending what it started: %s", ", ".join(started) or "nothing")
-            _stop_servers(home, started)
-            if "ray" in started:
-                stop_embedded(home)
+            _log.warning("up failed; ending what it started")
+            _end(home, new, spare_users=False)
             raise
-    return status(home)
+    return [status_of(home, name) for name in SERVICES]
 
 
-def down(home: Path) -> list[str]:
-    """End the services of a home; the names of those that there were."""
+def down(home: Path) -> tuple[list[str], list[ServiceStatus]]:
+    """End every server of a home, whoever started it and however far its start got.
+
+    Args:
+        home: of the servers.
+
+    Returns:
+        Names of those that were ended, and those that a living `rlhf run` uses and that stay.
+    """
     home = home.absolute()
-    with file_lock(_lock_path(home), UP_DEADLINE_S):
-        # The worker first: its flow runs would report to a server that is gone.
-        ended = _stop_servers(home, ["worker", "prefect", "mlflow"])
-        if stop_embedded(home, spare_users=True):
-            ended.append("ray")
-    return ended
+    with servers.lock(home, LOCK):
+        ended = _end(home, servers.recorded(home), spare_users=True)
+        return ended, [status_of(home, name) for name in servers.recorded(home)]
 
 
 def status(home: Path) -> list[ServiceStatus]:
-    """What runs and what answers, in the order of their start."""
+    """The four services, up or down, and whatever else runs in this home."""
     home = home.absolute()
-    found = [
-        _status_of(home, "prefect", lambda url: answers_ok(f"{url}/health")),
-        _status_of(home, "worker", lambda url: online_workers(url, WORK_POOL) > 0),
-        _status_of(home, "mlflow", lambda url: answers_ok(f"{url}/health")),
-    ]
-    ray = load_record(record_path(home), RayRecord)
-    if ray is None or not is_alive(ray.process):
-        return [*found, ServiceStatus("ray", "down")]
-    try:
-        open_api(ray).version(timeout_s=2.0)
-        state = "up"
-    except (JobSubmitError, ConfigError):
-        state = "silent"
-    return [*found, ServiceStatus("ray", state, ray.jobs_url, ray.process.pid)]
+    others = [name for name in servers.recorded(home) if name not in SERVICES]
+    return [status_of(home, name) for name in (*SERVICES, *others)]
+
+
+def status_of(home: Path, name: str) -> ServiceStatus:
+    """Whether one server runs and answers."""
+    record = servers.load(home, name)
+    if record is None:
+        return ServiceStatus(name, "down")
+    pids = tuple(user.pid for user in record.living_users)
+    if record.process is None:
+        return ServiceStatus(name, "starting", record.url, None, pids)
+    if not record.is_running:
+        return ServiceStatus(name, "down")
+    state = "up" if _is_healthy(record) else "silent"
+    return ServiceStatus(name, state, record.url, record.process.pid, pids)
 
 
 def running_prefect_url(home: Path) -> str | None:
@@ -141,93 +131,58 @@ def running_mlflow_url(home: Path) -> str | None:
     return _running_url(home, "mlflow")
 
 
-def _start_all(
-    home: Path, prefect_port: int, mlflow_port: int, deadline_s: float, started: list[str]
-) -> None:
+def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
+    """End servers at once, but the worker first: its runs would report to one that is gone."""
+
+    def end(name: str) -> bool:
+        return servers.end(home, name, spare_users=spare_users)
+
+    workers = [name for name in names if name == "worker"]
+    others = [name for name in names if name != "worker"]
+    ended = [name for name in workers if end(name)]
+    with ThreadPoolExecutor() as threads:
+        return ended + [
+            name for name, was in zip(others, threads.map(end, others), strict=True) if was
+        ]
+
+
+def _start_all(home: Path, prefect_port: int, mlflow_port: int, deadline_s: float) -> None:
     """All at once, since each loads for many seconds; the worker when its server answers."""
-    prefect = _begin(
-        home, "prefect", lambda: prefect_server(home, pick_port(prefect_port)), started
-    )
-    mlflow = _begin(home, "mlflow", lambda: mlflow_server(home, pick_port(mlflow_port)), started)
-    if ensure_cluster(home, persistent=True).started:
-        started.append("ray")
-    _wait_until("prefect", prefect, lambda: answers_ok(f"{prefect.url}/health"), deadline_s)
-    worker = _begin(home, "worker", lambda: process_worker(home, prefect.url, mlflow.url), started)
-    _wait_until("mlflow", mlflow, lambda: answers_ok(f"{mlflow.url}/health"), deadline_s)
-    _wait_until("worker", worker, lambda: online_workers(prefect.url, WORK_POOL) > 0, deadline_s)
+
+    def wait(record: ServerRecord) -> None:
+        servers.wait_until_ready(record, lambda: _is_healthy(record), deadline_s=deadline_s)
+
+    prefect = _begin(home, "prefect", lambda: prefect_server(home, pick_port(prefect_port)))
+    mlflow = _begin(home, "mlflow", lambda: mlflow_server(home, pick_port(mlflow_port)))
+    ensure_cluster(home, persistent=True)
+    wait(prefect)
+    worker = _begin(home, "worker", lambda: process_worker(home, prefect.url, mlflow.url))
+    wait(mlflow)
+    wait(worker)
 
 
-def _begin(
-    home: Path, name: str, make_command: Callable[[], ServerCommand], started: list[str]
-) -> ServiceRecord:
+def _begin(home: Path, name: str, make_command: Callable[[], ServerCommand]) -> ServerRecord:
     """The living server, or a new one that does not answer yet."""
-    record = load_record(_record_path(home, name), ServiceRecord)
-    if record is not None and is_alive(record.process):
-        return record
-    if record is not None:
-        stop_all([record.process], DOWN_DEADLINE_S)
-    command = make_command()
-    log_path = home / "logs" / f"{name}.log"
-    process = start_detached(command.argv, log_path, command.environment)
-    record = ServiceRecord(process=process, url=command.url)
-    save_record(_record_path(home, name), record)
-    started.append(name)
-    return record
+    with servers.lock(home, name):
+        record = servers.load(home, name)
+        if record is not None and record.is_running:
+            return record
+        if record is not None:
+            servers.stop(home, record)
+        return servers.start(home, make_command(), persistent=True)
 
 
-def _wait_until(
-    name: str, record: ServiceRecord, healthy: Callable[[], bool], deadline_s: float
-) -> None:
-    def answers() -> bool:
-        _check_alive(name, record)
-        return healthy()
-
-    wait_for(answers, f"{name} at {record.url}", deadline_s, poll_s=0.2)
-
-
-def _check_alive(name: str, record: ServiceRecord) -> None:
-    if not is_alive(record.process):
-        log_path = record.process.log_path
-        raise ServiceError(f"{name} ended; {log_path}:{log_tail(log_path)}")
-
-
-def _stop_servers(home: Path, names: list[str]) -> list[str]:
-    started = time.monotonic()
-    ended = []
-    records = {
-        name: record
-        for name in names
-        if name != "ray" and (record := load_record(_record_path(home, name), ServiceRecord))
-    }
-    worker = records.pop("worker", None)
-    if worker is not None:
-        stop_all([worker.process], DOWN_DEADLINE_S / 2)
-        _record_path(home, "worker").unlink(missing_ok=True)
-        ended.append("worker")
-    left_s = DOWN_DEADLINE_S - (time.monotonic() - started)
-    stop_all([record.process for record in records.values()], left_s)
-    for name in records:
-        _record_path(home, name).unlink(missing_ok=True)
-        ended.append(name)
-    return ended
-
-
-def _status_of(home: Path, name: str, answers: Callable[[str], bool]) -> ServiceStatus:
-    record = load_record(_record_path(home, name), ServiceRecord)
-    if record is None or not is_alive(record.process):
-        return ServiceStatus(name, "down")
-    state = "up" if answers(record.url) else "silent"
-    return ServiceStatus(name, state, record.url, record.process.pid)
+def _is_healthy(record: ServerRecord) -> bool:
+    if record.name == "worker":
+        return online_workers(record.url, WORK_POOL) > 0
+    if record.token_path is None:
+        return answers_ok(record.health_url)
+    try:
+        return is_ready(record)
+    except (ConfigError, OSError):
+        return False
 
 
 def _running_url(home: Path, name: str) -> str | None:
-    record = load_record(_record_path(home.absolute(), name), ServiceRecord)
-    return record.url if record is not None and is_alive(record.process) else None
-
-
-def _record_path(home: Path, name: str) -> Path:
-    return home / "services" / f"{name}.json"
-
-
-def _lock_path(home: Path) -> Path:
-    return home / "services" / "services.lock"
+    record = servers.running(home, name)
+    return None if record is None else record.url

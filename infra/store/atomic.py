@@ -141,10 +141,14 @@ def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
     """A durable file beside `path` holding `data`; removed at the end if it is still there."""
     temporary = temporary_sibling(path)
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk does not say which
+            raise
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

@@ -308,6 +308,14 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
     return entries[start:end]
 
 
+def current_generation(entries: Sequence[LogEntry]) -> int:
+    """Number of the first attempt of the generation that is under way, or that would be next."""
+    members = generation(entries)
+    if not members or members[-1].kind == "committed":
+        return len(entries)
+    return members[0].number
+
+
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
     """What the journal of a generation consists of; arguments as of `generation`."""
     members = generation(entries, attempt)

@@ -62,6 +62,10 @@ class StageSpec(BaseModel):
     inputs: dict[str, Artifact]
     seed: int
     store_uri: str
+    sources: dict[str, str] = {}
+    """sha256 by module of the code that the fingerprint was made from; compared by the job."""
+    libraries: dict[str, str | None] = {}
+    """Versions by distribution, the same."""
     runtime: dict[str, Any] = {}
     """`engines.config.stages.Runtime`: what cannot change the output."""
 

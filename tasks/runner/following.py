@@ -108,6 +108,8 @@ class JobFollower:
         self._page = page
         self._watcher = say
         self._positions: dict[int, int] = {}
+        self.others_wait = False
+        """Whether a cancelled job goes on because someone else follows it."""
 
     def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
         """Submit or attach, then wait for the commit.
@@ -312,7 +314,8 @@ class JobFollower:
         if not log or log[-1].kind != "held":
             return
         name = self._submission.submission_id(log[-1].number)
-        if num_others:
+        self.others_wait = num_others > 0
+        if self.others_wait:
             self._say(f"cancelled; {name} goes on: {num_others} others wait for it")
             return
         self._say(f"cancelled; stopping {name}")

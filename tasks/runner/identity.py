@@ -7,26 +7,27 @@ enters.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
-from engines.config.base import identity_values
-from engines.config.plugins import named_rows
+from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
 from infra.identity.fingerprint import (
     environment_digest,
+    installed_libraries,
     outside_code,
-    sources_digest,
     stage_fingerprint,
 )
 from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
+from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
+from tasks.runner.numeric_code import numeric_sources
 
 STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
-    "megatron-core", "mbridge",
+    "megatron-core", "mbridge", "math-verify", "sympy", "latex2sympy2-extended",
 )  # fmt: skip
 """Libraries whose version can change what a job computes."""
 
@@ -66,21 +67,46 @@ class StageRequest:
         return self.config.interpreter
 
     @cached_property
+    def sources(self) -> dict[str, str]:
+        """sha256 by module of our code that can change what the job yields."""
+        return numeric_sources([self.job_module, *self.config.plugin_modules()])
+
+    @property
+    def libraries(self) -> dict[str, str | None]:
+        """Versions by distribution that can change what the job yields."""
+        return installed_libraries(NUMERIC_DISTRIBUTIONS, self.interpreter)
+
+    @cached_property
+    def environment(self) -> str:
+        """Digest of the libraries and of other people's code that the job would run."""
+        return environment_of(frozenset(self.config.plugins()), self.interpreter)
+
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 of everything above and of the code and libraries that would run."""
         return stage_fingerprint(
             stage=self.stage,
             schema_version=STAGE_SCHEMA_VERSION,
-            config=identity_values(self.config),
+            config=self.config.identity_values(),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sources_digest([self.job_module, *self.config.plugin_modules()]),
-            environment_digest=environment_digest(
-                NUMERIC_DISTRIBUTIONS,
-                outside_code(named_rows(self.config.plugins())),
-                self.interpreter,
-            ),
+            sources_digest=sha256_json([self.config.plugin_targets(), self.sources]),
+            environment_digest=self.environment,
         )
+
+
+@cache
+def environment_of(named: frozenset[tuple[PluginKind, str]], interpreter: Path | None) -> str:
+    """Digest of what is installed, of which other people's parts count where they are named.
+
+    Args:
+        named: kind and name of parts.
+        interpreter: of a job environment; None: this one.
+
+    Returns:
+        64 hex digits; found out once per process.
+    """
+    return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named_rows(named)), interpreter)
 
 
 def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> StageRequest:

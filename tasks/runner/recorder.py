@@ -1,188 +1,150 @@
-"""Sends a pipeline run to MLflow from one thread of its own, in order.
+"""What a pipeline run and its stages have to say, put into the tracking ledger.
 
-Promises: no stage ever waits for MLflow; nothing is imported or opened before the first stage
-that really runs, so a run that reuses everything costs nothing; a run has one writer. What could
-not be sent stays in the journals.
+Promises: nothing here waits for a tracker; one run per pipeline run, a retry and a repetition
+included; a stage's run stays below the pipeline run that computed it, and later ones carry its
+id; a forced generation is a run of its own. A run whose stages the tracker knows already, and that
+it knows itself, opens nothing.
 """
 
-import logging
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.config.stages import PromoteConfig
-from infra.store.stage_spec import Artifact, CommitRecord
-from infra.tracking.stage_run import JournalReader
-from infra.tracking.tracker import StageRun, Tracker
+from infra.store.canonical import sha256_json
+from infra.store.stage_spec import CommitRecord
+from infra.tracking.ledger import Owner, RunEntry
+from infra.tracking.shipper import Shipper
 from tasks.runner.identity import StageRequest
 
-CLOSE_DEADLINE_S = 90.0
+CLOSE_DEADLINE_S = 60.0
+CLOSE_IN_HASTE_S = 5.0
+"""For a run that somebody ended, or that failed: what is not told is told by the next."""
 
 EndStatus = Literal["FAILED", "KILLED"]
-StageStatus = Literal["FINISHED", "FAILED", "KILLED"]
-
-_log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """One pipeline run in MLflow: a parent run, and a child for each of its stages.
+    """One pipeline run in the tracker: a parent run, and a child for each stage it computes.
 
     Args:
-        make_tracker: opens the tracker; called on the recorder's thread, when first needed.
-        run_name: name of the parent run.
+        shipper: tells the tracker.
+        identity: what makes this pipeline run this one; the same continues its run.
+        name: of the parent run.
         params: settings of the parent run.
-        tags: tags of the parent run; `flow_run_id` makes a retried flow run continue its run.
+        tags: tags of the parent run.
+        store_uri: of the stages; equal stages of two stores are two runs.
     """
 
     def __init__(
         self,
-        make_tracker: Callable[[], Tracker],
-        run_name: str,
+        shipper: Shipper,
+        *,
+        identity: Mapping[str, str],
+        name: str,
         params: Mapping[str, Any],
         tags: Mapping[str, str],
+        store_uri: str,
     ) -> None:
-        self._make_tracker = make_tracker
-        self._run_name = run_name
-        self._params = params
-        self._tags = tags
-        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._waiting_to_ship: set[str] = set()
-        self._thread: threading.Thread | None = None
-        self._tracker: Tracker | None = None
-        self._parent_run_id: str | None = None
-        self._stage_runs: dict[str, StageRun] = {}
-        self._reused: list[tuple[StageRequest, CommitRecord]] = []
+        self._shipper = shipper
+        self._store_uri = store_uri
+        self._owner = Owner.this_process()
+        key = sha256_json(dict(identity))
+        new = RunEntry(
+            key=key,
+            name=name,
+            owner=self._owner,
+            params=dict(params),
+            tags={**tags, "pipeline": name},
+        )
+        self._before = shipper.find(key)
+        self._run = (self._before or new).model_copy(
+            update={"owner": self._owner, "state": "RUNNING"}
+        )
+        self._close_deadline_s = CLOSE_DEADLINE_S
+        shipper.begin()
 
-    def stage_reused(self, request: StageRequest, record: CommitRecord) -> None:
-        """A stage was found committed; that is told once some stage of this run is not."""
-        self._reused.append((request, record))
-        if self._thread is not None:
-            self._put(self._tell_reused)
+    def stage_reused(
+        self, request: StageRequest, record: CommitRecord, generation: int = 0
+    ) -> None:
+        """A stage was found committed, by a generation whose first attempt has this number."""
+        entry = self._stage(request, generation)
+        if not self._shipper.is_settled(entry.key):
+            self._shipper.put(self._run)
+            self._shipper.put(entry.committed(record))
 
-    def stage_started(self, request: StageRequest) -> None:
-        """A stage begins to run: find or make its run."""
-        self._put(self._tell_reused)
-        self._put(lambda: self._open_stage(request))
+    def stage_started(self, request: StageRequest, generation: int = 0) -> None:
+        """A stage begins to run."""
+        entry = self._stage(request, generation)
+        self._shipper.put(self._run)
+        self._shipper.put(entry)
 
-    def ship(self, label: str, journal: JournalReader) -> None:
-        """A stage's journal has new records; sent unless that is waiting to be done already."""
-        if label not in self._waiting_to_ship:
-            self._waiting_to_ship.add(label)
-            self._put(lambda: self._ship(label, journal))
+    def stage_grew(self, request: StageRequest, generation: int = 0) -> None:
+        """A stage's journal has new records."""
+        self._shipper.journal_grew(self._key(request, generation))
 
-    def stage_finished(self, label: str, journal: JournalReader, record: CommitRecord) -> None:
-        """A stage was committed: send the rest of its journal and its output."""
-        self._put(lambda: self._finish(label, journal, "FINISHED", record))
+    def stage_finished(
+        self, request: StageRequest, record: CommitRecord, generation: int = 0
+    ) -> None:
+        """A stage was committed."""
+        self._shipper.put(self._stage(request, generation).committed(record))
 
-    def stage_ended(self, label: str, journal: JournalReader, status: EndStatus) -> None:
+    def stage_ended(self, request: StageRequest, status: EndStatus, generation: int = 0) -> None:
         """A stage ended without a commit."""
-        self._put(lambda: self._finish(label, journal, status, None))
-
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float], done: Path
-    ) -> None:
-        """A model passed its gate: make it a version, and move the alias.
-
-        Args:
-            gate: name of the registered model, and the alias.
-            model: the merged model.
-            metrics: by which it was promoted.
-            done: an empty file that is made when it is done.
-        """
-        self._put(lambda: self._register(gate, model, metrics, done))
+        self._shipper.put(self._stage(request, generation).model_copy(update={"state": status}))
 
     def run_finished(self, directory: Path, metrics: Mapping[str, float]) -> None:
-        """The run has its results: log the report's files, if anything of it is in MLflow."""
-        if self._thread is not None:
-            self._put(lambda: self._finish_run(directory, metrics))
+        """The run has its results.
+
+        Args:
+            directory: of its report.
+            metrics: headline numbers of the whole run.
+        """
+        self._run = self._run.model_copy(
+            update={"state": "FINISHED", "metrics": dict(metrics), "files": directory}
+        )
+        before = self._before if self._shipper.is_settled(self._run.key) else None
+        if before is None or (before.state, before.stages, before.metrics) != (
+            *("FINISHED", self._run.stages),
+            self._run.metrics,
+        ):
+            self._shipper.put(self._run)
 
     def run_ended(self, status: EndStatus) -> None:
         """The run ended without its results."""
-        if self._thread is not None:
-            self._put(lambda: self._end_run(status))
+        self._close_deadline_s = CLOSE_IN_HASTE_S
+        if self._run.stages:
+            self._shipper.put(self._run.model_copy(update={"state": status}))
 
     def close(self) -> None:
-        """Wait until everything is sent, but not for ever."""
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        self._thread.join(CLOSE_DEADLINE_S)
-        if self._thread.is_alive():
-            _log.warning(
-                "MLflow did not take everything within %g s; metrics stay in the journals",
-                CLOSE_DEADLINE_S,
-            )
+        """Wait until everything is told, but not for ever."""
+        self._shipper.close(self._close_deadline_s)
 
-    def _put(self, work: Callable[[], object]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="recorder", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
+    def _key(self, request: StageRequest, generation: int) -> str:
+        return sha256_json([self._store_uri, request.fingerprint, generation])
 
-    def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001  lineage is worth a warning, never a run
-                _log.warning("MLflow: %s", error)
-
-    def _open(self) -> Tracker:
-        if self._tracker is None:
-            self._tracker = self._make_tracker()
-            self._parent_run_id = self._tracker.start_pipeline(
-                self._run_name, self._params, self._tags
-            )
-        return self._tracker
-
-    def _open_stage(self, request: StageRequest) -> StageRun:
-        run = self._open().stage_run(
-            self._parent_run_id,
-            request.label,
-            request.fingerprint,
-            request.config.model_dump(mode="json"),
-            {name: artifact.digest for name, artifact in request.inputs.items()},
+    def _stage(self, request: StageRequest, generation: int) -> RunEntry:
+        """A stage as it begins, below the run that computes it or computed it."""
+        key = self._key(request, generation)
+        stages = {**self._run.stages, request.label: key}
+        self._run = self._run.model_copy(update={"stages": stages})
+        known = self._shipper.find(key)
+        if known is not None:
+            return known.model_copy(update={"owner": self._owner, "state": "RUNNING"})
+        return RunEntry(
+            key=key,
+            name=request.label,
+            fingerprint=request.fingerprint,
+            generation=generation,
+            parent=self._run.key,
+            owner=self._owner,
+            params=request.config.model_dump(mode="json"),
+            tags={
+                "stage": request.label,
+                "fingerprint": request.fingerprint,
+                "run_name": self._run.name,
+            },
+            inputs=dict(request.inputs),
         )
-        self._stage_runs[request.label] = run
-        return run
-
-    def _tell_reused(self) -> None:
-        while self._reused:
-            request, record = self._reused.pop(0)
-            run = self._open_stage(request)
-            run.finish("FINISHED", record.artifact, record.metrics, reused=True)
-
-    def _ship(self, label: str, journal: JournalReader, *, now: bool = False) -> None:
-        self._waiting_to_ship.discard(label)
-        if label in self._stage_runs:
-            self._stage_runs[label].ship(journal, now=now)
-
-    def _finish(
-        self, label: str, journal: JournalReader, status: StageStatus, record: CommitRecord | None
-    ) -> None:
-        self._ship(label, journal, now=True)
-        if label in self._stage_runs:
-            artifact = record.artifact if record else None
-            self._stage_runs[label].finish(status, artifact, record.metrics if record else None)
-
-    def _register(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float], done: Path
-    ) -> None:
-        version = self._open().register_model(
-            gate.model_name, gate.alias, model, self._parent_run_id, metrics
-        )
-        if version is not None:
-            done.parent.mkdir(parents=True, exist_ok=True)
-            done.touch()
-
-    def _finish_run(self, directory: Path, metrics: Mapping[str, float]) -> None:
-        tracker = self._open()
-        tracker.log_artifacts(self._parent_run_id, directory, "report")
-        tracker.finish_pipeline(self._parent_run_id, "FINISHED", metrics)
-
-    def _end_run(self, status: EndStatus) -> None:
-        self._open().finish_pipeline(self._parent_run_id, status)
 
 
 def end_status(error: BaseException) -> EndStatus:

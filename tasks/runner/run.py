@@ -5,7 +5,6 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from engines.config.stages import PromoteConfig
 from infra.store.stage_spec import Artifact
 from tasks.runner.identity import StageRequest
 
@@ -60,10 +59,4 @@ class StageRunner(Protocol):
 
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or find that it is done."""
-        ...
-
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        """Enter a model that passed the gate into the registry, once."""
         ...

@@ -10,15 +10,15 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from engines.config.stages import PromoteConfig, Runtime
+from engines.config.stages import Runtime
 from infra.ray.jobs import RayJobs
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_log import current_generation
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
-from infra.tracking.journal import JournalRecord, read_journal
+from infra.tracking.journal import JournalRecord
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
@@ -55,7 +55,7 @@ class StageContext:
         storage: the store of artifacts and commit records.
         ray_jobs: gives the job client, starting a cluster if need be; not called while every
             stage is reused.
-        recorder: sends metrics and lineage to MLflow.
+        recorder: keeps metrics and lineage.
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
@@ -89,6 +89,7 @@ class StageContext:
         self._force = force
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
+        self._others_wait = False
         self.results: list[StageResult] = []
 
     @property
@@ -100,6 +101,11 @@ class StageContext:
     def seed(self) -> int:
         """Of the run."""
         return self._seed
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether the stage that ended the run goes on for someone else."""
+        return self._others_wait
 
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result.
@@ -124,7 +130,7 @@ class StageContext:
             record = self._compute(request, force)
         else:
             self._storage.verify(record.artifact, "size")
-            self._recorder.stage_reused(request, record)
+            self._recorder.stage_reused(request, record, self._generation(record))
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"
@@ -142,14 +148,6 @@ class StageContext:
         self._observer.stage_finished(result)
         return result
 
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        """Enter a model that passed the gate into the registry, once per gate and model."""
-        marker = self._home / "registered" / f"{gate.model_name}-{gate.alias}-{model.digest}"
-        if not marker.exists():
-            self._recorder.register_model(gate, model, metrics, marker)
-
     def _compute(self, request: StageRequest, force: str) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
@@ -159,7 +157,8 @@ class StageContext:
             runtime=self._runtime,
             metadata=self._metadata,
         )
-        self._recorder.stage_started(request)
+        of = current_generation(self._storage.attempts.entries(request.fingerprint))
+        self._recorder.stage_started(request, of)
         follower = JobFollower(
             label=request.label,
             fingerprint=request.fingerprint,
@@ -171,17 +170,21 @@ class StageContext:
             say=lambda text: self._observer.message(request.label, text),
         )
 
-        journal = partial(read_journal, self._storage, request.fingerprint)
-
         def on_record(record: JournalRecord) -> None:
             self._observer.record(request.label, record)
-            self._recorder.ship(request.label, journal)
+            self._recorder.stage_grew(request, of)
 
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            self._recorder.stage_ended(request.label, journal, end_status(error))
+            self._others_wait = follower.others_wait
+            self._recorder.stage_ended(request, end_status(error), of)
             raise
-        self._recorder.stage_finished(request.label, journal, record)
+        self._recorder.stage_finished(request, record, self._generation(record))
         page.close()
         return record
+
+    def _generation(self, record: CommitRecord) -> int:
+        """The generation that made a commit."""
+        log = self._storage.attempts.entries(record.fingerprint)
+        return current_generation(log[: record.attempt + 1])

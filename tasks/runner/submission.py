@@ -95,6 +95,8 @@ class Submission:
             config=request.config.model_dump(mode="json"),
             inputs=dict(request.inputs),
             seed=request.seed,
+            sources=request.sources,
+            libraries=request.libraries,
             store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
         )

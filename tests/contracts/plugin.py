@@ -17,6 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "lora, moe (test_backend)",
     )
     group.addoption("--platform", default="cpu", help="hardware platform (test_platform)")
+    group.addoption("--tracker", help="tracker by name (test_tracker)")
+    group.addoption("--tracker-uri", help="address of its service (same)")
+    group.addoption("--tracker-reader", help="module:function that reads a run back (same)")
     group.addoption("--reward", help="reward: a name or path/to/file.py:name (test_reward)")
     group.addoption("--preprocessor", help="layout of raw rows (test_preprocessor)")
     group.addoption("--rows", help="JSON lines of raw rows (same)")

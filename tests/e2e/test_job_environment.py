@@ -21,5 +21,5 @@ def test_a_pipeline_in_the_environment_of_veomni(tmp_path: Path) -> None:
     scalars = [json.loads(file.read_text()) for file in policies]
     assert {(one["backend"], one["world_size"]) for one in scalars} == {("veomni", 2)}
     assert len(policies) == 2
-    specs = [json.loads(file.read_text()) for file in (home.path / "work").rglob("spec.json")]
+    specs = [json.loads(file.read_text()) for file in (home.path / "store/work").rglob("spec.json")]
     assert {spec["stage"] for spec in specs} >= {"sft", "rl_round", "merge", "evaluate"}

@@ -75,7 +75,7 @@ RL_ROUND = {
             "overlong": {"enable": True, "buffer_length": 2, "penalty_factor": 0.5},
         },
         "reward": REWARD,
-        "max_logprob_diff": 1e-4,
+        "mismatch": {"max": 1e-4},
     },
     "checkpoint": {"every_num_steps": 2},
 }

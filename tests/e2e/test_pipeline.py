@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
@@ -64,10 +65,14 @@ def test_prefect_shows_the_run_and_its_stages(finished: tuple[Home, str]) -> Non
 
 
 def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) -> None:
+    from mlflow import set_tracking_uri
     from mlflow.tracking import MlflowClient
+    from mlflow.transformers import load_model
 
     home, printed = finished
-    client = MlflowClient(f"sqlite:///{home.path / 'mlflow.db'}")
+    uri = f"sqlite:///{home.path / 'mlflow.db'}"
+    set_tracking_uri(uri)
+    client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("rlhf")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
@@ -88,21 +93,22 @@ def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) 
     history = client.get_metric_history(children["sft"].info.run_id, "train/loss")
     assert [metric.step for metric in history] == [1, 2, 3, 4]
     version = client.get_model_version_by_alias("tiny", "champion")
-    assert digests["merge"] in version.source
+    assert version.tags["rlhf.digest"] == digests["merge"]
+    loaded: Any = load_model("models:/tiny@champion", return_type="components")
+    assert sum(weight.numel() for weight in loaded["model"].parameters()) > 0
+    assert loaded["tokenizer"]("1+1=")["input_ids"]
 
 
 def test_the_second_run_reuses_everything_and_starts_no_cluster(
     finished: tuple[Home, str],
 ) -> None:
     home, first = finished
-    log = home.path / "services" / "ray.log"
+    log = home.path / "logs" / "ray.log"
     before = log.stat().st_mtime_ns
+    report = home.report(first)
     printed = home.rlhf("run")
-    report = home.report(printed)
-    assert ran(report) == []
-    assert [stage["digest"] for stage in report["stages"]] == [
-        stage["digest"] for stage in home.report(first)["stages"]
-    ]
+    assert printed.count("reused") >= len(report["stages"])
+    assert home.report(printed) == report, "the report of the work stays"
     assert log.stat().st_mtime_ns == before
 
 

@@ -18,11 +18,11 @@ import pytest
 
 from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
-from infra.host.processes import is_alive
-from infra.host.records import load_record
+from infra.host import servers
+from infra.host.servers import ServerRecord
 from infra.ray.api import RayApi
-from infra.ray.cluster import Cluster, ensure_cluster, stop_embedded
-from infra.ray.embedded import RayRecord, open_api, record_path
+from infra.ray.cluster import Cluster, ensure_cluster
+from infra.ray.embedded import is_ready
 from infra.ray.job_types import JobRequest, JobState
 from infra.ray.jobs import RayJobs
 from infra.waiting import wait_for
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     try:
         yield home
     finally:
-        stop_embedded(home)
+        servers.end(home, "ray")
         for name, value in before.items():
             env.set_for_process(name, value)
 
@@ -61,7 +61,8 @@ def _running(jobs: RayJobs, name: str) -> None:
     wait_for(lambda: jobs.status(name).state == JobState.RUNNING, f"{name} to run", JOB_DEADLINE_S)
 
 
-def _family(record: RayRecord) -> list[psutil.Process]:
+def _family(record: ServerRecord) -> list[psutil.Process]:
+    assert record.process is not None
     leader = psutil.Process(record.process.pid)
     return [leader, *leader.children(recursive=True)]
 
@@ -82,7 +83,7 @@ def test_nobody_gets_an_answer_without_the_token(home: Path, cluster: Cluster) -
 def test_every_server_of_the_head_listens_on_loopback(home: Path, jobs: RayJobs) -> None:
     assert jobs.submit("loopback", _request("pass"))
     jobs.wait("loopback", JOB_DEADLINE_S)
-    record = load_record(record_path(home), RayRecord)
+    record = servers.load(home, "ray")
     assert record is not None
     pids = {process.pid for process in _family(record)}
     listening = {
@@ -172,9 +173,9 @@ def test_an_existing_cluster_by_address_is_used_and_never_stopped(
     assert not existing.started
     assert RayJobs(existing).find({}) == RayJobs(cluster).find({})
     assert existing.release() is False
-    record = load_record(record_path(home), RayRecord)
+    record = servers.load(home, "ray")
     assert record is not None
-    assert is_alive(record.process)
+    assert record.is_running
 
 
 def test_a_second_process_shares_the_head_and_its_release_leaves_it(
@@ -225,16 +226,17 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
 ) -> None:
     assert jobs.submit("left", _request("import time; time.sleep(600)"))
     _running(jobs, "left")
-    record = load_record(record_path(home), RayRecord)
+    record = servers.load(home, "ray")
     assert record is not None
+    assert record.process is not None
     temp_dir = next(a for a in record.process.argv if a.startswith("--temp-dir=")).split("=")[1]
     family = _family(record)
     assert len(family) > 5
-    assert cluster.release(keep_running_jobs=True) is False
+    assert cluster.release() is False, "the job goes on"
     again = ensure_cluster(home)
     assert not again.started
     started = time.monotonic()
-    assert again.release() is True
+    assert again.release(with_jobs=True) is True
     assert time.monotonic() - started < 15
     gone, alive = psutil.wait_procs(family, timeout=1)
     assert alive == []
@@ -243,7 +245,7 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
         for p in psutil.process_iter(["cmdline"])
         if p.status() != psutil.STATUS_ZOMBIE and temp_dir in " ".join(p.info["cmdline"] or [])
     ] == []
-    assert load_record(record_path(home), RayRecord) is None
+    assert servers.load(home, "ray") is None
     assert cluster.release() is False
 
 
@@ -271,9 +273,10 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
         for starter in starters:
             starter.kill()
             starter.wait()
-        record = load_record(record_path(tmp_path), RayRecord)
+        record = servers.load(tmp_path, "ray")
         assert record is not None
-        assert is_alive(record.process), "jobs of a killed run go on"
+        assert record.process is not None
+        assert record.is_running, "jobs of a killed run go on"
         heir = ensure_cluster(tmp_path)
         assert not heir.started
         # A head that is killed without a word leaves a job behind in a session of its own.
@@ -287,11 +290,11 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
         pid = int(wait_for(lambda: pid_path.exists() and pid_path.read_text(), "pid", 90.0))
         driver = psutil.Process(pid)
         os.kill(record.process.pid, signal.SIGKILL)
-        wait_for(lambda: not is_alive(record.process), "the head's death", 10.0)
+        wait_for(lambda: not record.is_running, "the head's death", 10.0)
         heir = ensure_cluster(tmp_path)
         assert heir.started
         assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
-        assert open_api(load_record(record_path(tmp_path), RayRecord) or record).version()
+        assert is_ready(servers.load(tmp_path, "ray") or record)
         assert heir.release() is True
     finally:
         for starter in starters:
@@ -299,4 +302,4 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
             starter.wait()
             if starter.stdout:
                 starter.stdout.close()
-        stop_embedded(tmp_path)
+        servers.end(tmp_path, "ray")

@@ -1,27 +1,28 @@
 """`up`, `status` and `down` with the real Prefect, MLflow and Ray servers."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from rlhf.testing.tiny_models import write_tiny_models
 
 from infra import env
+from infra.host import servers
 from infra.host.loopback_http import online_workers
 from infra.host.processes import ProcessRecord, is_alive
-from infra.host.records import load_record
 from infra.ray.cluster import ensure_cluster
-from infra.ray.embedded import RayRecord, record_path
 from infra.ray.jobs import RayJobs
 from infra.services.commands import WORK_POOL
 from infra.services.stack import (
-    ServiceRecord,
     down,
     running_mlflow_url,
     running_prefect_url,
@@ -29,17 +30,12 @@ from infra.services.stack import (
     up,
 )
 from infra.store.stage_spec import Artifact
-from infra.tracking.journal import Journal, JournalRecord, read_records
-from infra.tracking.tracker import Tracker
+from infra.tracking.mlflow_tracker import MlflowTracker
+from infra.tracking.tracker import MetricPoint, ModelCandidate, TrackedRun, TrackerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
 NAMES = ("prefect", "worker", "mlflow", "ray")
-
-
-def one_segment(path: Path, at: Mapping[int, int]) -> tuple[list[JournalRecord], dict[int, int]]:
-    records, end = read_records(path, at.get(0, 0))
-    return records, {0: end}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,13 +64,12 @@ def running(home: Path) -> Path:
 
 def _records(home: Path) -> dict[str, ProcessRecord]:
     records = {}
-    for name in NAMES[:3]:
-        record = load_record(home / "services" / f"{name}.json", ServiceRecord)
+    for name in NAMES:
+        record = servers.load(home, name)
         assert record is not None
+        assert record.process is not None
         records[name] = record.process
-    ray = load_record(record_path(home), RayRecord)
-    assert ray is not None
-    return {**records, "ray": ray.process}
+    return records
 
 
 def test_everything_answers_on_loopback_only(running: Path) -> None:
@@ -117,38 +112,36 @@ def test_a_run_uses_the_head_and_does_not_end_it(running: Path) -> None:
     assert is_alive(_records(running)["ray"])
 
 
-def test_runs_files_and_models_go_through_the_mlflow_server(running: Path, tmp_path: Path) -> None:
+def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
+    running: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = running_mlflow_url(running)
     assert url is not None
-    tracker = Tracker.open(running, uri=url)
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        for step in range(50):
-            journal.metrics(step, {"train/loss": 1.0 / (step + 1)})
-    parent = tracker.start_pipeline("through the server", {"a": 1}, {})
-    stage = tracker.stage_run(parent, "sft", "a" * 64, {"b": 2}, {"data": "d" * 64})
-    assert stage.ship(lambda at: one_segment(tmp_path / "journal.jsonl", at), now=True)
-    assert stage.ship(lambda at: one_segment(tmp_path / "journal.jsonl", at), now=True)
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    (model_dir / "config.json").write_text("{}")
-    model = Artifact(kind="model", uri=str(model_dir), digest="e" * 64, fingerprint="f" * 64)
-    version = tracker.register_model("m", "champion", model, stage.run_id, {"accuracy": 0.9})
-    assert version == "1"
-    assert tracker.register_model("m", "champion", model, stage.run_id, {}) == "1"
-    stage.finish("FINISHED", model, {"accuracy": 0.9})
-    tracker.finish_pipeline(parent, "FINISHED")
+    tracker = MlflowTracker(TrackerSettings(running, url))
+    parent = tracker.open_run(TrackedRun("p" * 8, "through the server", params={"a": 1}))
+    run_id = tracker.open_run(TrackedRun("s" * 8, "promote", parent))
+    points = [MetricPoint("train/loss", 1.0 / (step + 1), step, 1000 + step) for step in range(50)]
+    for _ in range(2):
+        tracker.log_metrics(run_id, points, "50")
+    tracker.set_state(run_id, "FINISHED", {}, {"accuracy": 0.9})
 
+    write_tiny_models(tmp_path)
+    directory = tmp_path / "llama"
+    artifact = Artifact(kind="model", uri=str(directory), digest="e" * 64, fingerprint="f" * 64)
+    candidate = ModelCandidate("m", "champion", artifact, directory, run_id, {"accuracy": 0.9})
+    assert [tracker.register(candidate) for _ in range(2)] == ["1", "1"]
+
+    from mlflow import set_tracking_uri
     from mlflow.tracking import MlflowClient
+    from mlflow.transformers import load_model
 
-    client = MlflowClient(tracking_uri=url)
-    history = client.get_metric_history(str(stage.run_id), "train/loss")
-    assert [(m.step, m.value) for m in history] == [(s, 1.0 / (s + 1)) for s in range(50)]
-    assert [f.path for f in client.list_artifacts(str(stage.run_id), "model")] == [
-        "model/config.json"
-    ]
-    champion = tracker.registered_model("m", "champion")
-    assert champion is not None
-    assert champion.digest == "e" * 64
+    history = MlflowClient(url).get_metric_history(run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(p.step, p.value) for p in points]
+    set_tracking_uri(url)
+    # Another machine has neither the store nor the server's files.
+    shutil.move(directory, tmp_path / "elsewhere")
+    loaded: Any = load_model("models:/m@champion", return_type="components")
+    assert sum(weight.numel() for weight in loaded["model"].parameters()) > 0
 
 
 def test_a_service_that_died_is_started_again(running: Path) -> None:
@@ -177,14 +170,15 @@ def test_zz_down_ends_exactly_these_and_is_idempotent(running: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     try:
         started = time.monotonic()
-        assert sorted(down(running)) == sorted(NAMES)
+        ended, kept = down(running)
+        assert (sorted(ended), kept) == (sorted(NAMES), [])
         assert time.monotonic() - started < 30
         assert psutil.wait_procs(processes, timeout=1)[1] == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
         bystander.wait()
-    assert down(running) == []
+    assert down(running) == ([], [])
     assert [service.state for service in status(running)] == ["down"] * 4
 
 
@@ -192,7 +186,8 @@ def test_zz_down_spares_the_head_of_a_run_that_is_no_service(tmp_path: Path) -> 
     cluster = ensure_cluster(tmp_path)
     try:
         assert cluster.started
-        assert down(tmp_path) == []
+        ended, kept = down(tmp_path)
+        assert (ended, [(k.name, k.users) for k in kept]) == ([], [("ray", (os.getpid(),))])
         assert cluster.api.version()
     finally:
         assert cluster.release() is True

@@ -127,14 +127,14 @@ OVERRIDES = [
         "rl.optimizer.schedule: got 'cosine'; need 'constant', for the number of rounds is open",
     ),
     (
-        ["rl.max_logprob_diff=0.001", "rl.sampling.top_p=0.9"],
-        "rl.max_logprob_diff: got 0.001 with top_p 0.9 and top_k 0; need top_p 1 and top_k 0, else "
-        "the sampler's distribution is not the trainer's by construction; set it to null",
+        ["rl.sampling.top_p=0.9"],
+        "rl.mismatch.enable: got true with top_p 0.9 and top_k 0; need top_p 1 and top_k 0, else "
+        "the sampler's distribution is not the trainer's by construction; set it to false",
     ),
     (
-        ["rl.max_logprob_diff=0.001", "rl.sampling.top_k=5"],
-        "rl.max_logprob_diff: got 0.001 with top_p 1.0 and top_k 5; need top_p 1 and top_k 0, else "
-        "the sampler's distribution is not the trainer's by construction; set it to null",
+        ["rl.sampling.top_k=5"],
+        "rl.mismatch.enable: got true with top_p 1.0 and top_k 5; need top_p 1 and top_k 0, else "
+        "the sampler's distribution is not the trainer's by construction; set it to false",
     ),
     # Row 14: YAML that is no plain data.
     (

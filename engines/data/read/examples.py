@@ -128,10 +128,16 @@ def rl_prompts(
         The prompts that fit, in row order, and the number of the others.
 
     Raises:
-        ConfigError: a prompt is too long, or none is left.
+        ConfigError: a prompt has no token, is too long, or none is left.
     """
     prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
     lengths = [len(ids) for ids in prompt_ids]
+    if 0 in lengths:
+        raise ConfigError(
+            "model.chat_template",
+            f"renders {lengths.count(0)} of {len(lengths)} prompts to 0 tokens (first row "
+            f"{lengths.index(0)}); need a template that writes the messages; set another",
+        )
     kept = _within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
     return RLPrompts(
         tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept),

@@ -21,6 +21,10 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 class ChatTokenizer(Protocol):
     """What this package needs of a tokenizer; transformers' fast tokenizers have it."""
 
+    def __len__(self) -> int:
+        """Tokens, added ones included."""
+        ...
+
     @property
     def chat_template(self) -> Any:
         """Jinja source, a mapping of name to source, or None."""

@@ -30,7 +30,7 @@ from infra.plugins import (
     load_row,
     outside_rows,
 )
-from tasks.runner.identity import StageRequest
+from tasks.runner.identity import StageRequest, environment_of
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 
@@ -347,6 +347,7 @@ def test_a_repaired_module_is_another_fingerprint(
 
 def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
     def fingerprint() -> str:
+        environment_of.cache_clear()
         config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
         return StageRequest(config, {}, 0).fingerprint
 

@@ -12,10 +12,13 @@ from engines.controller.dispatch import (
     collect,
     dispatch,
     dispatch_mode,
+    equal_result,
     split_plan,
     take,
 )
+from engines.errors import WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
+from engines.weight_sync.base import SyncReport
 
 
 def _batch(lengths: list[int]) -> TokenBatch:
@@ -71,6 +74,29 @@ def test_a_result_that_is_equal_everywhere_is_taken_once() -> None:
     batch = _batch([2, 2])
     metrics = TrainMetrics(1.0, 2.0, 3.0, 4)
     assert collect(batch, split_plan(batch, 2), [metrics, metrics]) is metrics
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(TrainMetrics(1.0, 2.0, 3.0, 4), TrainMetrics(1.5, 2.0, 3.0, 4)), (("a",), ("b",)), (1, 2)],
+)
+def test_no_share_of_a_result_is_dropped_silently(shares: tuple[object, object]) -> None:
+    """Neither a list nor a tensor, and not equal: there is nothing right to return."""
+    batch = _batch([2, 2])
+    with pytest.raises(WorkerError, match="a split call: share 1 came to .*, share 0 to .* diverg"):
+        collect(batch, split_plan(batch, 2), shares)
+
+
+def test_replicas_that_diverged_are_named_by_rank() -> None:
+    def report(digest: str, seconds: float) -> SyncReport:
+        return SyncReport(3, digest, 20, 1000, seconds)
+
+    reports = [report("aa", 0.1), report("aa", 0.2), report("bb", 0.1), report("bb", 0.1)]
+    assert equal_result("sync_weights", "rank", reports[:2]) is reports[0]
+    with pytest.raises(
+        WorkerError, match="sync_weights: rank 2, 3 came to .*'bb'.*rank 0 to.*'aa'"
+    ):
+        equal_result("sync_weights", "rank", reports)
 
 
 def test_a_rank_that_returns_too_little_is_noticed() -> None:

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
 from engines.errors import RolloutError
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+from infra.errors import ConfigError
 
 LOSS = policy_loss_fn(AlgorithmConfig(), 6)
 
@@ -52,8 +55,18 @@ def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
 
 def test_nothing_is_sampled_before_the_first_sync(policy_spec: PolicySpec, start_worker) -> None:
     worker = start_worker(policy_spec)
-    with pytest.raises(RolloutError, match="before the first weight sync"):
+    with pytest.raises(RolloutError, match="no confirmed weights; send them first"):
         worker.generate(requests())
+
+
+def test_what_the_rollout_engine_refuses_costs_no_training(
+    policy_spec: PolicySpec, start_worker
+) -> None:
+    rollout = RolloutConfig(options={"max_prefill": 1})
+    with pytest.raises(ConfigError, match=r"rollout.options.max_prefill: .*max_prefill_tokens"):
+        start_worker(replace(policy_spec, rollout=rollout))
+    with pytest.raises(ValidationError, match="'float32' or 'bfloat16'"):
+        RolloutConfig.model_validate({"dtype": "float16"})
 
 
 def test_samples_come_by_request_and_seed_and_carry_the_version(

@@ -25,7 +25,8 @@ from engines.errors import NonFiniteError, WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra import env
 from infra.errors import DeadlineError
-from infra.ray.cluster import ensure_cluster, stop_embedded
+from infra.host import servers
+from infra.ray.cluster import ensure_cluster
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
@@ -48,6 +49,10 @@ class Probe:
         return [f"{item}{suffix}{self.data_parallel_rank}" for item in items]
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def digest(self) -> str:
+        return f"digest of rank {self.rank // 2}"
+
+    @dispatch(Dispatch.RANK_ZERO)
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
 
@@ -96,7 +101,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
     patch.undo()
     env.set_for_process("RAY_ADDRESS", None)
-    stop_embedded(home)
+    servers.end(home, "ray")
     for name, value in before.items():
         env.set_for_process(name, value)
 
@@ -137,6 +142,12 @@ def test_ranks_of_one_place_get_the_same_share(start: GroupFactory) -> None:
     group = start(functools.partial(Probe, lambda rank: rank // 2), world_size=4)
     assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@0"]
     assert group.run(Probe.tag_by_rank, ["a", "b", "c", "d"]) == ["a@0", "b@1", "c@2", "d@3"]
+
+
+def test_ranks_that_must_agree_and_do_not_are_named(start: GroupFactory) -> None:
+    assert start().run(Probe.digest) == "digest of rank 0"
+    with pytest.raises(WorkerError, match="digest: rank 2 came to 'digest of rank 1', rank 0 to"):
+        start(world_size=3).run(Probe.digest)
 
 
 def test_a_dead_rank_is_named_with_its_log_and_nobody_is_left(start: GroupFactory) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infra import env
-from infra.store.canonical import canonical_json
+from infra.store.canonical import canonical_json, sha256_file
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
@@ -16,6 +16,7 @@ from infra.store.work_channel import JobProblem
 
 HOLDER = Holder(id="test", process="test")
 
+JOBS = Path(__file__).resolve().parents[4] / "engines" / "jobs" / "__init__.py"
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 
 
@@ -83,6 +84,20 @@ def test_a_job_publishes_and_commits_itself(spec: StageSpec) -> None:
     assert channel.read_error(0) is None
     assert channel.read_beat(0) is not None
     assert not (channel.local_dir(0) / "output").exists()
+
+
+def test_other_code_than_planned_is_refused_by_its_name(spec: StageSpec) -> None:
+    sources = {"engines.jobs.promote": "0" * 64, "engines.jobs": sha256_file(JOBS)}
+    ended = run(spec, sources=sources)
+    assert ended.returncode == 2
+    assert "engines.jobs.promote;" in ended.stderr
+
+
+def test_other_libraries_than_planned_are_refused_by_name(spec: StageSpec) -> None:
+    ended = run(spec, sources={"engines.jobs": sha256_file(JOBS)}, libraries={"numpy": "0.1"})
+    assert ended.returncode == 2
+    assert "numpy" in ended.stderr
+    assert "for 0.1" in ended.stderr
 
 
 def test_a_job_whose_attempt_is_over_computes_nothing(spec: StageSpec) -> None:

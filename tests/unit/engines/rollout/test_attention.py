@@ -1,5 +1,7 @@
 """Both attention steps against the textbook formula, row by row, and what they refuse."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def test_prefill_then_decode_equals_the_formula():
     query, new_key, new_value = (
         torch.randn(5, heads, 1, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    decode = DecodeStep.build(cache, row_lengths, length=6)
+    decode = DecodeStep(cache, row_lengths, length=6)
     out = decode.attend(0, query, new_key, new_value, SCALING)
     for row, (length, start) in enumerate(zip(row_lengths.tolist(), [0, 3, 3, 4, 4], strict=True)):
         part = slice(start, start + length)
@@ -73,6 +75,15 @@ def test_a_model_that_drops_the_step_is_refused():
 
 def test_attention_it_does_not_compute_is_refused():
     x = torch.zeros(1, 2, 1, 4)
-    step = DecodeStep.build(KVCache(1, 1, 8), torch.tensor([0]), 1)
+    step = DecodeStep(KVCache(1, 1, 8), torch.tensor([0]), 1)
     with pytest.raises(RolloutError, match="softcap"):
         attend(Layer(), x, x, x, None, rollout_step=step, softcap=30.0)
+
+
+def test_a_model_that_drops_its_window_is_refused():
+    layer = Layer()
+    layer.config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention"])
+    x = torch.zeros(1, 2, 1, 4)
+    step = DecodeStep(KVCache(1, 1, 8), torch.tensor([0]), 1)
+    with pytest.raises(RolloutError, match="does not pass its window"):
+        attend(layer, x, x, x, None, rollout_step=step)

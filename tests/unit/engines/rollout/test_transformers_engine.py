@@ -42,6 +42,13 @@ ARCHITECTURES = {
         "moe_intermediate_size": 16,
         "decoder_sparse_step": 1,
     },
+    # Windows shorter than most prompts: in every layer, and in some.
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
 }
 
 

@@ -1,9 +1,10 @@
 """A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -78,13 +79,17 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
     reward_file.write_text(REWARD_CODE, encoding="utf-8")
 
     def run(
-        reward: str, *, max_unscored_frac: float = 1.0, **changes: Any
+        reward: str,
+        *,
+        max_unscored_frac: float = 1.0,
+        training: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
             {
                 "round": 1,
                 "model": {"init": "random", "max_length": 32},
-                "training": {"num_threads": 1},
+                "training": {"num_threads": 1, **training},
                 "rollout": {},
                 "rl": {
                     "num_steps_per_round": 2,
@@ -96,7 +101,7 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                         "function": f"{reward_file}:{reward}",
                         "max_unscored_frac": max_unscored_frac,
                     },
-                    "max_logprob_diff": 1e-4,
+                    "max_num_skipped_steps": 2,
                     **changes,
                 },
                 "checkpoint": {},

@@ -69,6 +69,7 @@ def test_dynamic_sampling_refills_until_the_step_is_full() -> None:
     assert [s.group for s in experience.samples] == [1, 1, 2, 2]
     assert experience.num_groups == 2
     assert [b.num_unscored for b in collector.batches] == [0, 1]
+    assert collector.num_surplus_groups == 1
 
 
 def test_without_the_filter_one_batch_is_a_step_whatever_its_scores() -> None:
@@ -94,5 +95,19 @@ def test_mini_batches_hold_whole_groups_in_order_and_repeat_each_epoch() -> None
         for mini in experience.mini_batches(2, 2)
     ]
     assert last_tokens == [[10, 11, 12], [13, 14]] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "size", "sizes"),
+    [(8, 4, [4, 4]), (5, 4, [3, 2]), (9, 4, [3, 3, 3]), (1, 4, [1])],
+)
+def test_no_optimizer_step_is_made_of_a_rest(num_groups: int, size: int, sizes: list[int]) -> None:
+    samples = [sample(group, float(i)) for group in range(num_groups) for i in range(2)]
+    batches = list(collect(*samples, size=num_groups).mini_batches(size, 1))
+    assert [batch.num_sequences for batch in batches] == [2 * groups for groups in sizes]
+
+
+def test_a_mini_batch_larger_than_the_step_is_the_step() -> None:
+    experience = collect(sample(0, 0.0, (10,)), sample(0, 1.0, (11,)))
     (whole,) = experience.mini_batches(5, 1)
     assert torch.equal(whole.input_ids_T, experience.batch.input_ids_T)

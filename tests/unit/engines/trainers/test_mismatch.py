@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.config.algorithm import AlgorithmConfig
-from engines.errors import WeightSyncError
-from engines.trainers.mismatch import LOGPROB_MAX, MeasuredObjective, check_mismatch
-from engines.types import GlobalCounts, ModelOutputs, TokenBatch, TrainMetrics
+from engines.config.algorithm import AlgorithmConfig, MismatchConfig
+from engines.errors import RolloutError, WeightSyncError
+from engines.trainers.mismatch import (
+    LOGPROB_MAX,
+    LOGPROB_MEAN,
+    MeasuredObjective,
+    MismatchGate,
+    check_versions,
+)
+from engines.types import Completion, GlobalCounts, ModelOutputs, TokenBatch
 
 OBJECTIVE = MeasuredObjective(policy_loss_fn(AlgorithmConfig(), 4))
 
@@ -47,10 +53,41 @@ def test_recomputed_logprobs_are_compared_where_the_batch_has_them() -> None:
     assert output.maxima[LOGPROB_MAX] == 0
 
 
-def test_a_difference_above_the_bound_stops_the_run() -> None:
-    updates = [TrainMetrics(0, 0, 0, 1, {LOGPROB_MAX: value}) for value in (1e-6, 2e-3)]
-    check_mismatch(updates, None)
-    check_mismatch(updates, 1e-2)
-    check_mismatch([], 1e-9)
-    with pytest.raises(WeightSyncError, match=r"is 0\.002, above max_logprob_diff 0\.001"):
-        check_mismatch(updates, 1e-3)
+def found(mean: float, largest: float) -> dict[str, float]:
+    return {LOGPROB_MEAN: mean, LOGPROB_MAX: largest}
+
+
+def test_a_difference_above_a_bound_stops_the_run() -> None:
+    gate = MismatchGate(mean=1e-4, max=1e-3)
+    gate.check([])
+    gate.check([found(2e-4, 1e-3), found(0, 0)])
+    with pytest.raises(WeightSyncError, match=r"_mean is 0\.00015, above rl.mismatch.mean 0\.0001"):
+        gate.check([found(2e-4, 1e-3), found(1e-4, 0)])
+    with pytest.raises(WeightSyncError, match=r"_max is 0\.002, above rl.mismatch.max 0\.001"):
+        gate.check([found(0, 0), found(0, 2e-3), found(0, 0)])
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("enable", [True, False])
+def test_what_is_no_number_never_passes(broken: float, enable: bool) -> None:
+    gate = MismatchGate.of(MismatchConfig(enable=enable, mean=1e9, max=1e9), "float32")
+    for bad in (found(broken, 0), found(0, broken)):
+        with pytest.raises(WeightSyncError, match=f"is {broken}"):
+            gate.check([found(0, 0), bad, found(0, 0)])
+
+
+def test_the_bounds_are_those_of_the_coarser_dtype() -> None:
+    default = MismatchConfig()
+    assert MismatchGate.of(default, "float32", "float32") == MismatchGate(1e-4, 1e-2)
+    assert MismatchGate.of(default, "float32", "bfloat16") == MismatchGate(0.1, 10)
+    assert MismatchGate.of(MismatchConfig(mean=0.2), "bfloat16") == MismatchGate(0.2, 10)
+
+
+def test_tokens_of_other_weights_are_named() -> None:
+    def completion(*versions: int) -> Completion:
+        return Completion("round=1/step=2/prompt=0", 3, (5, 6), (-1.0, -1.0), versions, "stop")
+
+    check_versions([[completion(4, 4)]], 4)
+    for versions, shown in (((4, 5), r"\[4, 5\]"), ((4,), r"\[4\]"), ((), r"\[\]")):
+        with pytest.raises(RolloutError, match=f"prompt=0 sample 3: 2 tokens of versions {shown}"):
+            check_versions([[completion(4, 4), completion(*versions)]], 4)

@@ -1,10 +1,31 @@
 """The RL loop in the cases where a division by nothing lurks."""
 
+import functools
 import math
+from dataclasses import replace
 
 import pytest
 
-from engines.errors import RewardError, WeightSyncError
+from engines.controller.policy_worker import PolicyWorker
+from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
+from engines.types import Completion
+
+TRUNCATED = {"max_new_tokens": 5, "top_k": 3}
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions that weights were published under, in order."""
+    versions: list[int] = []
+    sync = PolicyWorker.sync_weights
+
+    @functools.wraps(sync)
+    def spy(worker: PolicyWorker, version: int):
+        versions.append(version)
+        return sync(worker, version)
+
+    monkeypatch.setattr(PolicyWorker, "sync_weights", spy)
+    return versions
 
 
 def test_a_step_trains_and_reports_finite_numbers(run_round) -> None:
@@ -63,9 +84,56 @@ def test_a_broken_reward_stops_the_round(run_round) -> None:
 
 def test_a_sampler_of_another_distribution_stops_the_round(run_round) -> None:
     """top_k truncates what is sampled from and not what is trained."""
-    sampling = {"max_new_tokens": 5, "top_k": 3}
-    with pytest.raises(WeightSyncError, match="above max_logprob_diff 0.0001"):
-        run_round("odd_length", sampling=sampling)
+    with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.0001"):
+        run_round("odd_length", sampling=TRUNCATED)
+
+
+def test_a_broken_sampler_that_only_ever_scores_the_same_stops_the_round(run_round) -> None:
+    """Every group is filtered, so nothing trains; the samples are compared all the same."""
+    filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
+    with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.0001"):
+        run_round("always", sampling=TRUNCATED, algorithm=filtered)
+    (metrics,) = run_round("always", num_steps_per_round=1, algorithm=filtered)
+    assert 0 < metrics["mismatch/logprob_abs_mean"] <= metrics["mismatch/logprob_abs_max"] <= 1e-4
+
+
+def test_in_bfloat16_rounding_passes_and_another_distribution_does_not(run_round) -> None:
+    training = {"dtype": "bfloat16"}
+    with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.1"):
+        run_round("odd_length", training=training, sampling=TRUNCATED)
+    for metrics in run_round("odd_length", training=training):
+        assert 1e-4 < metrics["mismatch/logprob_abs_mean"] < 0.02
+
+
+def test_too_many_steps_in_a_row_without_training_stop_the_round(run_round, synced) -> None:
+    filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
+    with pytest.raises(NothingToTrainOnError, match="step 3: 3 steps in a row.*more than rl.max"):
+        run_round("always", num_steps_per_round=4, algorithm=filtered)
+    assert synced == [0]
+
+
+def test_versions_follow_the_weights(run_round, synced: list[int]) -> None:
+    """A skipped step makes no version, and a resumed round publishes under the last one."""
+    filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
+    first = run_round("odd_length", num_steps_per_round=2)
+    assert synced == [0, 1, 2]
+    assert [metrics["training/policy_version"] for metrics in first] == [1, 2]
+    run_round("always", num_steps_per_round=4, algorithm=filtered)
+    assert synced == [0, 1, 2, 2]
+    run_round("odd_length", num_steps_per_round=5)
+    assert synced == [0, 1, 2, 2, 2, 5]
+
+
+def test_samples_of_other_weights_than_the_published_ones_are_refused(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*args) -> list[list[Completion]]:
+        return [[replace(c, policy_versions=(7,) * 5) for c in row] for row in generate(*args)]
+
+    generate = PolicyWorker.generate
+    monkeypatch.setattr(PolicyWorker, "generate", functools.wraps(generate)(stale))
+    with pytest.raises(RolloutError, match=r"versions \[7\], published is 0"):
+        run_round("odd_length", sampling={"max_new_tokens": 5})
 
 
 def test_mini_batches_and_epochs_are_updates_of_their_own(run_round) -> None:

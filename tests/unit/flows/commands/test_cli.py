@@ -55,7 +55,7 @@ def test_plan_submits_nothing(
     printed = capsys.readouterr().out
     assert "preprocess" in printed
     assert "1 to run, 7 known once" in " ".join(printed.split())
-    assert not (home / "work").exists()
+    assert not (home / "store/work").exists()
     assert not (home / "services").exists()
 
 

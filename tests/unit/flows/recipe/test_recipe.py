@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.config.base import identity_values
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import RECIPES_DIR, overlay, parse_yaml, recipe_names
 from infra.errors import ConfigError
@@ -38,14 +37,14 @@ def test_overlays_are_applied_in_order_with_yaml_values() -> None:
             "rl.num_rounds=7",
             "rl.num_rounds=2",
             "rl.optimizer.lr=2e-4",
-            "rl.max_logprob_diff=null",
+            "rl.mismatch.mean=2e-4",
             "data.arithmetic.operations=[add, multiply]",
             "data.arithmetic.operations.0=subtract",
         ],
     )
     assert recipe.rl.num_rounds == 2
     assert recipe.rl.optimizer.lr == 2e-4
-    assert recipe.rl.max_logprob_diff is None
+    assert recipe.rl.mismatch.mean == 2e-4
     assert recipe.data.arithmetic is not None
     assert recipe.data.arithmetic.operations == ("subtract", "multiply")
 
@@ -76,7 +75,7 @@ def test_the_run_name_is_the_recipe_not_the_place(tmp_path: Path) -> None:
 
 def test_rounds_do_not_know_how_many_they_are() -> None:
     few, many = load_recipe("quickstart"), load_recipe("quickstart", ["rl.num_rounds=9"])
-    first, second = (identity_values(each.rl_round_stage(2)) for each in (few, many))
+    first, second = (each.rl_round_stage(2).identity_values() for each in (few, many))
     assert first == second
     assert few.sft_stage() == many.sft_stage()
     assert few.rl_round_stage(1) != few.rl_round_stage(2)

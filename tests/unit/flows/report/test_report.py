@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe.recipe import Recipe, load_recipe
+from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import build_report, markdown, plot_data, write_report
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
-from infra.store.storage import LocalStorage
+from infra.store.storage import LocalStorage, open_storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
 from tasks.runner.run import StageResult
 
@@ -55,13 +56,19 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recipe_of(home: Path) -> Recipe:
-    return load_recipe("quickstart", [f"location.store={home / 'store'}"])
+@pytest.fixture
+def recipe(home: Path) -> Recipe:
+    location = LocationConfig(home=str(home))
+    return load_recipe("quickstart").model_copy(update={"location": location})
 
 
-def test_the_report_for_machines(home: Path) -> None:
-    recipe = recipe_of(home)
-    directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
+@pytest.fixture
+def history(home: Path) -> StageHistory:
+    return StageHistory(open_storage(str(home / "store")))
+
+
+def test_the_report_for_machines(home: Path, recipe: Recipe, history: StageHistory) -> None:
+    directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, history)
     data = json.loads((directory / "report.json").read_text())
     assert directory == home / "runs" / recipe.run_name
     assert data["accuracy"] == {"sft": 0.4, "rl_round_1": 0.7, "rl_round_2": 0.9, "final": 0.91}
@@ -70,18 +77,19 @@ def test_the_report_for_machines(home: Path) -> None:
     assert data["promoted"] is True
     assert [stage["name"] for stage in data["stages"]] == [each.label for each in RESULTS]
     assert data["stages"][0]["reused"] is True
+    assert data["stages"][0]["seconds"] == 4.0, "of the job that did the work"
+    assert data["stages"][1]["seconds"] == 2.0
     assert data["stages"][2]["metrics"]["accuracy"] == 0.4
     assert set(data["stages"][1]) >= {"name", "reused", "seconds", "digest", "metrics"}
     assert json.loads((directory / "recipe.json").read_text())["name"] == "quickstart"
 
 
-def test_the_report_for_people(home: Path) -> None:
-    recipe = recipe_of(home)
+def test_the_report_for_people(recipe: Recipe, history: StageHistory) -> None:
     report = build_report(recipe, RESULTS, 12.5)
-    directory = write_report(report, recipe, home)
+    directory = write_report(report, recipe, history)
     text = (directory / "report.md").read_text()
     assert "| sft | ran | 2.0 |" in text
-    assert "| preprocess | reused | 2.0 |" in text
+    assert "| preprocess | reused | 4.0 |" in text
     assert "final 91.0%" in text
     assert "![Reward](reward.svg)" in text
     for name in ("accuracy", "reward", "loss", "time"):
@@ -91,10 +99,8 @@ def test_the_report_for_people(home: Path) -> None:
     assert "data:image/svg+xml;base64," in markdown(report, directory, embed=True)
 
 
-def test_curves_run_on_from_round_to_round(home: Path) -> None:
-    data = plot_data(
-        build_report(load_recipe("quickstart"), RESULTS, 1.0), LocalStorage(home / "store")
-    )
+def test_curves_run_on_from_round_to_round(recipe: Recipe, history: StageHistory) -> None:
+    data = plot_data(build_report(recipe, RESULTS, 1.0), history)
     assert data.reward == Curve([1, 2, 3], [0.2, 0.4, 0.6], [3])
     assert data.loss == Curve([1, 2], [3.0, 2.0], [])
     assert [(bar.label, bar.low) for bar in data.accuracy] == [
@@ -106,19 +112,19 @@ def test_curves_run_on_from_round_to_round(home: Path) -> None:
     assert data.seconds["sft"] == {"load": 1.0, "train": 2.5, "other": 0.5}
 
 
-def test_a_run_that_reuses_everything_draws_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_reuses_everything_leaves_the_report_of_the_work(
+    recipe: Recipe, history: StageHistory
 ) -> None:
-    recipe = recipe_of(home)
-    write_report(build_report(recipe, RESULTS, 12.5), recipe, home)
-
-    def refuse(data: PlotData, directory: Path) -> list[Path]:
-        raise AssertionError("drawn twice")
-
-    monkeypatch.setattr("flows.report.report.draw_plots", refuse)
+    directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, history)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
     again = [each.model_copy(update={"reused": True}) for each in RESULTS]
-    directory = write_report(build_report(recipe, again, 0.5), recipe, home)
-    assert json.loads((directory / "report.json").read_text())["seconds"] == 0.5
+    assert write_report(build_report(recipe, again, 0.5), recipe, history) == directory
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    # A report that is gone is written again, with the times of the work.
+    (directory / "report.json").unlink()
+    write_report(build_report(recipe, again, 0.5), recipe, history)
+    data = json.loads((directory / "report.json").read_text())
+    assert {stage["seconds"] for stage in data["stages"]} == {4.0}
 
 
 def test_equal_data_is_drawn_into_equal_files(tmp_path: Path) -> None:

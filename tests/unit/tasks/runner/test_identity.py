@@ -3,23 +3,21 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from engines.config.stages import PromoteConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.rlhf_pipeline import run_stages
-from infra.identity import fingerprint
 from infra.identity.fingerprint import source_closure
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
+from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.run import StageResult
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -65,11 +63,6 @@ class CommittingRunner:
             job_seconds={},
         )
 
-    def register_model(
-        self, gate: PromoteConfig, model: Artifact, metrics: Mapping[str, float]
-    ) -> None:
-        raise AssertionError("nothing here is promoted")
-
     def _commit(self, request: StageRequest) -> CommitRecord:
         directory = self._scratch / request.fingerprint
         directory.mkdir(parents=True)
@@ -87,17 +80,6 @@ class CommittingRunner:
                 committed_at="2026-01-01T00:00:00+00:00",
             ),
         )
-
-
-@cache
-def digest_once(modules: tuple[str, ...]) -> str:
-    return fingerprint.sources_digest(modules)
-
-
-@pytest.fixture(autouse=True)
-def _sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests ask for the same sources hundreds of times, at a tenth of a second each."""
-    monkeypatch.setattr(identity, "sources_digest", lambda modules: digest_once(tuple(modules)))
 
 
 @pytest.fixture
@@ -152,6 +134,9 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
         (["promote.min_value=0.1"], ["promote"]),
         (["location.experiment=other"], []),
         (["hardware.platform=cpu"], []),
+        (["checkpoint={every_num_steps: 7, num_keep: 3, async_save: true, timeout_s: 9}"], []),
+        (["rollout.timeout_s=9", "training.collective_timeout_s=9"], []),
+        (["rl.reward.num_workers=2"], []),
     ],
 )
 def test_a_change_runs_what_it_touches_and_no_more(
@@ -173,12 +158,12 @@ def test_a_repaired_evaluation_trains_nothing(
     """Findings I 13: the code of an evaluation is in no fingerprint of a training stage."""
     run(two_rounds(), storage, tmp_path)
 
-    @cache
-    def edited(modules: tuple[str, ...]) -> str:
-        reached = "engines.trainers.evaluation" in source_closure(modules)
-        return f"{digest_once(modules)}{' edited' * reached}"
+    def edited(roots: Sequence[str]) -> dict[str, str]:
+        found = numeric_sources(roots)
+        reached = "engines.trainers.evaluation" in found
+        return {**found, "engines.trainers.evaluation": "edited"} if reached else found
 
-    monkeypatch.setattr(identity, "sources_digest", lambda modules: edited(tuple(modules)))
+    monkeypatch.setattr(identity, "numeric_sources", edited)
     assert run(two_rounds(), storage, tmp_path).ran == [*MEASURING, "promote"]
 
 
@@ -325,3 +310,23 @@ def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) ->
     after = digests()
     changed = [old != new for old, new in zip(before, after, strict=True)]
     assert changed == [False, False, True, False]
+
+
+def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path: Path) -> None:
+    reports = []
+    for place in ("first", "second"):
+        below = tmp_path / place
+        below.mkdir()
+        (below / "rows.jsonl").write_text('{"a": 1}\n')
+        (below / "score.py").write_text("def score(*args): return 1.0\n")
+        rows = f"[{{path: {below / 'rows.jsonl'}}}]"
+        recipe = load_recipe(
+            "quickstart",
+            [
+                f"data={{sft: {rows}, rl: {rows}, evaluation: {rows}, max_prompt_length: 48}}",
+                f"rl.reward.function={below / 'score.py'}:score",
+            ],
+        )
+        reports.append(run(recipe, storage, tmp_path).ran)
+    assert reports[0]
+    assert reports[1] == []

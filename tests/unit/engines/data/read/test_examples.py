@@ -4,6 +4,7 @@ import pytest
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read import examples
 from engines.data.read.examples import rl_prompts, sft_examples
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -61,3 +62,13 @@ def test_overlong_prompts(tokenizer: DirectoryTokenizer) -> None:
         rl_prompts(rows, tokenizer, max_prompt_length=5)
     with pytest.raises(ConfigError, match="0 of 3 prompts have at most 1 tokens"):
         rl_prompts(rows, tokenizer, max_prompt_length=1, on_overlong="drop")
+
+
+def test_a_template_that_renders_a_prompt_to_nothing_is_refused(
+    tokenizer: DirectoryTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "render_prompts", lambda _, prompts: [(5,), (), ()])
+    with pytest.raises(
+        ConfigError, match=r"model.chat_template: renders 2 of 3 prompts to 0 tokens \(first row 1"
+    ):
+        rl_prompts([rl_row("1")] * 3, tokenizer, max_prompt_length=5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engines.config.backends import BACKENDS, ENGINES, job_interpreter
+from engines.config.plugins import register_plugin
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
 from engines.training.backends.transformers.optimizer import make_adamw
@@ -58,7 +59,9 @@ def test_an_environment_gives_the_interpreter(name: str, environments: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "megatron", "somebody-elses"])
-def test_the_other_backends_run_here(name: str) -> None:
+def test_the_other_backends_run_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("backend", "somebody-elses", "x:Y")
     assert job_interpreter(name, "training.backend") is None
 
 

@@ -1,0 +1,103 @@
+"""A server that ends when nobody uses it any more, also if its users were killed.
+
+`python -m infra.host.guard HOME NAME MODULE ARGUMENT...` runs a module as the program with a
+thread beside it that looks into the server's record.
+Promises: a server that is no service ends within `IDLE_S` and a stop after its last user and its
+last piece of work are gone, whatever happened to them; one whose home was removed ends too.
+Does not promise: to end work that hangs. Its follower judges that; `rlhf down` ends all.
+"""
+
+import runpy
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra import env
+from infra.errors import PipelineError
+from infra.host.processes import stop_all
+from infra.host.servers import STOP_DEADLINE_S, ServerRecord, load, lock, stop
+
+POLL_S = 2.0
+IDLE_S = 6.0
+"""A run that follows at once finds the server still there."""
+
+
+def start_guard(
+    home: Path, name: str, is_busy: Callable[[ServerRecord], bool] = lambda record: False
+) -> None:
+    """Watch over the server that this process is.
+
+    Args:
+        home: of the server.
+        name: of the server.
+        is_busy: whether it has work that goes on without users.
+    """
+    mark = env.RLHF_PROCESS_MARK.require()
+
+    def watch() -> None:
+        idle_since = time.monotonic()
+        while True:
+            time.sleep(POLL_S)
+            try:
+                needed = _is_needed(load(home, name), mark, is_busy)
+            except (PipelineError, OSError):
+                needed = True  # an unreadable record is no reason to end what may be working
+            if needed:
+                idle_since = time.monotonic()
+            if time.monotonic() - idle_since >= IDLE_S:
+                _start_end(home, name, mark)
+                idle_since = time.monotonic() + STOP_DEADLINE_S
+
+    threading.Thread(target=watch, name="guard", daemon=True).start()
+
+
+def end_unneeded(home: Path, name: str, mark: str) -> None:
+    """End the server with this mark, unless somebody came for it since.
+
+    Args:
+        home: of the server; it may be gone.
+        name: of the server.
+        mark: of its family.
+    """
+    if home.is_dir():
+        with lock(home, name):
+            record = load(home, name)
+            if record is not None and record.mark == mark:
+                if not record.persistent and not record.living_users:
+                    stop(home, record)
+                return
+    stop_all([], STOP_DEADLINE_S, marks=[mark])
+
+
+def _is_needed(
+    record: ServerRecord | None, mark: str, is_busy: Callable[[ServerRecord], bool]
+) -> bool:
+    if record is None or record.mark != mark:
+        return False
+    return record.persistent or bool(record.living_users) or is_busy(record)
+
+
+def _start_end(home: Path, name: str, mark: str) -> None:
+    """By a process outside the family: ours would die of its own work half way."""
+    code = "import sys; from pathlib import Path; from infra.host.guard import end_unneeded; "
+    subprocess.Popen(
+        [sys.executable, "-c", f"{code}end_unneeded(Path(sys.argv[1]), *sys.argv[2:])"]
+        + [str(home), name, mark],
+        env=env.child_environment(RLHF_PROCESS_MARK=None),
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    """Run a module under guard."""
+    home, name, module = sys.argv[1:4]
+    start_guard(Path(home), name)
+    sys.argv = [module, *sys.argv[4:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a tracking server was told, and what it is still to be told: one small file per run.
+
+`<home>/tracking/<server>/pending/<key>.json` is a run that the server does not know the end of,
+`settled/<key>.json` one that it was told everything about, `origin` names what answered then.
+Promises: an entry that was put survives any kill; what is settled is settled for one server and
+one store only; losing the whole directory costs a look at the server and doubles nothing.
+Does not promise to be the truth about the server: that is what the server itself keeps, and it
+is asked whenever something is told.
+"""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra.host.processes import ProcessIdentity, is_alive, own_identity
+from infra.store.atomic import atomic_write_bytes
+from infra.store.canonical import sha256_json
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.tracking.tracker import RunState
+
+_DIGITS = 16
+
+
+class Owner(BaseModel):
+    """The process that tells a run's story."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str
+    process: ProcessIdentity
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """This one."""
+        return cls(host=socket.gethostname(), process=own_identity())
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, as far as can be known; False for a process of another host."""
+        return self.host == socket.gethostname() and not is_alive(self.process)
+
+
+class RunEntry(BaseModel):
+    """A pipeline run or a stage, and how it stands."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    """Identifies the run on the server; hex digits."""
+    name: str
+    fingerprint: str = ""
+    """Of a stage; empty for a pipeline run."""
+    generation: int = 0
+    """Of a stage: number of the generation's first attempt in the stage's log."""
+    parent: str = ""
+    """Key of the pipeline run that computed the stage."""
+    owner: Owner
+    params: dict[str, Any] = {}
+    tags: dict[str, str] = {}
+    inputs: dict[str, Artifact] = {}
+    state: RunState = "RUNNING"
+    output: Artifact | None = None
+    """Of a committed stage."""
+    metrics: dict[str, float] = {}
+    """Headline numbers."""
+    stages: dict[str, str] = {}
+    """Of a pipeline run: keys of the stages it used, by label."""
+    files: Path | None = None
+    """Of a pipeline run: directory of its report."""
+    run_id: str = ""
+    """The server's name for it, once it has one."""
+    told: str = ""
+    """State and journal position that the server was told last."""
+
+    def committed(self, record: CommitRecord) -> "RunEntry":
+        """The same stage with its result."""
+        result = {"output": record.artifact, "metrics": record.metrics}
+        return self.model_copy(update={"state": "FINISHED", **result})
+
+
+class Ledger:
+    """The entries of one home about one server and one store.
+
+    Args:
+        home: holds the ledgers.
+        address: of the tracker.
+        store_uri: of the store whose stages are told.
+    """
+
+    def __init__(self, home: Path, address: str, store_uri: str) -> None:
+        self.directory = home / "tracking" / sha256_json([address, store_uri])[:_DIGITS]
+
+    def find(self, key: str) -> RunEntry | None:
+        """A run that was put here once."""
+        return self._read("pending", key) or self._read("settled", key)
+
+    def is_settled(self, key: str) -> bool:
+        """Whether the server was told everything about a run."""
+        return self._path("settled", key).exists() and not self._path("pending", key).exists()
+
+    def pending(self) -> Iterator[RunEntry]:
+        """The runs that something may have to be told about."""
+        for path in sorted((self.directory / "pending").glob("*.json")):
+            entry = self._read("pending", path.stem)
+            if entry is not None:
+                yield entry
+
+    def put(self, entry: RunEntry) -> None:
+        """Keep an entry until it is settled; an older one of its key is replaced."""
+        self._write("pending", entry)
+
+    def settle(self, entry: RunEntry) -> None:
+        """The server was told everything about a run."""
+        self._write("settled", entry)
+        self._path("pending", entry.key).unlink(missing_ok=True)
+
+    def check_origin(self, origin: str) -> bool:
+        """Whether another server answers than before, which has yet to be told everything."""
+        path = self.directory / "origin"
+        if path.exists() and path.read_text(encoding="utf-8") == origin:
+            return False
+        self.forget()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(path, origin.encode())
+        return True
+
+    def forget(self) -> None:
+        """Nothing was told: what was settled is pending again."""
+        for path in (self.directory / "settled").glob("*.json"):
+            entry = self._read("settled", path.stem)
+            if entry is not None and not self._path("pending", entry.key).exists():
+                self.put(entry.model_copy(update={"run_id": "", "told": ""}))
+            path.unlink()
+
+    def _path(self, room: str, key: str) -> Path:
+        return self.directory / room / f"{key}.json"
+
+    def _read(self, room: str, key: str) -> RunEntry | None:
+        try:
+            return RunEntry.model_validate_json(self._path(room, key).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            # Of another version: the next run that uses the stage puts it anew.
+            return None
+
+    def _write(self, room: str, entry: RunEntry) -> None:
+        path = self._path(room, entry.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(path, entry.model_dump_json().encode())

@@ -1,0 +1,264 @@
+"""MLflow as the tracker: runs of one experiment, with their lineage.
+
+Promises: MLflow is imported at the first call (two seconds of CPU); one process at a time makes
+or migrates the tables of an embedded database, and creates runs in it; a metric carries its
+journal time, and MLflow keeps one row per (name, step, time, value), so a row that is sent twice
+is there once.
+Does not promise: one run per key when two machines create it through a server in the same
+instant; the older one is then the run, for everybody.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra import env
+from infra.host.records import file_lock
+from infra.redact import redact
+from infra.tracking.tracker import (
+    MetricPoint,
+    ModelCandidate,
+    RunState,
+    TrackedRun,
+    TrackerRefusedError,
+    TrackerSettings,
+)
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+TAG = "rlhf."
+"""Prefix of every tag of ours."""
+KEY_TAG = TAG + "key"
+POSITION_TAG = TAG + "journal_position"
+SQLITE = "sqlite:///"
+SCHEMA_DEADLINE_S = 120.0
+METRICS_PER_CALL = 500
+"""Ten times fewer rows per second arrive in calls of 20 than in calls of hundreds."""
+PARAMS_PER_CALL = 100
+MAX_PARAM_CHARS = 500
+MAX_KEY_CHARS = 250
+_REFUSALS = frozenset(
+    {
+        *("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED"),
+        *("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE"),
+    }
+)
+"""Answers of a server that works; only the call was wrong."""
+
+
+class MlflowTracker:
+    """An MLflow server, or an embedded database of one home.
+
+    Args:
+        settings: `uri` is `http(s)://...` or `sqlite:////absolute/path`; None uses
+            MLFLOW_TRACKING_URI, else `<home>/mlflow.db`.
+    """
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        uri = settings.uri or env.MLFLOW_TRACKING_URI.get() or f"{SQLITE}{settings.home}/mlflow.db"
+        self._database: Path | None = None
+        if uri.startswith(SQLITE):
+            self._database = Path(uri.removeprefix(SQLITE)).resolve()
+            uri = f"{SQLITE}{self._database}"
+        self.uri = uri
+        self._files = settings.home / "mlflow-artifacts"
+        self._experiment = settings.experiment
+        self._client: MlflowClient | None = None
+        self._experiment_id = ""
+
+    @property
+    def address(self) -> str:
+        """The server's or database's URI, and the experiment."""
+        return f"{self.uri}#{self._experiment}"
+
+    def is_absent(self) -> bool:
+        """Whether an embedded database was never made, or removed."""
+        return self._database is not None and not self._database.exists()
+
+    def origin(self) -> str:
+        """The experiment, by its number and the time of its creation."""
+        with _refusals():
+            experiment = self._open().get_experiment(self._experiment_id)
+            return f"{experiment.experiment_id} {experiment.creation_time}"
+
+    def open_run(self, run: TrackedRun) -> str:
+        """The run with this key; the oldest, if there are several."""
+        with _refusals(), self._writing():
+            client = self._open()
+            found = self._find(client, run.key)
+            if found is not None:
+                return found
+            tags = {TAG + name: value for name, value in run.tags.items()}
+            tags |= {f"{TAG}input.{name}": digest for name, digest in run.inputs.items()}
+            tags |= {KEY_TAG: run.key}
+            if run.parent_id:
+                tags["mlflow.parentRunId"] = run.parent_id
+            created = client.create_run(self._experiment_id, tags=tags, run_name=run.name)
+            run_id = self._find(client, run.key) or created.info.run_id
+            if run_id != created.info.run_id:
+                client.delete_run(created.info.run_id)
+            _describe(client, run_id, run)
+            return run_id
+
+    def position(self, run_id: str) -> str:
+        """As the run's tag holds it."""
+        with _refusals():
+            return self._open().get_run(run_id).data.tags.get(POSITION_TAG, "")
+
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
+        """Rows in calls of hundreds, then the position: whoever is killed sends rows again."""
+        with _refusals():
+            from mlflow.entities import Metric
+
+            client = self._open()
+            rows = [Metric(metric_key(p.name), p.value, p.time_ms, p.step) for p in points]
+            for start in range(0, len(rows), METRICS_PER_CALL):
+                client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_CALL])
+            client.set_tag(run_id, POSITION_TAG, position)
+
+    def set_state(
+        self,
+        run_id: str,
+        state: RunState,
+        tags: Mapping[str, str],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Headline numbers stand at step 0, with the run's own start as their time."""
+        with _refusals():
+            from mlflow.entities import Metric, RunTag
+
+            client = self._open()
+            run = client.get_run(run_id)
+            rows = [
+                Metric(metric_key(name), float(value), run.info.start_time, 0)
+                for name, value in metrics.items()
+                if metric_key(name) not in run.data.metrics
+            ]
+            run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
+            client.log_batch(run_id, metrics=rows, tags=run_tags)
+            if state == "RUNNING":
+                client.update_run(run_id, status=state)
+            elif run.info.status != state:
+                client.set_terminated(run_id, state)
+
+    def log_files(self, run_id: str, directory: Path, path: str) -> None:
+        """As artifacts of the run."""
+        with _refusals():
+            self._open().log_artifacts(run_id, str(directory), path)
+
+    def register(self, candidate: ModelCandidate) -> str:
+        """As a version that MLflow's own API loads."""
+        with _refusals(), self._writing():
+            from infra.tracking.mlflow_models import register_version
+
+            return register_version(self._open(), candidate)
+
+    def _writing(self) -> Any:
+        """Alone among the processes of this machine that write one embedded database."""
+        if self._database is None:
+            return nullcontext()
+        lock = self._database.with_name(f"{self._database.name}.lock")
+        return file_lock(lock, SCHEMA_DEADLINE_S)
+
+    def _open(self) -> "MlflowClient":
+        if self._client is not None:
+            return self._client
+        for variable, value in (
+            (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
+            (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
+            (env.MLFLOW_DISABLE_TELEMETRY, "true"),
+        ):
+            if variable.get() is None:
+                env.set_for_process(variable.name, value)
+        from mlflow.tracking import MlflowClient
+
+        # What fails is said in one line by whoever called; these print tracebacks of SQL.
+        for name in ("mlflow", "alembic", "urllib3"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        # The first query creates or migrates the tables of an embedded database.
+        client.search_experiments(max_results=1)
+        self._experiment_id = _ensure_experiment(
+            client,
+            self._experiment,
+            # A server decides by itself; embedded, MLflow would use the current directory.
+            self._files.as_uri() if self._database else None,
+        )
+        self._client = client
+        return client
+
+    def _find(self, client: "MlflowClient", key: str) -> str | None:
+        found: Sequence[Run] = client.search_runs(
+            [self._experiment_id],
+            f"tags.`{KEY_TAG}` = '{key}'",
+            order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+            max_results=1,
+        )
+        return found[0].info.run_id if found else None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Tell what MLflow refuses from MLflow being away."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "error_code", None) in _REFUSALS:
+            raise TrackerRefusedError(str(error)) from error
+        raise
+
+
+def _ensure_experiment(client: "MlflowClient", name: str, location: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=location)
+        except MlflowException:
+            found = client.get_experiment_by_name(name)  # another machine was faster
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return found.experiment_id
+
+
+def _describe(client: "MlflowClient", run_id: str, run: TrackedRun) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+
+    params = [Param(key, value) for key, value in flatten(run.params).items()]
+    for start in range(0, len(params), PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
+    datasets = [
+        DatasetInput(
+            # MLflow's digest has 36 characters at most; the whole one goes into a tag.
+            Dataset(name, digest[:36], source_type="artifact", source=digest),
+            [InputTag("mlflow.data.context", name), InputTag("digest", digest)],
+        )
+        for name, digest in run.inputs.items()
+    ]
+    if datasets:
+        client.log_inputs(run_id, datasets=datasets)
+
+
+def metric_key(name: str) -> str:
+    """A metric's name in the characters that MLflow allows: `pass@4` becomes `pass_at_4`."""
+    return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))[:MAX_KEY_CHARS]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted keys and short texts, secrets masked."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[metric_key(name)] = redact(str(value))[:MAX_PARAM_CHARS]
+    return flat

@@ -1,0 +1,58 @@
+"""Which of our code can change a number, and so counts for the stages that reach it.
+
+Promises: everything that a job imports counts, except what is listed here with its reason. Names
+that a configuration gives count as what they lead to: the modules of its parts are roots of their
+own, wherever the tables that hold the names stand.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from infra.identity.fingerprint import source_closure
+
+UNCOUNTED: Mapping[str, str] = {
+    "infra": "moves bytes that digests verify, starts processes, tells people",
+    "engines.config.base": "what a configuration says counts by its values",
+    "engines.config.stages": "the same; a stage more is no change of the others",
+    "engines.config.rules": "only refuses",
+    "engines.config.backends": "a table of names; what a stage names of it counts",
+    "engines.config.engine_matrix": "prints that table",
+    "engines.config.plugins": "a table of names; what a stage names of it counts",
+    "engines.errors": "wording",
+    "engines.jobs.runtime": "specification in, published artifact out",
+    "engines.trainers.phases": "measures time",
+    "hardware.detection": "chooses a platform",
+    "hardware.platforms": "a table of names",
+    "hardware.cpu_megatron": "counts for stages of that backend",
+    "hardware.cpu_torchtitan": "counts for stages of that backend",
+}
+"""Modules, and packages with all that is in them, that cannot change a number: why not."""
+
+COUNTED = frozenset({"infra.store.canonical"})
+"""Exceptions: it writes files of artifacts."""
+
+
+def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
+    """The source closure of a job, without what cannot change a number.
+
+    Read once per process: a job compares the files with these digests before it begins.
+
+    Args:
+        roots: the job's main module, and those of the parts that its configuration names.
+
+    Returns:
+        sha256 by module name, sorted.
+    """
+    return dict(_closure(tuple(sorted(set(roots)))))
+
+
+@cache
+def _closure(roots: tuple[str, ...]) -> dict[str, str]:
+    return source_closure(roots, counts=_counts)
+
+
+def _counts(module: str) -> bool:
+    if module in COUNTED:
+        return True
+    parts = module.split(".")
+    return not any(".".join(parts[:length]) in UNCOUNTED for length in range(1, len(parts) + 1))

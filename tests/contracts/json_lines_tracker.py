@@ -1,0 +1,113 @@
+"""The smallest tracker there can be: a file of JSON lines. It proves the seam.
+
+Every call appends one line under a lock; what a run is now is what all lines say together.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from infra.host.records import file_lock
+from infra.tracking.tracker import (
+    MetricPoint,
+    ModelCandidate,
+    RunState,
+    TrackedRun,
+    TrackerSettings,
+)
+
+
+class JsonLinesTracker:
+    """An `infra.tracking.tracker.Tracker` over `<home>/runs.jsonl`."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self.path = settings.home / "runs.jsonl"
+
+    @property
+    def address(self) -> str:
+        """The file."""
+        return str(self.path.absolute())
+
+    def is_absent(self) -> bool:
+        """Whether nobody wrote yet."""
+        return not self.path.exists()
+
+    def origin(self) -> str:
+        """The first line is the file's own name for itself."""
+        with self._lock():
+            if self.is_absent():
+                self._append({"origin": uuid.uuid4().hex})
+        return self._lines()[0]["origin"]
+
+    def open_run(self, run: TrackedRun) -> str:
+        """Runs are called by their keys."""
+        self.origin()
+        with self._lock():
+            if not any(line.get("key") == run.key for line in self._lines()):
+                described = {"params": run.params, "tags": run.tags, "inputs": run.inputs}
+                self._append({"key": run.key, "parent": run.parent_id, **described})
+        return run.key
+
+    def position(self, run_id: str) -> str:
+        """Of the last line that has one."""
+        found = [line["position"] for line in self._of(run_id) if "position" in line]
+        return found[-1] if found else ""
+
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
+        """Points and position are one line: both are there, or neither."""
+        with self._lock():
+            known = {tuple(p.values()) for line in self._of(run_id) for p in line.get("points", ())}
+            new = [asdict(p) for p in points if tuple(asdict(p).values()) not in known]
+            self._append({"run": run_id, "points": new, "position": position})
+
+    def set_state(
+        self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> None:
+        """Later lines win."""
+        with self._lock():
+            self._append({"run": run_id, "state": state, "tags": tags, "metrics": metrics})
+
+    def log_files(self, run_id: str, directory: Path, path: str) -> None:
+        """Copied beside the lines."""
+        shutil.copytree(directory, self.path.parent / run_id / path, dirs_exist_ok=True)
+
+    def register(self, candidate: ModelCandidate) -> str:
+        """The number of a model among those of its name."""
+        with self._lock():
+            lines = [line for line in self._lines() if line.get("model") == candidate.name]
+            digests = list(dict.fromkeys(line["digest"] for line in lines))
+            digest = candidate.artifact.digest
+            self._append({"model": candidate.name, "digest": digest, "alias": candidate.alias})
+            return str([*digests, digest].index(digest) + 1)
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """A run as it stands, as `test_tracker` reads one."""
+        lines = self._of(run_id)
+        metrics = [(p["name"], p["step"], p["value"]) for x in lines for p in x.get("points", ())]
+        headline = {k: v for line in lines for k, v in line.get("metrics", {}).items()}
+        known = {name for name, _, _ in metrics}
+        metrics += [(name, 0, value) for name, value in headline.items() if name not in known]
+        states = [line["state"] for line in lines if "state" in line]
+        return {
+            "state": states[-1] if states else "RUNNING",
+            "parent": next((line["parent"] for line in lines if "parent" in line), None),
+            "tags": {k: v for line in lines for k, v in line.get("tags", {}).items()},
+            "metrics": sorted(metrics),
+        }
+
+    def _lock(self) -> Any:
+        return file_lock(self.path.with_suffix(".lock"), 30)
+
+    def _of(self, run_id: str) -> list[dict[str, Any]]:
+        return [line for line in self._lines() if run_id in (line.get("run"), line.get("key"))]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

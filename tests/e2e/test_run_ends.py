@@ -1,0 +1,170 @@
+"""However `rlhf run` ends, nothing of it stays that nobody asked for; real Ray and Prefect."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_pipeline import Home, settings
+
+from infra.host import servers
+from infra.ray import cluster as ray_cluster
+from infra.ray.cluster import ensure_cluster
+from infra.services.stack import down, status
+from infra.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+
+LONG = settings("sft.num_steps=100000")
+DEADLINE_S = 240.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "run")
+    yield home
+    down(home.path)
+
+
+def _processes(home: Path) -> list[str]:
+    """Command lines of what was started for a home: servers, Ray's processes, jobs, runs."""
+    marks = {record.mark for name in servers.recorded(home) if (record := servers.load(home, name))}
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        environ = process.info["environ"] or {}
+        ours = environ.get("RLHF_HOME") == str(home) or environ.get("RLHF_PROCESS_MARK") in marks
+        if process.info["status"] != psutil.STATUS_ZOMBIE and (ours or str(home) in line):
+            found.append(line[:120])
+    return found
+
+
+def _begin(home: Home, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with out.open("wb") as file:
+        return subprocess.Popen(
+            home.command("run", *arguments), stdout=file, stderr=file, env=home.environment
+        )
+
+
+def _wait_for_line(out: Path, line: str, run: subprocess.Popen[bytes]) -> None:
+    def is_there() -> bool:
+        assert run.poll() is None, out.read_text()
+        return line in out.read_text()
+
+    wait_for(is_there, line, DEADLINE_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["nothing", "prefect-embedded", "ray"])
+def test_a_signal_during_the_start_leaves_nothing(
+    home: Home, tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
+    run = _begin(home, tmp_path / "out")
+    if moment == "nothing":
+        wait_for(lambda: " in /" in (tmp_path / "out").read_text(), "its first line", DEADLINE_S)
+    else:
+        record = servers.record_path(home.path, moment)
+        wait_for(record.exists, f"the start of {moment}", DEADLINE_S)
+    run.send_signal(number)
+    time.sleep(0.5)
+    run.send_signal(number)  # impatience must not skip the end
+    assert run.wait(timeout=DEADLINE_S) in {143, 130, -number}  # the last: after the end
+    assert _processes(home.path) == []
+    assert servers.recorded(home.path) == []
+
+
+def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
+    home: Home, tmp_path: Path
+) -> None:
+    run = _begin(home, tmp_path / "out", *LONG)
+    _wait_for_line(tmp_path / "out", "sft  step 3/", run)
+    run.kill()
+    run.wait(timeout=10)
+    listed = {server.name: server.state for server in status(home.path)}
+    assert listed["ray"] == "up"
+    assert "prefect-embedded" in listed
+    # The Prefect server has nothing to do without its run; the head has a job.
+    wait_for(
+        lambda: servers.load(home.path, "prefect-embedded") is None, "Prefect's end", DEADLINE_S
+    )
+    assert servers.running(home.path, "ray") is not None
+    assert "ray" in down(home.path)[0]
+    assert _processes(home.path) == []
+    home.rlhf("run")
+    states = _flow_run_states(home.path)
+    assert sorted(states) == ["COMPLETED", "CRASHED"]
+
+
+def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
+    home: Home, tmp_path: Path
+) -> None:
+    run = _begin(home, tmp_path / "out", *settings("sft.num_steps=60"))
+    _wait_for_line(tmp_path / "out", "sft  step 3/", run)
+    run.terminate()
+    assert run.wait(timeout=DEADLINE_S) == 143
+    printed = (tmp_path / "out").read_text()
+    assert "goes on; its Ray head ends after it" in printed
+    assert servers.running(home.path, "ray") is not None
+    assert servers.load(home.path, "prefect-embedded") is None
+    wait_for(lambda: servers.load(home.path, "ray") is None, "the head to end", DEADLINE_S)
+    assert _processes(home.path) == []
+    assert len(list((home.path / "store" / "artifacts").glob("policy/*"))) == 1
+
+
+def test_ctrl_c_twice_ends_the_job_and_everything(home: Home, tmp_path: Path) -> None:
+    run = _begin(home, tmp_path / "out", *LONG)
+    _wait_for_line(tmp_path / "out", "sft  step 3/", run)
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert run.wait(timeout=DEADLINE_S) == 130
+    assert time.monotonic() - started < 60
+    assert _processes(home.path) == []
+
+
+def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    whole = ray_cluster.head_command
+    broken: list[str] = []
+
+    def first_is_broken(*args, **kwargs):
+        command = whole(*args, **kwargs)
+        if broken:
+            return command
+        broken.append(command.name)
+        return servers.ServerCommand(
+            command.name, ("/bin/false",), command.environment, command.url, command.health_url,
+            command.gcs_address, command.token_path,
+        )  # fmt: skip
+
+    monkeypatch.setattr(ray_cluster, "head_command", first_is_broken)
+    try:
+        first = ensure_cluster(tmp_path)
+        record = servers.load(tmp_path, "ray")
+        assert record is not None
+        assert record.process is not None
+        family = psutil.Process(record.process.pid).children(recursive=True)
+        raylet = next(p for p in family if p.name() == "raylet")
+        os.kill(raylet.pid, signal.SIGKILL)
+        wait_for(lambda: not ray_cluster.is_ready(record), "the head to be unready", 60.0)
+        second = ensure_cluster(tmp_path)
+        assert second.started
+        assert second.jobs_url != first.jobs_url
+        assert second.release() is True
+    finally:
+        servers.end(tmp_path, "ray")
+
+
+def _flow_run_states(home: Path) -> list[str]:
+    import sqlite3
+
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        return [row[0] for row in database.execute("select state_type from flow_run")]

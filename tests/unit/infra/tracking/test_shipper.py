@@ -1,0 +1,379 @@
+"""The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf.testing.json_lines_tracker import JsonLinesTracker
+
+from infra.host.processes import ProcessIdentity
+from infra.store.canonical import canonical_json
+from infra.store.stage_log import Holder
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.storage import LocalStorage
+from infra.tracking.history import StageHistory
+from infra.tracking.journal import Journal
+from infra.tracking.ledger import Ledger, Owner, RunEntry
+from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.shipper import Shipper
+from infra.tracking.tracker import MetricPoint, TrackedRun, TrackerRefusedError, TrackerSettings
+
+FINGERPRINT = "f" * 64
+GONE = Owner(host=socket.gethostname(), process=ProcessIdentity(pid=2**22 - 1, started="0"))
+MINE = Owner.this_process()
+PARENT = RunEntry(key="a" * 64, name="run", owner=MINE, params={"seed": 1})
+STAGE = RunEntry(
+    key="b" * 64, name="sft", fingerprint=FINGERPRINT, parent=PARENT.key, owner=MINE,
+    tags={"stage": "sft"},
+)  # fmt: skip
+
+
+class Away(JsonLinesTracker):
+    """Fails on request, before or after it did what was asked."""
+
+    away = False
+    refuses = False
+    lose_answer = False
+    num_calls = 0
+
+    def open_run(self, run: TrackedRun) -> str:
+        self._answer()
+        return super().open_run(run)
+
+    def origin(self) -> str:
+        self._answer()
+        return super().origin()
+
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
+        self._answer()
+        super().log_metrics(run_id, points, position)
+        if self.lose_answer:
+            self.lose_answer = False
+            raise TimeoutError("no answer")
+
+    def set_state(
+        self, run_id: str, state: Any, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> None:
+        self._answer()
+        super().set_state(run_id, state, tags, metrics)
+
+    def _answer(self) -> None:
+        self.num_calls += 1
+        if self.refuses:
+            raise TrackerRefusedError("params are write-once")
+        if self.away:
+            raise ConnectionError("refused:\n  line 2\n  line 3")
+
+
+class World:
+    """A home with one stage's work, and trackers."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        store = LocalStorage(home / "store")
+        self.history = StageHistory(store)
+        holder = Holder(id="test", process="test")
+        self.attempt = store.attempts.hold(FINGERPRINT, holder, 0)
+        self.journal = store.channel(FINGERPRINT).local_dir(0) / "journal.jsonl"
+        self.tracker = Away(TrackerSettings(home / "server-1"))
+        (home / "server-1").mkdir()
+
+    def shipper(self, tracker: Away | None = None) -> Shipper:
+        tracker = tracker or self.tracker
+        return Shipper(self.ledger(tracker), tracker, self.history, ship_every_s=0.01,
+                       retry_after_s=0.05)  # fmt: skip
+
+    def ledger(self, tracker: Away | None = None) -> Ledger:
+        return Ledger(self.home, (tracker or self.tracker).address, "store")
+
+    def train(self, *steps: int) -> None:
+        with Journal(self.journal) as journal:
+            for step in steps:
+                journal.metrics(step, {"train/loss": 1.0 / step})
+
+    def publish(self, kind: str, **files: bytes) -> Artifact:
+        out = self.home / "out"
+        out.mkdir()
+        (out / "config.json").write_bytes(b"{}")
+        for name, data in files.items():
+            (out / name.replace("_", ".")).write_bytes(data)
+        return self.history.storage.publish(out, kind)
+
+    def commit(self, kind: str = "policy", **files: bytes) -> CommitRecord:
+        record = CommitRecord(
+            fingerprint=FINGERPRINT, stage="sft", artifact=self.publish(kind, **files), attempt=0,
+            metrics={"accuracy": 0.5}, committed_at="2026-01-01T00:00:00+00:00",
+        )  # fmt: skip
+        return self.history.storage.commit(self.attempt, record)
+
+    def seen(self, entry: RunEntry = STAGE, tracker: Away | None = None) -> dict[str, Any]:
+        return (tracker or self.tracker).run(entry.key)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def told(shipper: Shipper, *entries: RunEntry) -> None:
+    for entry in entries:
+        shipper.put(entry)
+    shipper.close(20)
+
+
+def losses(*steps: int) -> list[tuple[str, int, float]]:
+    return [("train/loss", step, 1.0 / step) for step in steps]
+
+
+def finished(entry: RunEntry) -> RunEntry:
+    return entry.model_copy(update={"state": "FINISHED"})
+
+
+def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
+    world.train(1, 2)
+    shipper = world.shipper()
+    shipper.put(PARENT)
+    shipper.put(STAGE)
+    deadline = time.monotonic() + 20
+    while not world.tracker.path.exists() or not world.seen()["metrics"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    world.train(1, 2, 3)
+    shipper.journal_grew(STAGE.key)
+    record = world.commit()
+    told(
+        shipper,
+        STAGE.committed(record),
+        finished(PARENT).model_copy(update={"stages": {"sft": STAGE.key}}),
+    )
+    seen = world.seen()
+    assert seen["metrics"] == [("accuracy", 0, 0.5), *losses(1, 2, 3)]
+    assert (seen["state"], seen["parent"]) == ("FINISHED", PARENT.key)
+    assert seen["tags"]["output.digest"] == record.artifact.digest
+    assert world.seen(PARENT)["state"] == "FINISHED"
+    assert world.seen(PARENT)["tags"] == {"run.sft": STAGE.key}
+    ledger = world.ledger()
+    assert ledger.is_settled(STAGE.key)
+    assert ledger.is_settled(PARENT.key)
+    assert list(ledger.pending()) == []
+
+
+def test_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(world: World) -> None:
+    world.tracker.away = True
+    world.train(1, 2)
+    shipper = world.shipper()
+    shipper.put(PARENT)
+    shipper.put(STAGE)
+    time.sleep(0.3)
+    world.tracker.away = False
+    told(shipper, STAGE.committed(world.commit()), finished(PARENT))
+    assert world.seen()["parent"] == PARENT.key
+    assert world.seen()["metrics"][1:] == losses(1, 2)
+    assert (world.seen()["state"], world.seen(PARENT)["state"]) == ("FINISHED", "FINISHED")
+
+
+def test_what_one_run_could_not_tell_the_next_contact_tells(world: World) -> None:
+    """The next one is of another recipe, and knows nothing of the first."""
+    world.tracker.away = True
+    world.train(1, 2)
+    told(world.shipper(), PARENT, STAGE, STAGE.committed(world.commit()), finished(PARENT))
+    assert not world.tracker.path.exists()
+    world.tracker.away = False
+    other = RunEntry(key="c" * 64, name="other", owner=MINE)
+    told(world.shipper(), finished(other))
+    assert world.seen()["metrics"][1:] == losses(1, 2)
+    assert (world.seen()["state"], world.seen()["parent"]) == ("FINISHED", PARENT.key)
+    assert world.seen(PARENT)["state"] == "FINISHED"
+    assert list(world.ledger().pending()) == []
+
+
+def test_a_run_that_was_killed_ends_as_killed_and_its_stage_as_it_stands(world: World) -> None:
+    world.train(1)
+    for entry in (PARENT, STAGE):
+        world.ledger().put(entry.model_copy(update={"owner": GONE}))
+    told_by(world.shipper())
+    assert (world.seen(PARENT)["state"], world.seen()["state"]) == ("KILLED", "KILLED")
+    assert world.seen()["metrics"] == losses(1)
+    # Its job went on; nobody was there when it committed.
+    world.train(1, 2, 3)
+    told_by(world.shipper())
+    assert world.seen()["metrics"] == losses(1, 2, 3)
+    record = world.commit()
+    told_by(world.shipper())
+    seen = world.seen()
+    assert (seen["state"], seen["tags"]["output.digest"]) == ("FINISHED", record.artifact.digest)
+    assert list(world.ledger().pending()) == []
+
+
+def test_what_is_known_already_is_not_asked_for_again(world: World) -> None:
+    world.train(1)
+    world.ledger().put(STAGE.model_copy(update={"owner": GONE, "parent": ""}))
+    told_by(world.shipper())
+    calls = world.tracker.num_calls
+    told_by(world.shipper())
+    assert world.tracker.num_calls == calls
+
+
+def told_by(shipper: Shipper) -> None:
+    shipper.begin()
+    shipper.close(20)
+
+
+def test_a_run_of_a_living_process_is_left_to_it(world: World) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        from infra.host.processes import identify
+
+        process = identify(sleeper.pid)
+        assert process is not None
+        owner = Owner(host=MINE.host, process=process)
+        world.ledger().put(PARENT.model_copy(update={"owner": owner}))
+        told_by(world.shipper())
+        assert world.tracker.num_calls == 0
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_an_answer_that_was_lost_doubles_nothing(world: World) -> None:
+    world.train(1, 2)
+    world.tracker.lose_answer = True
+    told(world.shipper(), PARENT, STAGE)
+    world.train(1, 2, 3)
+    told(world.shipper(), STAGE)
+    assert world.seen()["metrics"] == losses(1, 2, 3)
+
+
+def test_a_process_killed_while_it_tells_leaves_the_rest_to_the_next(world: World) -> None:
+    world.train(*range(1, 200))
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from rlhf.testing.json_lines_tracker import JsonLinesTracker
+        from infra.store.storage import open_storage
+        from infra.tracking.history import StageHistory
+        from infra.tracking.ledger import Ledger, Owner, RunEntry
+        from infra.tracking.shipper import Shipper
+        from infra.tracking.tracker import TrackerSettings
+
+        class Killed(JsonLinesTracker):
+            def log_metrics(self, run_id, points, position):
+                super().log_metrics(run_id, points[:50], "")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        home = Path({str(world.home)!r})
+        tracker = Killed(TrackerSettings(home / "server-1"))
+        history = StageHistory(open_storage(str(home / "store")))
+        shipper = Shipper(Ledger(home, tracker.address, "store"), tracker, history)
+        for text in {[e.model_dump_json() for e in (PARENT, STAGE)]!r}:
+            entry = RunEntry.model_validate_json(text)
+            shipper.put(entry.model_copy(update={{"owner": Owner.this_process()}}))
+        shipper.close(30)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(world.seen()["metrics"]) == 50
+    told_by(world.shipper())
+    assert world.seen()["metrics"] == sorted(losses(*range(1, 200)))
+    assert (world.seen(PARENT)["state"], world.seen()["state"]) == ("KILLED", "KILLED")
+
+
+def test_a_forced_generation_is_a_run_of_its_own(world: World) -> None:
+    world.train(1, 2)
+    world.commit()
+    store = world.history.storage
+    store.attempts.hold(FINGERPRINT, Holder(id="again", process="test"), 2, "token")
+    with Journal(store.channel(FINGERPRINT).local_dir(2) / "journal.jsonl") as journal:
+        journal.metrics(1, {"train/loss": 1.0})
+    forced = STAGE.model_copy(update={"key": "c" * 64, "generation": 2})
+    first = STAGE.model_copy(update={"owner": GONE})
+    told(world.shipper(), PARENT, first, forced)
+    assert world.seen(forced)["metrics"] == losses(1)
+    assert world.seen()["metrics"] == losses(1, 2)
+    assert world.history.commit(FINGERPRINT, 2) is None
+    assert world.history.commit(FINGERPRINT, 0) is not None
+
+
+def test_each_server_is_told_everything_once(world: World) -> None:
+    model = world.publish("model")
+    decision = Decision(
+        promoted=True, metric="accuracy", value=0.5, min_value=0.1, model_digest=model.digest,
+        model_name="m", alias="champion",
+    )  # fmt: skip
+    record = world.commit(PROMOTION, decision_json=canonical_json(decision))
+    stage = STAGE.model_copy(update={"inputs": {"model": model}}).committed(record)
+    (world.home / "server-2").mkdir()
+    for server in ("server-1", "server-1", "server-2"):
+        tracker = Away(TrackerSettings(world.home / server))
+        shipper = world.shipper(tracker)
+        if not shipper.is_settled(STAGE.key):
+            told(shipper, PARENT, stage)
+        assert tracker.path.read_text().count('"model": "m"') == 1
+        assert world.seen(tracker=tracker)["state"] == "FINISHED"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_server_that_lost_everything_is_told_everything(world: World, replaced: bool) -> None:
+    world.train(1, 2)
+    told(world.shipper(), PARENT, STAGE.committed(world.commit()), finished(PARENT))
+    before = world.seen()
+    world.tracker.path.unlink()
+    if replaced:
+        Away(TrackerSettings(world.home / "server-1")).origin()
+        told(world.shipper(), finished(RunEntry(key="c" * 64, name="other", owner=MINE)))
+    else:
+        told_by(world.shipper())
+    assert world.seen() == before
+
+
+def test_a_failure_is_one_line_and_costs_nobody_a_wait(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.tracker.away = True
+    shipper = world.shipper()
+    started = time.monotonic()
+    for _ in range(50):
+        shipper.put(STAGE)
+    assert time.monotonic() - started < 5
+    told(shipper, PARENT)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "ConnectionError: refused: line 2 line 3" in warning
+    assert "\n" not in warning
+
+
+def test_a_refusal_is_said_and_the_others_are_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.tracker.refuses = True
+    told(world.shipper(), PARENT)
+    assert "write-once" in caplog.text
+    assert world.ledger().find(PARENT.key) == PARENT
+
+
+def test_a_slow_tracker_is_not_waited_for_beyond_the_deadline(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.tracker, "origin", lambda: time.sleep(30))
+    shipper = world.shipper()
+    shipper.put(PARENT)
+    started = time.monotonic()
+    shipper.close(0.2)
+    assert time.monotonic() - started < 2
+    assert "the next run sends the rest" in caplog.text
+
+
+def test_a_damaged_ledger_is_one_that_knows_nothing(world: World) -> None:
+    told(world.shipper(), finished(PARENT))
+    for path in world.ledger().directory.rglob("*.json"):
+        path.write_bytes(os.urandom(20))
+    assert world.ledger().find(PARENT.key) is None
+    told(world.shipper(), finished(PARENT))
+    assert world.seen(PARENT)["state"] == "FINISHED"

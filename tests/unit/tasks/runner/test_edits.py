@@ -1,0 +1,180 @@
+"""Edit this file, and these stages run: a table over files of all floors, by real closures."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.config.training import TrainingConfig
+from flows.plan import Planner
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.rlhf_pipeline import run_stages
+from infra.store.storage import LocalStorage
+from tasks.runner import identity
+from tasks.runner.identity import StageRequest
+from tasks.runner.numeric_code import UNCOUNTED, numeric_sources
+from tasks.runner.run import StageResult
+
+ROOT = Path(__file__).resolve().parents[4]
+RL = {"rl_round"}
+TRAIN = {"sft", *RL}
+MEASURE = {"evaluate"}
+TORCH = {*TRAIN, "merge", *MEASURE}
+"""The stages that name a training backend, too: a policy is evaluated where it was trained."""
+
+NOTHING = (
+    "flows/rlhf_pipeline.py",
+    "flows/plan.py",
+    "flows/recipe/recipe.py",
+    "flows/recipe/validation.py",
+    "flows/report/plots.py",
+    "flows/run/pipeline_run.py",
+    "flows/commands/cli.py",
+    "tasks/stages.py",
+    "tasks/runner/stage.py",
+    "tasks/runner/following.py",
+    "tasks/runner/identity.py",
+    "infra/redact.py",
+    "infra/env.py",
+    "infra/errors.py",
+    "infra/faults.py",
+    "infra/waiting.py",
+    "infra/host/processes.py",
+    "infra/ray/jobs.py",
+    "infra/store/storage.py",
+    "infra/store/heartbeat.py",
+    "infra/store/artifacts.py",
+    "infra/tracking/journal.py",
+    "infra/services/stack.py",
+    "engines/config/stages.py",
+    "engines/config/backends.py",
+    "engines/config/plugins.py",
+    "engines/config/rules.py",
+    "engines/config/engine_matrix.py",
+    "engines/errors.py",
+    "engines/jobs/runtime.py",
+    "engines/trainers/phases.py",
+    "hardware/detection.py",
+    "hardware/survey.py",
+)
+STAGES = {
+    "engines/algorithms/grpo.py": RL,
+    "engines/algorithms/ppo_clip.py": RL,
+    "engines/algorithms/kl.py": RL,
+    "engines/algorithms/policy_objective.py": RL,
+    "engines/algorithms/supervised.py": {"sft"},
+    "engines/trainers/rl.py": RL,
+    "engines/trainers/supervised.py": {"sft"},
+    "engines/jobs/sft.py": {"sft"},
+    "engines/jobs/rl_round.py": RL,
+    "engines/jobs/merge.py": {"merge"},
+    "engines/jobs/evaluate.py": MEASURE,
+    "engines/jobs/promote.py": {"promote"},
+    "engines/jobs/preprocess.py": {"preprocess"},
+    "engines/data/prepare/preprocessors/gsm8k.py": set(),  # the quickstart names none
+    "engines/data/prepare/arithmetic.py": {"preprocess"},
+    "engines/data/prepare/tokenizer_training.py": {"preprocess"},
+    "engines/training/backends/fsdp/engine.py": TORCH,
+    "engines/training/backends/megatron/weights.py": set(),
+    "engines/checkpoint/export.py": {"merge", *MEASURE},
+    "engines/types.py": TORCH,
+    "hardware/base.py": TORCH,
+}
+MEGATRON = {
+    "engines/training/backends/megatron/weights.py": TORCH,
+    "engines/training/backends/megatron/engine.py": TORCH,
+    "engines/training/backends/fsdp/engine.py": set(),
+    "engines/algorithms/grpo.py": RL,
+    "infra/redact.py": set(),
+}
+
+
+class Fingerprints:
+    """Fingerprints of a pipeline's stages, each with stand-ins for its inputs.
+
+    Args:
+        recipe: of the pipeline.
+        store: any empty place.
+    """
+
+    def __init__(self, recipe: Recipe, store: Path) -> None:
+        self._planner = Planner(LocalStorage(store), recipe.seed, {})
+        self.requests: list[StageRequest] = []
+        self.orchestrated, self.seed = False, recipe.seed
+        run_stages(recipe, self)
+
+    def run(self, request: StageRequest) -> StageResult:
+        self.requests.append(request)
+        return self._planner.run(request)
+
+    def register_model(self, *arguments: object) -> None:
+        raise AssertionError("nothing here is promoted")
+
+    def now(self) -> dict[str, str]:
+        """By label of a stage, as if asked for the first time."""
+        return {request.label: replace(request).fingerprint for request in self.requests}
+
+    def kinds(self, labels: set[str]) -> set[str]:
+        """What kinds of stage some labels are."""
+        return {request.stage for request in self.requests if request.label in labels}
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fingerprints]:
+    quickstart = load_recipe("quickstart", ["rl.num_rounds=1"])
+    return {
+        backend: Fingerprints(
+            # No extra is needed to name the backend's sources.
+            quickstart.model_copy(update={"training": TrainingConfig(backend=backend)}),
+            tmp_path_factory.mktemp("store"),
+        )
+        for backend in ("fsdp2", "megatron")
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "file", "stages"),
+    [
+        *(("fsdp2", file, set()) for file in NOTHING),
+        *(("fsdp2", file, stages) for file, stages in STAGES.items()),
+        *(("megatron", file, stages) for file, stages in MEGATRON.items()),
+    ],
+)
+def test_an_edit_runs_the_stages_whose_numbers_it_can_change(
+    backend: str,
+    file: str,
+    stages: set[str],
+    pipelines: dict[str, Fingerprints],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (ROOT / file).is_file()
+    module = file.removesuffix(".py").replace("/", ".")
+    before = pipelines[backend].now()
+
+    def edited(roots: Sequence[str]) -> dict[str, str]:
+        found = numeric_sources(roots)
+        return {**found, module: "edited"} if module in found else found
+
+    monkeypatch.setattr(identity, "numeric_sources", edited)
+    after = pipelines[backend].now()
+    changed = {label for label in before if before[label] != after[label]}
+    assert pipelines[backend].kinds(changed) == stages
+
+
+def test_every_module_that_does_not_count_exists() -> None:
+    for module in UNCOUNTED:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or path.is_dir(), module
+
+
+def test_a_thousand_stages_are_identified_in_five_seconds(
+    pipelines: dict[str, Fingerprints],
+) -> None:
+    request = next(r for r in pipelines["fsdp2"].requests if r.stage == "rl_round")
+    started = time.process_time()
+    for number in range(1, 1001):
+        config = request.config.model_copy(update={"round": number})
+        assert replace(request, config=config).fingerprint
+    assert time.process_time() - started <= 5
