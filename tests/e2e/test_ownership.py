@@ -15,7 +15,8 @@ import pytest
 
 from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
 from infra import env
-from infra.ray.cluster import ensure_cluster, stop_embedded
+from infra.host import servers
+from infra.ray.cluster import ensure_cluster
 from infra.ray.job_types import JobState
 from infra.ray.jobs import RayJobs
 from infra.store.canonical import canonical_json
@@ -57,7 +58,7 @@ def two_homes(tmp_path: Path) -> Iterator[list[RayJobs]]:
         first = ensure_cluster(home)
         yield [RayJobs(first), RayJobs(ensure_cluster(tmp_path / "second", first.jobs_url))]
     finally:
-        stop_embedded(home)
+        servers.end(home, "ray")
         for name, value in before.items():
             env.set_for_process(name, value)
 

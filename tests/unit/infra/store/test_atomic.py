@@ -178,7 +178,8 @@ def test_what_a_dead_writer_left_is_removed_at_once(tmp_path: Path) -> None:
     kept = tmp_path / "x"
     for path in (mine, elsewhere, old, kept):
         path.write_text("")
-    os.utime(old, (time.time() - 90_000,) * 2)
+    yesterday = time.time() - 90_000
+    os.utime(old, (yesterday, yesterday))
     assert len(os.listdir(tmp_path)) == 5
     remove_abandoned(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([mine.name, elsewhere.name, "x"])
