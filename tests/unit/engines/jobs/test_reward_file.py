@@ -29,7 +29,8 @@ def test_an_edit_in_mid_run_reaches_no_scorer(tmp_path: Path) -> None:
     points.write_text("POINTS = 0.25\n", encoding="utf-8")
     inputs = {"reward": script_artifact(script, "rl.reward.function")}
     context: Any = SimpleNamespace(
-        spec=SimpleNamespace(inputs=inputs, attempt_dir=tmp_path / "attempt-0"),
+        spec=SimpleNamespace(inputs=inputs),
+        attempt_dir=tmp_path / "attempt-0",
         storage=LocalStorage(tmp_path / "store"),
     )
     config = RewardConfig(function=f"{script}:score", max_unscored_frac=1.0)

@@ -133,10 +133,10 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
         ),
         (
             {"config": {"promote": {"min_valeu": 1}}},
-            "config.promote.min_valeu: got 1; Extra inputs are not permitted",
+            "config.promote.min_valeu: unknown field; did you mean min_value?",
         ),
         ({"inputs": {}}, "inputs.evaluation: missing; need an artifact; given: none"),
-        ({"runtime": {"heartbeat_s": 0}}, "runtime.heartbeat_s: got 0; Input should be greater"),
+        ({"runtime": {"heartbeat_s": 0}}, "runtime.heartbeat_s: got 0; need a finite number > 0"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
