@@ -156,7 +156,8 @@ class Shipper:
                 return
             with self._lock:
                 self._news.pop(entry.key, None)
-            if not self._try(f"take {entry.name}", partial(self._tell, entry)):
+                newest = self._entries[entry.key]  # it may have been put again since
+            if not self._try(f"take {entry.name}", partial(self._tell, newest)):
                 with self._lock:
                     self._news[entry.key] = None
 
