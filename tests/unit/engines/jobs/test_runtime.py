@@ -121,10 +121,10 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
         ),
         (
             {"config": {"promote": {"min_valeu": 1}}},
-            "config.promote.min_valeu: got 1; Extra inputs are not permitted",
+            "config.promote.min_valeu: unknown field; did you mean min_value?",
         ),
         ({"inputs": {}}, "inputs.evaluation: missing; need an artifact; given: none"),
-        ({"runtime": {"heartbeat_s": 0}}, "runtime.heartbeat_s: got 0; Input should be greater"),
+        ({"runtime": {"heartbeat_s": 0}}, "runtime.heartbeat_s: got 0; need a finite number > 0"),
         ({"store_uri": "s4://bucket"}, "storage: got 's4://bucket'"),
     ],
 )
