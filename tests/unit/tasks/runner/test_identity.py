@@ -320,7 +320,8 @@ def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path
         recipe = load_recipe(
             "quickstart",
             [
-                f"data={{arithmetic: null, sft: {rows}, rl: {rows}, evaluation: {rows}, max_prompt_length: 48}}",
+                "data={arithmetic: null, max_prompt_length: 48}",
+                f"data={{sft: {rows}, rl: {rows}, evaluation: {rows}}}",
                 f"rl.reward.function={below / 'score.py'}:score",
             ],
         )
