@@ -12,7 +12,7 @@ import sys
 from pydantic import ValidationError
 
 from engines.config.look import Answer, Look
-from engines.config.plugins import BUILT_IN
+from engines.config.plugins import REWARDS
 from flows.platform_probe import check_platform
 from flows.recipe.recipe import Recipe
 from infra import env
@@ -40,7 +40,7 @@ def preflight(recipe: Recipe) -> None:
 
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
-    own = recipe.rl.reward.function in BUILT_IN["reward"]
+    own = recipe.rl.reward.function in {row.name for row in REWARDS.rows}
     if own and recipe.model.path is None and recipe.data.arithmetic is not None:
         return None
     return Look(

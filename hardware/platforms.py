@@ -1,6 +1,7 @@
 """The table of platforms; imports none of them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from infra.plugin_table import PluginTable
 from infra.plugins import Row
@@ -35,3 +36,21 @@ PLATFORMS = PluginTable(
     other_forms=("auto",),
 )
 """In the order of probing."""
+
+
+def device_modules(library: str | None = None) -> tuple[str, ...]:
+    """The modules of this project that decide what a device computes.
+
+    Which platform a job will find is not known to whoever plans it: those of all platforms count.
+
+    Args:
+        library: training backend whose repairs for a platform (`cpu_megatron`) count too.
+
+    Returns:
+        Module names, sorted.
+    """
+    modules = {row.module for row in PLATFORMS.rows}
+    repairs = {f"{module}_{library}" for module in modules if library}
+    here = Path(__file__)
+    found = {name for name in repairs if here.with_name(f"{name.partition('.')[2]}.py").exists()}
+    return tuple(sorted(modules | found))

@@ -123,7 +123,16 @@ class PluginTable(Generic[RowT]):
         device: str | None = None,
         vendor: str | None = None,
     ) -> RowT:
-        """The row of a name, if it can be used here; imports nothing. Arguments as of `place`.
+        """The row of a name, if it can be used here; imports nothing.
+
+        Args:
+            name: what the configuration says.
+            path: where it says so; None: the table's setting.
+            device: as of `place`.
+            vendor: as of `place`.
+
+        Returns:
+            The row.
 
         Raises:
             ConfigError: as of `place`, or its extra or its job environment is missing.
@@ -170,11 +179,7 @@ def _places(row: Row) -> Iterator[str]:
 
 
 def _interpreter(row: Row, path: str) -> Path | None:
-    """The Python with what a row requires; None: this one.
-
-    Raises:
-        ConfigError: what it requires is not installed, or its job environment was not made.
-    """
+    """The Python with what a row requires; None: this one, or an error that says what to make."""
     if row.requires is None or _installed(row.requires):
         return None
     if row.environment is not None:

@@ -13,9 +13,12 @@ so that a clash costs nobody else anything.
 """
 
 import importlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -287,7 +290,20 @@ def _entries() -> list[EntryPoint]:
 
 
 def _group() -> Iterable[EntryPoint]:
-    return entry_points(group=ENTRY_POINT_GROUP)
+    places = (Path(place) for place in sys.path)
+    return _found_by(
+        entry_points,
+        tuple((str(place), place.stat().st_mtime_ns) for place in places if place.is_dir()),
+    )
+
+
+@cache
+def _found_by(
+    scan: Callable[..., Iterable[EntryPoint]],
+    places: tuple[tuple[str, int], ...],  # noqa: ARG001  where it looks, and their times of change
+) -> tuple[EntryPoint, ...]:
+    """Our group, read once: a scan opens the metadata of every distribution (0.2 s)."""
+    return tuple(scan(group=ENTRY_POINT_GROUP))
 
 
 def _names_module(entry: EntryPoint) -> bool:

@@ -189,12 +189,6 @@ TABLES: Mapping[PluginKind, PluginTable[Any]] = {
 }
 
 
-BUILT_IN: Mapping[PluginKind, Mapping[str, Row]] = {
-    kind: {row.name: row for row in table.rows} for kind, table in TABLES.items()
-}
-"""This project's rows by name."""
-
-
 def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> None:
     """Make a part known to this process; for modules of RLHF_USE_EXTERNAL_MODULES.
 

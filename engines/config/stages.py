@@ -27,6 +27,7 @@ from engines.config.sections import (
     SFTConfig,
 )
 from engines.config.training import TrainingConfig
+from hardware.platforms import device_modules
 
 
 class Runtime(StrictModel):
@@ -147,6 +148,10 @@ class TrainingStageConfig(StageConfig):
         """The training backend."""
         yield "backend", self.training.backend
 
+    def plugin_modules(self) -> tuple[str, ...]:
+        """And what the devices compute with."""
+        return (*super().plugin_modules(), *device_modules(self.training.backend))
+
     def check(self) -> None:
         """The backend has the layout."""
         check_layout(self.training)
@@ -228,6 +233,10 @@ class MergeStageConfig(StageConfig):
         """The training backend."""
         yield "backend", self.backend
 
+    def plugin_modules(self) -> tuple[str, ...]:
+        """And what the devices compute with."""
+        return (*super().plugin_modules(), *device_modules(self.backend))
+
 
 class EvaluateStageConfig(StageConfig):
     """A policy or the merged model, and the evaluation rows, to scores."""
@@ -257,6 +266,10 @@ class EvaluateStageConfig(StageConfig):
             yield "backend", self.backend
         yield "rollout", self.rollout.engine
         yield "reward", self.reward.function
+
+    def plugin_modules(self) -> tuple[str, ...]:
+        """And what the devices compute with."""
+        return (*super().plugin_modules(), *device_modules(self.backend))
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """A reward file."""

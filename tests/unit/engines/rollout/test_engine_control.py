@@ -2,14 +2,18 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.collect import generate_all
+from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
 from engines.weight_sync.in_process import InProcessCheckpointEngine
+from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, DeadlineError
 
 TIMEOUT_S = 30.0
@@ -305,9 +309,10 @@ def test_an_empty_list_of_requests_is_done_at_once(lab):
     assert generate_all(lab.engine(), []) == []
 
 
-def test_options_are_checked(lab):
-    with pytest.raises(ConfigError, match=r"rollout\.options\.max_prefil_tokens.*known options"):
-        lab.bare_engine(options={"max_prefil_tokens": 5})
+def test_options_are_checked():
+    rollout = RolloutConfig(options={"max_prefil_tokens": 5})
+    with pytest.raises(ConfigError, match=r"rollout\.options\.max_prefil_tokens.*max_prefill"):
+        create_rollout_engine("transformers", Path("nowhere"), rollout, "float32", CPUPlatform())
 
 
 @pytest.mark.parametrize(
