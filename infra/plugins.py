@@ -13,12 +13,12 @@ so that a clash costs nobody else anything.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -290,11 +290,14 @@ def _entries() -> list[EntryPoint]:
 
 
 def _group() -> Iterable[EntryPoint]:
-    places = (Path(place) for place in sys.path)
-    return _found_by(
-        entry_points,
-        tuple((str(place), place.stat().st_mtime_ns) for place in places if place.is_dir()),
-    )
+    return _found_by(entry_points, tuple((place, _changed_at(place)) for place in sys.path))
+
+
+def _changed_at(place: str) -> int:
+    try:
+        return os.stat(place).st_mtime_ns
+    except OSError:
+        return 0
 
 
 @cache

@@ -18,6 +18,7 @@ from rlhf.testing.plain_loop import NUM_STEPS, make_batch, without_mask
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from engines import collectives
 from engines.config.training import LoraConfig
@@ -87,9 +88,9 @@ def held_between(engine: BaseEngine, batch: TokenBatch) -> Results:
 
 
 def tensor_bytes() -> int:
-    """Memory of all tensors of this process."""
+    """Memory of all tensors of this process; those that only stand for shapes have none."""
     gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, Parameter, DTensor)]
     found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
     storages = {(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in local}
