@@ -16,7 +16,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow races contracts lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks races contracts lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -36,12 +36,15 @@ quickstart: $(STAMP)  ## the whole pipeline on CPU: data, SFT, RL, merge, evalua
 	$(BIN)/rlhf run quickstart $(ARGS)
 
 test: $(STAMP)  ## everything but the tests marked slow
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu and not stacks" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS)
 	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive" $(ARGS)
+
+test-stacks: $(STAMP)  ## servers killed and restarted at every phase; does not fit into .ci/run
+	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
 
 races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at once
 	RACE_ROUNDS=200 $(BIN)/python -m pytest tests/e2e/test_ownership.py $(ARGS)

@@ -83,8 +83,8 @@ def held_between(engine: BaseEngine, batch: TokenBatch) -> Results:
 
     measure.needs_entropy = True
     engine.train_batch(batch, measure)
-    num_parameters = sum(tensor.numel() for _, tensor in engine.get_per_tensor_param())
-    return {"held_bytes": [size - held[0] for size in held], "num_parameters": num_parameters}
+    num_own = sum(shard.values.numel() for shard in engine.get_per_tensor_param_shard())
+    return {"held_bytes": [size - held[0] for size in held], "num_own_values": num_own}
 
 
 def tensor_bytes() -> int:

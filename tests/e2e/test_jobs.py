@@ -309,7 +309,7 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     assert [record.step for record in _metrics(of_policy)] == [4]
     assert {"accuracy", "accuracy_low", "pass@1", "pass@4"} <= evaluated.metrics.keys()
     inputs = {"evaluation": evaluated.artifact, "model": model}
-    for min_value, promoted in ((0.0, True), (1.1, False)):
+    for min_value, promoted in ((0.0, True), (1.0, False)):
         gate = {"promote": {"min_value": min_value}}
         decision = bench.run(bench.spec("promote", gate, inputs)).artifact.local_path()
         content = json.loads((decision / "decision.json").read_text())

@@ -17,7 +17,7 @@ from infra.ray.cluster import ensure_cluster
 from infra.services.stack import down, status
 from infra.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+pytestmark = pytest.mark.stacks
 
 LONG = settings("sft.num_steps=100000")
 DEADLINE_S = 240.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stacks
 
 SECRET = "correct-horse-battery-staple"
 REWARD = """

@@ -20,7 +20,7 @@ from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stacks
 
 LONG_SFT = settings("sft.num_steps=150")
 
