@@ -4,12 +4,13 @@ A `tasks.runner.run.StageRunner` that only looks: below a stage that is not done
 unknown, because they depend on what that stage would yield.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.store.stage_spec import Artifact
+from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage
+from tasks.runner.adoption import find_adoptable, half_trained
 from tasks.runner.identity import StageRequest
 from tasks.runner.run import StageResult
 
@@ -28,6 +29,7 @@ class PlannedStage:
         fingerprint: empty while it is unknown.
         inputs: digest by name, empty where it is unknown.
         digest: of the output of a hit, else empty.
+        adoption: whose half-trained work a hit continued, or a miss could; else empty.
     """
 
     label: str
@@ -35,6 +37,7 @@ class PlannedStage:
     fingerprint: str
     inputs: Mapping[str, str]
     digest: str
+    adoption: str = ""
 
 
 class Planner:
@@ -44,12 +47,19 @@ class Planner:
         storage: the store that would be used.
         seed: of the run.
         force: by stage label, a token: only a commit that was made for it is a hit.
+        adopt: labels of stages that must find something to adopt if they are no hits.
     """
 
-    def __init__(self, storage: Storage, seed: int, force: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        seed: int,
+        force: Mapping[str, str],
+        adopt: Collection[str] = (),
+    ) -> None:
         self._storage = storage
         self.seed = seed
-        self._force = force
+        self._force, self._adopt = force, adopt
         self.stages: list[PlannedStage] = []
 
     @property
@@ -63,7 +73,17 @@ class Planner:
         return all(stage.status == "hit" for stage in self.stages)
 
     def run(self, request: StageRequest) -> StageResult:
-        """Look one stage up; the result of a stage that is not done is a stand-in."""
+        """Look one stage up; the result of a stage that is not done is a stand-in.
+
+        Args:
+            request: the stage.
+
+        Returns:
+            What is known of its result.
+
+        Raises:
+            ConfigError: the stage is to adopt something, and there is nothing that it may.
+        """
         inputs = {name: artifact.digest for name, artifact in request.inputs.items()}
         known = all(inputs.values())
         fingerprint = request.fingerprint if known else ""
@@ -73,7 +93,14 @@ class Planner:
         artifact = record.artifact if record else _NOT_MADE
         status: Status = "unknown" if not known else "hit" if record else "miss"
         self.stages.append(
-            PlannedStage(request.label, status, fingerprint, inputs, artifact.digest)
+            PlannedStage(
+                request.label,
+                status,
+                fingerprint,
+                inputs,
+                artifact.digest,
+                self._adoption(request, record) if known else "",
+            )
         )
         return StageResult(
             label=request.label,
@@ -84,3 +111,12 @@ class Planner:
             metrics=record.metrics if record else {},
             job_seconds=record.seconds if record else {},
         )
+
+    def _adoption(self, request: StageRequest, record: CommitRecord | None) -> str:
+        """What there is to say about half-trained work, in words."""
+        if record is not None:
+            return f"adopted {record.adopted}" if record.adopted else ""
+        if request.label in self._adopt:
+            find_adoptable(self._storage, request)
+        found = half_trained(self._storage, request)
+        return found[0].offer(request.label) if found else ""

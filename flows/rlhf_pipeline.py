@@ -66,12 +66,14 @@ def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Re
 def rlhf_pipeline(
     recipe: Recipe = load_recipe("quickstart"),  # noqa: B008  frozen, and the UI's form shows it
     force: dict[str, str] | None = None,
+    adopt: list[str] | None = None,
 ) -> Report:
     """From raw data to a promoted model.
 
     Args:
         recipe: the whole configuration; the form is filled with the quickstart.
         force: by stage (`rl_round_2`), any new text: the stage runs again although it is done.
+        adopt: stages that continue what was half-trained before an edit or in another layout.
 
     Returns:
         What ran, what came out, where the time went.
@@ -81,6 +83,6 @@ def rlhf_pipeline(
         get_run_logger().warning("%s", broken)
     if SURROUNDINGS.get() is None:
         preflight(recipe)  # whoever runs the flow in a process of his own has looked before
-    with open_run(recipe, force or {}) as run:
+    with open_run(recipe, force or {}, adopt or []) as run:
         run_stages(recipe, run.stages)
         return run.finish()

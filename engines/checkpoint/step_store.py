@@ -14,7 +14,6 @@ Does not promise: several writers at once. One process saves, whoever wrote the 
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,12 +30,11 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
+from infra.store.step_directories import step_directories
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
 _KIND = "step-checkpoint"
-_NAME = re.compile(r"step-(\d{8,})(?:-[0-9a-f]{12})?")
-"""With a part of its digest where other content of that step stood under the plain name."""
 _MIN_KEEP = 2
 
 logger = logging.getLogger(__name__)
@@ -120,10 +118,7 @@ class StepCheckpoints:
 
     def steps(self) -> list[int]:
         """Numbers of the published checkpoints, ascending; whether they verify is not said."""
-        if not self._root.exists():
-            return []
-        matches = [_NAME.fullmatch(entry.name) for entry in self._root.iterdir()]
-        return sorted({int(match.group(1)) for match in matches if match})
+        return list(step_directories(self._root))
 
     def latest_valid(self) -> StepCheckpoint | None:
         """Find what to continue from.
@@ -206,7 +201,7 @@ class StepCheckpoints:
 
     def _directories(self, step: int) -> list[Path]:
         """What is published of a step, the oldest first; nearly always one or none."""
-        found = [*self._root.glob(f"step-{step:08d}"), *self._root.glob(f"step-{step:08d}-*")]
+        found = step_directories(self._root).get(step, [])
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _remove(self, directory: Path) -> None:

@@ -3,12 +3,13 @@
 Promises: unknown keys are refused, values are frozen, NaN and infinity are refused, and the
 docstring under a field becomes its description in the JSON schema (and so in the UI's form).
 Every field counts for the identity of the stage that holds it, unless its own declaration is
-marked `NotIdentity`.
+marked `NotIdentity`; one marked `Execution` counts too, but half-trained work survives its change.
 Does not promise: anything about files, devices or plugins; that is preflight's work.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -18,6 +19,28 @@ class NotIdentity:
 
     For deadlines, save intervals, retention, transports and places.
     """
+
+
+class Execution:
+    """Marks a field that says how a number is computed and not which: a layout, a memory knob.
+
+    It counts, because sums are rounded differently; a half-trained stage can go on under another
+    value. Whatever is not marked says what is trained.
+    """
+
+
+class Change(NamedTuple):
+    """A field that counts and has another value than before."""
+
+    field: str
+    """Dotted path."""
+    before: Any
+    now: Any
+    is_execution: bool
+    """Whether it is marked `Execution`."""
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.before} -> {self.now}"
 
 
 class StrictModel(BaseModel):
@@ -52,6 +75,27 @@ class StrictModel(BaseModel):
             for name, field in type(self).model_fields.items()
             if NotIdentity not in field.metadata
         }
+
+    def changes(self, before: Self, path: str = "") -> Iterator[Change]:
+        """What counts and is not as it was.
+
+        Args:
+            before: another configuration of this type.
+            path: dotted, of this configuration, with a dot at its end.
+
+        Yields:
+            Change: the innermost field of each difference.
+        """
+        values, others = self.identity_values(), before.identity_values()
+        for name in values:
+            old, new = getattr(before, name), getattr(self, name)
+            if values[name] == others[name]:
+                continue
+            if isinstance(new, StrictModel) and type(old) is type(new):
+                yield from new.changes(old, f"{path}{name}.")
+            else:
+                field = type(self).model_fields[name]
+                yield Change(f"{path}{name}", old, new, Execution in field.metadata)
 
 
 def _is_number(annotation: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.base import NotIdentity, StrictModel
+from engines.config.base import Execution, NotIdentity, StrictModel
 
 
 class SamplingConfig(StrictModel):
@@ -25,7 +25,7 @@ class RolloutConfig(StrictModel):
     """Name of a rollout engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """null uses `training.dtype`."""
-    max_num_sequences: int = Field(default=256, ge=1)
+    max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
     """Sequences decoded together."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Deadline of one batch of requests."""

@@ -76,6 +76,11 @@ class StageConfig(StrictModel):
         """Python of the job environment that the job needs; None: the project's own."""
         return None
 
+    @property
+    def num_previous_steps(self) -> int:
+        """Steps of the stages before, from which its journal counts on."""
+        return 0
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """The kind and name of every part that the configuration names."""
         yield from ()
@@ -186,6 +191,11 @@ class RLRoundStageConfig(TrainingStageConfig):
     def label(self) -> str:
         """With the round's number."""
         return f"{self.stage}_{self.round}"
+
+    @property
+    def num_previous_steps(self) -> int:
+        """Of the rounds before."""
+        return (self.round - 1) * self.rl.num_steps_per_round
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the rollout engine, the reward and the parts of the algorithm."""

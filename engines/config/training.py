@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import NotIdentity, StrictModel
+from engines.config.base import Execution, NotIdentity, StrictModel
 
 
 class OptimizerConfig(StrictModel):
@@ -57,50 +57,52 @@ class TrainingConfig(StrictModel):
 
     backend: str = "fsdp2"
     """Name in the EngineRegistry; a backend's own switches stand in `options`."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks of the training group; as many as the layout needs when it is not given. 1 runs inside
     the job's process, without Ray actors."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
-    sequence_parallel: bool = True
+    sequence_parallel: Annotated[bool, Execution] = True
     """With tensor parallelism: also cut activations between the matrices along the tokens."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that hold consecutive layers."""
-    virtual_pipeline_parallel_size: int = Field(default=1, ge=1)
+    virtual_pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Pieces of each pipeline rank; above 1 interleaves them."""
-    context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence, in Megatron-Core's way."""
-    ulysses_size: int = Field(default=1, ge=1)
+    ulysses_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence, with all-to-all around attention."""
-    expert_parallel_size: int = Field(default=1, ge=1)
+    expert_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share the experts of a mixture."""
-    replicate_size: int = Field(default=1, ge=1)
+    replicate_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Hybrid sharding: copies of the sharded model; 1 shards over all ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and the optimizer stay float32."""
-    max_tokens_per_micro_batch: int = Field(default=16_384, ge=8)
+    max_tokens_per_micro_batch: Annotated[int, Execution] = Field(default=16_384, ge=8)
     """Token budget of one forward and backward pass on one rank: the only memory knob."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, Execution] = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    activation_offload: bool = False
+    activation_offload: Annotated[bool, Execution] = False
     """Keep the activations that the backward pass needs in host memory."""
-    param_offload: bool = False
+    param_offload: Annotated[bool, Execution] = False
     """Keep parameters and gradients in host memory while the engine is idle."""
-    optimizer_offload: bool = False
+    optimizer_offload: Annotated[bool, Execution] = False
     """Keep the optimizer's state in host memory outside of optimizer steps."""
-    chunked_logprobs: bool = True
+    chunked_logprobs: Annotated[bool, Execution] = True
     """Never hold logits of all tokens at once: memory does not grow with tokens x vocabulary."""
     frozen_parameters: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained, as in a shell (`model.embed_tokens.*`)."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the weights."""
-    use_torch_compile: bool = False
+    use_torch_compile: Annotated[bool, Execution] = False
     """Compile each decoder layer; the first steps are slow."""
-    torch_compile_backend: Literal["inductor", "aot_eager", "cudagraphs"] = "inductor"
+    torch_compile_backend: Annotated[Literal["inductor", "aot_eager", "cudagraphs"], Execution] = (
+        "inductor"
+    )
     """`aot_eager` makes the graphs and runs them as they are: to find out what compiles."""
-    use_liger: bool = False
+    use_liger: Annotated[bool, Execution] = False
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: Annotated[int | None, Execution] = Field(default=None, ge=1)
     """CPU threads of one rank; null divides the machine's cores by the ranks."""
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     options: dict[str, Any] = {}

@@ -194,6 +194,7 @@ def _run(
                 stage=spec.stage,
                 artifact=artifact,
                 attempt=spec.attempt,
+                adopted=spec.adopted,
                 metrics=output.metrics,
                 seconds={**clock.seconds, "total": _process_age_s()},
                 committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -226,7 +227,7 @@ def _open_context(
     earlier, _ = read_journal(storage, spec.fingerprint)
     journal = Journal(directory / "journal.jsonl", earlier)
     stack.callback(journal.close)
-    steps_dir = channel.steps_dir(generation(entries)[0].number)
+    steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
     context = JobContext(
         spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
     )

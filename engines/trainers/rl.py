@@ -56,7 +56,7 @@ class RLTrainer:
         training_dtype = config.training.dtype
         rollout_dtype = config.rollout.dtype or training_dtype
         self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
-        self.previous_steps = (config.round - 1) * config.rl.num_steps_per_round
+        self.previous_steps = config.num_previous_steps
         self.version = self.previous_steps
         self.num_skipped = 0
 

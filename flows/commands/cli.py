@@ -80,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = add("run", "run a recipe; finished stages are reused")
     _add_recipe_arguments(run)
+    run.add_argument(
+        "--adopt",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="continue what was half-trained before an edit or in another layout; may be repeated",
+    )
     plan = add("plan", "show each stage, its fingerprint and whether it is done; run nothing")
     _add_recipe_arguments(plan)
     plan.add_argument("--json", action="store_true", help="for machines")

@@ -33,6 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     console = Console()
     console.print(_table(planner.stages))
+    for stage in planner.stages:
+        if stage.adoption:
+            console.print(f"{stage.label}: {stage.adoption}", highlight=False, soft_wrap=True)
     counts = {
         status: sum(stage.status == status for stage in planner.stages)
         for status in ("hit", "miss", "unknown")

@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
         # Prefect reads those settings when it is imported: not before now.
         local_run: Any = importlib.import_module("flows.local.local_run")
-        report = local_run.run_locally(recipe, arguments.force, console, server)
+        report = local_run.run_locally(recipe, arguments.force, arguments.adopt, console, server)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     sys.stdout.flush()
     return 0

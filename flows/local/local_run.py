@@ -35,6 +35,7 @@ UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 def run_locally(
     recipe: Recipe,
     force: Sequence[str],
+    adopt: Sequence[str],
     console: Console,
     prefect: PrefectServer,
 ) -> Report:
@@ -43,6 +44,7 @@ def run_locally(
     Args:
         recipe: what to run.
         force: labels of stages to run again.
+        adopt: labels of stages that continue half-trained work of another fingerprint.
         console: where the run is shown.
         prefect: the server that keeps the history.
 
@@ -50,17 +52,21 @@ def run_locally(
         The report of the run.
 
     Raises:
-        ConfigError: a forced stage is none of the recipe's, or a job refused its input.
+        ConfigError: a stage that was named is none of the recipe's or has nothing to adopt, or
+            a job refused its input.
     """
     # A new token for every run: the same one would find the stage committed under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(force, token)
-    planner = Planner(open_storage(recipe.store_uri), recipe.seed, tokens)
+    planner = Planner(open_storage(recipe.store_uri), recipe.seed, tokens, adopt)
     run_stages(recipe, planner)
     labels = [stage.label for stage in planner.stages]
-    for label in force:
+    for option, label in (
+        *(("--force", each) for each in force),
+        *(("--adopt", each) for each in adopt),
+    ):
         if label not in labels:
-            raise ConfigError("--force", f"got {label!r}; need one of {', '.join(labels)}")
+            raise ConfigError(option, f"got {label!r}; need one of {', '.join(labels)}")
     cluster = LazyCluster(recipe.home)
     if not planner.all_hit:
         cluster.start_in_background()
@@ -71,7 +77,7 @@ def run_locally(
         prefect.wait()
         if prefect.history_is_dead:
             crash_dead_runs()
-        return rlhf_pipeline(recipe, force=tokens)
+        return rlhf_pipeline(recipe, force=tokens, adopt=list(adopt))
     finally:
         # The flow released it, if it came so far.
         cluster.release()

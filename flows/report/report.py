@@ -17,6 +17,7 @@ from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
+from infra.store.stage_spec import Adoption
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.run import StageResult, headline_metric
@@ -47,6 +48,8 @@ class StageReport(BaseModel):
     metrics: dict[str, float]
     job_seconds: dict[str, float]
     """Seconds of the job's phases when it was computed."""
+    adopted: Adoption | None = None
+    """Whose half-trained work it continues."""
 
 
 class Report(BaseModel):
@@ -98,6 +101,7 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
                 job_seconds=result.job_seconds,
+                adopted=result.adopted,
             )
             for result in results
         ],
@@ -228,6 +232,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
             for stage in report.stages
         ),
         "",
+        *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
     ]
     for name, title in PLOT_TITLES.items():
         path = directory / f"{name}.svg"

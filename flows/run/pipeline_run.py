@@ -7,7 +7,7 @@ it was not cancelled or interrupted.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -113,12 +113,15 @@ class PipelineRun:
 
 
 @contextmanager
-def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
+def open_run(
+    recipe: Recipe, force: Mapping[str, str], adopt: Collection[str]
+) -> Iterator[PipelineRun]:
     """Everything a run needs, for as long as it runs.
 
     Args:
         recipe: what is run.
         force: by stage label, a token that makes the stage run anew.
+        adopt: labels of stages that continue what was half-trained under another fingerprint.
 
     Yields:
         PipelineRun: the run.
@@ -143,6 +146,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         orchestrated=flow_run is not None,
         seed=recipe.seed,
         force=force,
+        adopt=adopt,
         metadata=metadata,
     )
     interrupted = False

@@ -3,6 +3,7 @@
 Each entry says *held by X* or *committed D* and is made by one exclusive create, so of any
 number of callers exactly one makes entry n. Only the holder of entry n may make the commit
 n + 1; whoever finds n + 1 taken is fenced. A *held* after a *committed* is a forced generation.
+So is, within one, a *held* that says what it adopts: a generation has one origin.
 An entry also says how many bytes of each earlier journal segment of its generation count, so
 that what a woken writer appends later never does.
 
@@ -23,7 +24,7 @@ from infra.faults import fault
 from infra.store.atomic import create_exclusively, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.followers import Followers
-from infra.store.stage_spec import CommitRecord, check_fingerprint
+from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
 
 
 class Holder(BaseModel):
@@ -49,6 +50,8 @@ class LogEntry(BaseModel):
     holder: Holder
     force: str = ""
     """The token that asked for this generation; empty for the first one."""
+    adopted: Adoption | None = None
+    """Of a *held* that begins a generation: whose work its attempts continue."""
     journal: dict[int, int] = {}
     """By attempt, the bytes that count of the generation's journal segments before this entry."""
     record: CommitRecord | None = None
@@ -97,14 +100,22 @@ class Attempts(Protocol):
         """
         ...
 
-    def hold(self, fingerprint: str, holder: Holder, number: int, force: str = "") -> Attempt:
+    def hold(
+        self,
+        fingerprint: str,
+        holder: Holder,
+        number: int,
+        force: str = "",
+        adopted: Adoption | None = None,
+    ) -> Attempt:
         """Make the *held* entry of a number; the caller knows that what it follows is over.
 
         Args:
             fingerprint: of the stage.
             holder: who wants it.
             number: the length of the log as the caller saw it.
-            force: of a new generation; within one, the token of its first entry is kept.
+            force: of a new generation; until there is a commit, the token of the first is kept.
+            adopted: whose work the attempt continues; begins a generation.
 
         Returns:
             The right to commit the next entry.
@@ -192,19 +203,27 @@ class LocalAttempts:
             raise ArtifactCorruptError(f"{directory} has entries {numbers}; restore the others")
         return [self._entry(fingerprint, number) for number in numbers]
 
-    def hold(self, fingerprint: str, holder: Holder, number: int, force: str = "") -> Attempt:
+    def hold(
+        self,
+        fingerprint: str,
+        holder: Holder,
+        number: int,
+        force: str = "",
+        adopted: Adoption | None = None,
+    ) -> Attempt:
         """See `Attempts.hold`."""
         log = self.entries(fingerprint)
         last = log[number - 1] if 0 < number <= len(log) else None
         if number > len(log):
             raise ValueError(f"entry {number} of a log of {len(log)}")
-        in_generation = last is not None and last.kind == "held"
+        goes_on = last if last is not None and last.kind == "held" else None
         entry = LogEntry(
             kind="held",
             number=number,
             holder=holder,
-            force=last.force if last is not None and in_generation else force,
-            journal=self._counted(fingerprint, last) if last is not None and in_generation else {},
+            force=goes_on.force if goes_on else force,
+            adopted=adopted,
+            journal=self._counted(fingerprint, goes_on) if goes_on and not adopted else {},
             made_at=_now(),
         )
         fault("stage_log.before_hold")
@@ -290,7 +309,7 @@ def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord 
 
 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
-    """The entries between two commits, the second one included.
+    """The attempts that share their steps, and their *committed* entry.
 
     Args:
         entries: of a log.
@@ -302,10 +321,14 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
     if not entries:
         return ()
     at = len(entries) - 1 if attempt is None else attempt
-    kinds = [entry.kind for entry in entries]
-    start = next((i + 1 for i in range(at - 1, -1, -1) if kinds[i] == "committed"), 0)
-    end = next((i + 1 for i in range(at, len(kinds)) if kinds[i] == "committed"), len(kinds))
-    return entries[start:end]
+    adopting = {entry.number for entry in entries if entry.adopted}
+    begins = [
+        number
+        for number in range(len(entries) + 1)
+        if number == 0 or number in adopting or entries[number - 1].kind == "committed"
+    ]
+    start = max(number for number in begins if number <= at)
+    return entries[start : min((number for number in begins if number > at), default=None)]
 
 
 def current_generation(entries: Sequence[LogEntry]) -> int:

@@ -6,11 +6,13 @@ commits the fingerprint. Between stages only `Artifact` handles travel.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+NUM_SHOWN = 12
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 
 
@@ -19,6 +21,12 @@ def check_fingerprint(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"fingerprint: got {name!r}; need {_NAME.pattern}")
     return name
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of a list, and how many there are besides."""
+    more = len(names) - NUM_SHOWN
+    return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class Artifact(BaseModel):
@@ -44,6 +52,30 @@ class Artifact(BaseModel):
         return Path(self.uri)
 
 
+class Adoption(BaseModel):
+    """Whose steps a stage continues that was half-trained under another fingerprint.
+
+    The steps up to `step` were computed by that other work, which may itself have adopted some.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fingerprint: str
+    """Of the work that was continued."""
+    generation: int
+    """Number of its first attempt in that fingerprint's log."""
+    step: int
+    """Last step of it that is in the result, counted within the stage."""
+    digest: str
+    """Of that step's checkpoint."""
+    differs: tuple[str, ...]
+    """How that work differed: modules of source, libraries, fields with both values."""
+
+    def __str__(self) -> str:
+        differs = some(self.differs)
+        return f"step {self.step} of {self.fingerprint[:12]}, which differs in {differs}"
+
+
 class StageSpec(BaseModel):
     """Everything a job knows about the stage it runs."""
 
@@ -62,6 +94,8 @@ class StageSpec(BaseModel):
     inputs: dict[str, Artifact]
     seed: int
     store_uri: str
+    adopted: Adoption | None = None
+    """Of the attempt's generation."""
     sources: dict[str, str] = {}
     """sha256 by module of the code that the fingerprint was made from; compared by the job."""
     libraries: dict[str, str | None] = {}
@@ -85,6 +119,8 @@ class CommitRecord(BaseModel):
     stage: str
     artifact: Artifact
     attempt: int
+    adopted: Adoption | None = None
+    """Whose work the result continues; None: every step was computed under this fingerprint."""
     metrics: dict[str, float] = {}
     """Headline metrics of the stage."""
     seconds: dict[str, float] = {}

@@ -68,6 +68,10 @@ class Storage(Protocol):
         """What the jobs of a stage and their watchers tell each other."""
         ...
 
+    def with_steps(self) -> list[str]:
+        """Fingerprints that have step checkpoints, sorted; reads names of directories only."""
+        ...
+
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """Take a directory's files into the store and say what they are called there.
 
@@ -208,6 +212,11 @@ class LocalStorage:
     def channel(self, fingerprint: str) -> FileChannel:
         """See `Storage.channel`."""
         return FileChannel(self._root / "work" / check_fingerprint(fingerprint))
+
+    def with_steps(self) -> list[str]:
+        """See `Storage.with_steps`."""
+        found = (self._root / "work").glob("*/steps-*/step-*")
+        return sorted({path.parent.parent.name for path in found})
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """See `Storage.publish`. On the store's own file system this is one rename, no copy."""

@@ -5,7 +5,8 @@ generation. It belongs to the store and not to a home, so whoever reaches the st
 
     work/<fingerprint>/
         attempt-<n>/spec.json, error.json, heartbeat, stacks.txt, journal.jsonl, output/ ...
-        steps-<g>/step-00000050/         g: first attempt of the generation
+        steps-<g>/step-00000050/         g: first attempt of the generation; if it adopted a
+                                         checkpoint, a part of that one's digest follows
         followers/<name>                 see `infra.store.followers`
 
 Promises: nothing here is shared by two attempts but the step checkpoints, which are named by
@@ -23,7 +24,7 @@ from infra.errors import ArtifactCorruptError, ConfigError
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
-from infra.store.stage_spec import StageSpec
+from infra.store.stage_spec import Adoption, StageSpec
 
 
 class JobProblem(BaseModel):
@@ -81,8 +82,17 @@ class WorkChannel(Protocol):
         """
         ...
 
-    def steps_dir(self, generation: int) -> Path:
-        """Where the step checkpoints of a generation are; shared by its attempts."""
+    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
+        """Where the step checkpoints of a generation are; shared by its attempts.
+
+        Args:
+            generation: number of its first attempt.
+            adopted: what that one adopted. The place has a name of its own, so that it can be
+                filled before anybody holds the attempt.
+
+        Returns:
+            The directory; it may not exist.
+        """
         ...
 
 
@@ -155,9 +165,10 @@ class FileChannel:
         make_directories(path)
         return path
 
-    def steps_dir(self, generation: int) -> Path:
+    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """See `WorkChannel.steps_dir`."""
-        return self._directory / f"steps-{generation}"
+        of = f"-{adopted.digest[:12]}" if adopted else ""
+        return self._directory / f"steps-{generation}{of}"
 
     def _path(self, attempt: int, name: str) -> Path:
         return self._directory / f"attempt-{attempt}" / name

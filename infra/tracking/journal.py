@@ -112,6 +112,12 @@ class Journal:
         self._append(JournalRecord(kind="metrics", time_ms=self._now(), step=step, values=fresh))
         return True
 
+    def copy(self, records: Iterable[JournalRecord]) -> None:
+        """Take metrics of another journal as they are, but for steps that have some already."""
+        fresh = [r for r in records if r.step is not None and r.step not in self._recorded]
+        if fresh:
+            self._append(*fresh)
+
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Record how far the stage is."""
         self._append(
@@ -141,9 +147,9 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _append(self, record: JournalRecord) -> None:
-        """Write one record durably, or leave the file as it was and raise."""
-        line = record.to_line()
+    def _append(self, *records: JournalRecord) -> None:
+        """Write records durably, or leave the file as it was and raise."""
+        line = b"".join(record.to_line() for record in records)
         fault("journal.before_write")
         try:
             written = 0
@@ -156,7 +162,8 @@ class Journal:
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(line)
-        self._remember(record)
+        for record in records:
+            self._remember(record)
 
     def _remember(self, record: JournalRecord) -> None:
         self._time_ms = max(self._time_ms, record.time_ms)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import Adoption, Artifact, CommitRecord
 from infra.tracking.tracker import RunState
 
 _DIGITS = 16
@@ -77,7 +77,14 @@ class RunEntry(BaseModel):
     def committed(self, record: CommitRecord) -> "RunEntry":
         """The same stage with its result."""
         result = {"output": record.artifact, "metrics": record.metrics}
-        return self.model_copy(update={"state": "FINISHED", **result})
+        return self.adopting(record.adopted).model_copy(update={"state": "FINISHED", **result})
+
+    def adopting(self, adopted: Adoption | None) -> "RunEntry":
+        """The same stage with whose work it continues; its rows begin with that work's."""
+        if adopted is None:
+            return self
+        told = {"adopted": str(adopted), "adopted.fingerprint": adopted.fingerprint}
+        return self.model_copy(update={"tags": {**self.tags, **told}})
 
 
 class Ledger:

@@ -84,6 +84,7 @@ class JobFollower:
         storage: where the log is.
         page: where a person looks.
         say: tells whoever watches the run what happens to the job.
+        on_stand: called when an attempt stands for the work, before it is waited for.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class JobFollower:
         storage: Storage,
         page: RunPage,
         say: Callable[[str], None],
+        on_stand: Callable[[], None],
     ) -> None:
         self._label = label
         self._fingerprint = fingerprint
@@ -106,7 +108,7 @@ class JobFollower:
         self._storage = storage
         self._channel = storage.channel(fingerprint)
         self._page = page
-        self._watcher = say
+        self._watcher, self._on_stand = say, on_stand
         self._positions: dict[int, int] = {}
         self.others_wait = False
         """Whether a cancelled job goes on because someone else follows it."""
@@ -160,6 +162,7 @@ class JobFollower:
             except FencedError:
                 continue  # someone was faster
             self._say(f"{'attached to' if attached else 'submitted'} {name}")
+            self._on_stand()
             return _Job(attempt, name, attached, self._watch(attempt))
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infra.store.canonical import sha256_json
-from infra.store.stage_spec import CommitRecord
+from infra.store.stage_spec import Adoption, CommitRecord
 from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.shipper import Shipper
 from tasks.runner.identity import StageRequest
@@ -72,9 +72,11 @@ class Recorder:
             self._shipper.put(self._run)
             self._shipper.put(entry.committed(record))
 
-    def stage_started(self, request: StageRequest, generation: int = 0) -> None:
-        """A stage begins to run."""
-        entry = self._stage(request, generation)
+    def stage_started(
+        self, request: StageRequest, generation: int = 0, adopted: Adoption | None = None
+    ) -> None:
+        """A stage begins to run, perhaps where other work on it ended."""
+        entry = self._stage(request, generation).adopting(adopted)
         self._shipper.put(self._run)
         self._shipper.put(entry)
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.store.stage_spec import Artifact
+from infra.store.stage_spec import Adoption, Artifact
 from tasks.runner.identity import StageRequest
 
 COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_steps", "size_bytes")
@@ -35,6 +35,8 @@ class StageResult(BaseModel):
     """Seconds this run spent on the stage, looking it up included."""
     metrics: dict[str, float]
     """Headline metrics from the commit record."""
+    adopted: Adoption | None = None
+    """Whose half-trained work the result continues."""
     job_seconds: dict[str, float]
     """Wall seconds of the job's phases, from the commit record."""
 

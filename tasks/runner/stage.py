@@ -9,16 +9,17 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from engines.config.stages import Runtime
 from infra.ray.jobs import RayJobs
 from infra.store.stage_log import current_generation
-from infra.store.stage_spec import CommitRecord
+from infra.store.stage_spec import Adoption, CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord
+from tasks.runner.adoption import find_adoptable
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
@@ -61,6 +62,7 @@ class StageContext:
         orchestrated: whether each stage is to be a Prefect task run.
         seed: of the run.
         force: by stage label, a token: only a commit that was made for it will do.
+        adopt: labels of stages that continue what was half-trained under another fingerprint.
         metadata: travels with each Ray job (`flow_run_id`).
     """
 
@@ -76,6 +78,7 @@ class StageContext:
         orchestrated: bool,
         seed: int,
         force: Mapping[str, str],
+        adopt: Collection[str],
         metadata: Mapping[str, str],
     ) -> None:
         self._home = home
@@ -86,7 +89,7 @@ class StageContext:
         self._runtime = runtime
         self._orchestrated = orchestrated
         self._seed = seed
-        self._force = force
+        self._force, self._adopt = force, adopt
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self._others_wait = False
@@ -117,7 +120,7 @@ class StageContext:
             Its output, computed or found.
 
         Raises:
-            ConfigError: the job refused its configuration or its input.
+            ConfigError: the job refused its configuration or its input, or nothing can be adopted.
             JobFailedError: the job ended without committing; carries the tail of its log.
             ArtifactError: the committed output does not verify any more.
         """
@@ -130,7 +133,9 @@ class StageContext:
             record = self._compute(request, force)
         else:
             self._storage.verify(record.artifact, "size")
-            self._recorder.stage_reused(request, record, self._generation(record))
+            self._recorder.stage_reused(
+                request, record, self._generation(request, record.attempt)[0]
+            )
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"
@@ -141,6 +146,7 @@ class StageContext:
             artifact=record.artifact,
             reused=reused,
             wall_s=time.monotonic() - started,
+            adopted=record.adopted,
             metrics=record.metrics,
             job_seconds=record.seconds,
         )
@@ -151,14 +157,27 @@ class StageContext:
     def _compute(self, request: StageRequest, force: str) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
+        asked = request.label in self._adopt
         submission = Submission(
             request=request,
             storage=self._storage,
             runtime=self._runtime,
             metadata=self._metadata,
+            adopts=find_adoptable(self._storage, request) if asked else None,
         )
-        of = current_generation(self._storage.attempts.entries(request.fingerprint))
-        self._recorder.stage_started(request, of)
+        of = 0
+
+        def on_stand() -> None:
+            nonlocal of
+            of, adopted = self._generation(request)
+            self._recorder.stage_started(request, of, adopted)
+            if asked and adopted is None:
+                self._observer.message(request.label, "its own work goes on; nothing was adopted")
+
+        def on_record(record: JournalRecord) -> None:
+            self._observer.record(request.label, record)
+            self._recorder.stage_grew(request, of)
+
         follower = JobFollower(
             label=request.label,
             fingerprint=request.fingerprint,
@@ -168,23 +187,31 @@ class StageContext:
             storage=self._storage,
             page=page,
             say=lambda text: self._observer.message(request.label, text),
+            on_stand=on_stand,
         )
-
-        def on_record(record: JournalRecord) -> None:
-            self._observer.record(request.label, record)
-            self._recorder.stage_grew(request, of)
 
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
             self._others_wait = follower.others_wait
-            self._recorder.stage_ended(request, end_status(error), of)
+            self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
             raise
-        self._recorder.stage_finished(request, record, self._generation(record))
+        self._recorder.stage_finished(request, record, self._generation(request, record.attempt)[0])
         page.close()
         return record
 
-    def _generation(self, record: CommitRecord) -> int:
-        """The generation that made a commit."""
-        log = self._storage.attempts.entries(record.fingerprint)
-        return current_generation(log[: record.attempt + 1])
+    def _generation(
+        self, request: StageRequest, attempt: int | None = None
+    ) -> tuple[int, Adoption | None]:
+        """Number of the first attempt of a generation, and what that adopted.
+
+        Args:
+            request: the stage.
+            attempt: one of the generation; None: the one that is under way or would be next.
+
+        Returns:
+            Both; nothing was adopted by a generation that has no entry yet.
+        """
+        log = self._storage.attempts.entries(request.fingerprint)
+        of = current_generation(log if attempt is None else log[: attempt + 1])
+        return of, log[of].adopted if of < len(log) else None

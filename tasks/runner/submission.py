@@ -19,6 +19,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
+from tasks.runner.adoption import HalfTrained, copy_adopted_steps, link_adopted
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
@@ -32,6 +33,7 @@ class Submission:
         storage: where its log is, and where the job publishes.
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
+        adopts: work that the next entry of the log begins with, unless someone else makes it.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class Submission:
         storage: Storage,
         runtime: Runtime,
         metadata: Mapping[str, str],
+        adopts: HalfTrained | None = None,
     ) -> None:
         self._request = request
         self._storage = storage
         self._runtime = runtime
+        self._adopts = adopts
+        self._adopts_at = len(storage.attempts.entries(request.fingerprint))
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
 
     def submission_id(self, attempt: int) -> str:
@@ -62,10 +67,13 @@ class Submission:
         Raises:
             FencedError: someone else claimed it.
             JobSubmitError: Ray did not take the job; the attempt is over.
+            ConfigError: what is to be adopted does not verify.
         """
         holder = Holder(id=uuid.uuid4().hex, process=own_stamp())
-        request = self._request
-        self._storage.attempts.hold(request.fingerprint, holder, attempt, force)
+        request, adopted = self._request, None
+        if self._adopts is not None and attempt == self._adopts_at:
+            adopted = link_adopted(self._adopts, self._storage, request.fingerprint, attempt)
+        self._storage.attempts.hold(request.fingerprint, holder, attempt, force, adopted)
         channel = self._storage.channel(request.fingerprint)
         try:
             spec = self._specification(attempt, holder)
@@ -94,6 +102,7 @@ class Submission:
             holder=holder.id,
             config=request.config.model_dump(mode="json"),
             inputs=dict(request.inputs),
+            adopted=copy_adopted_steps(self._storage, request, attempt),
             seed=request.seed,
             sources=request.sources,
             libraries=request.libraries,

@@ -88,6 +88,7 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
                 storage=store,
                 page=RunPage("promote"),
                 say=lambda text: None,
+                on_stand=lambda: None,
             )
             barrier.wait(ROUND_DEADLINE_S)
             return follower.follow(two_homes[index % 2], lambda record: None).model_dump_json()

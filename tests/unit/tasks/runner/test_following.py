@@ -86,6 +86,7 @@ class Stage:
             storage=self.storage,
             page=RunPage("promote"),
             say=self.said.append,
+            on_stand=lambda: None,
         ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 
     def hold(self, number: int = 0) -> None:

@@ -1,0 +1,261 @@
+"""Continuing a stage from what was half-trained under another fingerprint.
+
+A stage that is edited, or given another layout, is another stage: the step checkpoints of the
+work before lie under its fingerprint, where nothing looks for them. Adopting begins a generation
+of the new stage whose first checkpoint is the newest valid one of that work, and whose journal
+begins with the metrics of its steps. It says so in the stage's log, which the commit, the tracker
+and the report repeat.
+
+Promises: what is trained stays the same: model, data, seed, algorithm, optimizer and schedule are
+compared field by field, and a difference is refused by name. Code, libraries and what is marked
+`Execution` may differ, and are named. Nothing of the other work is changed, and its checkpoint is
+linked before anything is recorded, so a failure or a kill leaves the stage as it was.
+Does not promise: that the adopted steps are what the code of now would compute. The order of rows
+and the seeds of a step are functions of (seed, step), so no row is left out or read twice; random
+generators of ranks are restored at the same number of ranks only.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from engines.config.base import Change
+from infra.errors import ConfigError
+from infra.field_errors import to_config_error
+from infra.store.stage_log import LogEntry, generation
+from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
+from infra.store.step_directories import link_checkpoint, newest_valid, step_directories
+from infra.store.storage import Storage
+from infra.tracking.journal import Journal, read_journal
+from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+
+UNNAMED = "code of other distributions"
+_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class HalfTrained:
+    """Work on a stage that another fingerprint has, and nobody committed.
+
+    Attributes:
+        fingerprint: of the work.
+        generation: number of its first attempt.
+        step: its newest checkpoint, counted within the stage; nothing was verified.
+        root: holds its checkpoints.
+        differs: what may differ and does: fields with both values, modules of source, libraries.
+        refused: what is trained and differs.
+    """
+
+    fingerprint: str
+    generation: int
+    step: int
+    root: Path
+    differs: tuple[str, ...]
+    refused: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.fingerprint[:_DIGITS]}"
+
+    def offer(self, label: str) -> str:
+        """Whether it can be adopted by a stage, in words; empty if it was given other inputs."""
+        fields = [change.field for change in self.refused]
+        if not fields:
+            return f"{self} can be adopted with --adopt {label}; it differs in {some(self.differs)}"
+        alien = any(field.startswith("inputs.") for field in fields)
+        return (
+            "" if alien else f"{self} cannot be adopted; it was trained with other {some(fields)}"
+        )
+
+
+def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
+    """Half-trained work on a stage that is further than its own.
+
+    Args:
+        storage: where the work is; no checkpoint is read.
+        request: the stage.
+
+    Returns:
+        One for each other fingerprint: first what may be adopted, then the most steps.
+    """
+    at = own_step(storage, request)
+    found = [
+        work
+        for fingerprint in storage.with_steps()
+        if fingerprint != request.fingerprint and (work := _work(storage, fingerprint, request))
+    ]
+    ahead = [work for work in found if work.step > at]
+    return sorted(ahead, key=lambda work: (len(work.refused), -work.step))
+
+
+def own_step(storage: Storage, request: StageRequest) -> int:
+    """The newest step checkpoint of a stage's own work that is not committed; 0 without one."""
+    fingerprint = request.fingerprint
+    first = _open_generation(storage, fingerprint)
+    return max(step_directories(_root(storage, fingerprint, first)), default=0) if first else 0
+
+
+def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
+    """What `--adopt` continues.
+
+    Args:
+        storage: where the work is.
+        request: the stage.
+
+    Returns:
+        The work; None where the stage's own is as far, after an earlier adoption for one.
+
+    Raises:
+        ConfigError: there is none, or it trains something else; names the field.
+    """
+    found = half_trained(storage, request)
+    if not found and own_step(storage, request):
+        return None
+    if not found:
+        raise ConfigError(
+            "--adopt",
+            f"got {request.label!r}; need half-trained work on it under another fingerprint, and "
+            f"{storage.uri} has none; run without --adopt {request.label}",
+        )
+    if found[0].refused:
+        first, *more = found[0].refused
+        also = f" (and {', '.join(change.field for change in more)})" if more else ""
+        raise ConfigError(
+            first.field,
+            f"got {first.now}; need {first.before}, as {found[0]} was trained{also}; set it back, "
+            f"or run without --adopt {request.label}",
+        )
+    return found[0]
+
+
+def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt: int) -> Adoption:
+    """Put the work's newest valid checkpoint where an attempt that adopts it would look.
+
+    Args:
+        work: what is adopted.
+        storage: where both are.
+        fingerprint: of the stage that goes on.
+        attempt: that would begin a generation with it; need not be held.
+
+    Returns:
+        What its entry in the log is to say.
+
+    Raises:
+        ConfigError: no checkpoint of the work is valid any more.
+    """
+    newest = newest_valid(work.root)
+    if newest is None:
+        raise ConfigError("--adopt", f"no checkpoint in {work.root} is valid; run without --adopt")
+    step, path, digest = newest
+    adopted = Adoption(
+        fingerprint=work.fingerprint,
+        generation=work.generation,
+        step=step,
+        digest=digest,
+        differs=work.differs,
+    )
+    link_checkpoint(path, storage.channel(fingerprint).steps_dir(attempt, adopted))
+    return adopted
+
+
+def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) -> Adoption | None:
+    """Begin an attempt's journal with the adopted steps, if its generation has not got them.
+
+    They are told as the other work recorded them, once, up to the checkpoint.
+
+    Args:
+        storage: where both journals are.
+        request: the stage.
+        attempt: is held, and has no job yet.
+
+    Returns:
+        What the attempt's generation adopted; None if all of it is its own.
+    """
+    first = generation(storage.attempts.entries(request.fingerprint), attempt)[0]
+    adopted = first.adopted
+    if adopted is None:
+        return None
+    last = request.config.num_previous_steps + adopted.step
+    theirs, _ = read_journal(storage, adopted.fingerprint, attempt=adopted.generation)
+    mine, _ = read_journal(storage, request.fingerprint)
+    path = storage.channel(request.fingerprint).local_dir(attempt) / "journal.jsonl"
+    with Journal(path, mine) as journal:
+        journal.copy(each for each in theirs if each.step is not None and each.step <= last)
+        if attempt == first.number:
+            journal.log(f"adopted {adopted}")
+    return adopted
+
+
+def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
+    """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
+    first = _open_generation(storage, fingerprint)
+    spec = _specification(storage, fingerprint)
+    if first is None or spec is None or spec.stage != request.stage:
+        return None
+    root = _root(storage, fingerprint, first)
+    steps = step_directories(root)
+    changes = list(_changes(spec, request))
+    if not steps or any(change.field == "round" for change in changes):
+        return None
+    modules = _differing(spec.sources, request.sources)
+    libraries = _differing(spec.libraries, request.libraries)
+    differs = (
+        *(str(change) for change in changes if change.is_execution),
+        *modules,
+        *(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
+    )
+    refused = tuple(change for change in changes if not change.is_execution)
+    shown = differs or (UNNAMED,)
+    return HalfTrained(fingerprint, first.number, max(steps), root, shown, refused)
+
+
+def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
+    """Where a specification and a request differ, but for code and libraries."""
+    before = _values(spec.schema_version, spec.seed, spec.inputs)
+    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
+    for name, (old, new) in _differing(before, now).items():
+        yield Change(name, old, new, is_execution=False)
+    try:
+        config = type(request.config).model_validate(spec.config)
+    except ValidationError as error:
+        path = to_config_error(error, type(request.config)).path
+        yield Change(path, "what the code of then took", "another form", is_execution=False)
+    else:
+        yield from request.config.changes(config)
+
+
+def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+    digests = {f"inputs.{name}": each.digest[:_DIGITS] for name, each in inputs.items()}
+    return {"schema_version": schema_version, "seed": seed, **digests}
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of each name whose values differ; None where there is none."""
+    names = sorted({*before, *now})
+    return {
+        name: (before.get(name), now.get(name))
+        for name in names
+        if before.get(name) != now.get(name)
+    }
+
+
+def _open_generation(storage: Storage, fingerprint: str) -> LogEntry | None:
+    """The first attempt of the newest generation, if that is not committed."""
+    members = generation(storage.attempts.entries(fingerprint))
+    return members[0] if members and members[-1].kind == "held" else None
+
+
+def _root(storage: Storage, fingerprint: str, first: LogEntry) -> Path:
+    return storage.channel(fingerprint).steps_dir(first.number, first.adopted)
+
+
+def _specification(storage: Storage, fingerprint: str) -> StageSpec | None:
+    """What the attempts of the newest generation were to do."""
+    for entry in generation(storage.attempts.entries(fingerprint)):
+        try:
+            return storage.channel(fingerprint).read_specification(entry.number)
+        except ConfigError:
+            continue  # it died before it was written, or newer code wrote it
+    return None
