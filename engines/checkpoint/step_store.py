@@ -13,7 +13,6 @@ Does not promise: several writers at once. One process saves, whoever wrote the 
 """
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,14 +29,12 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
-from infra.store.step_directories import step_directories
+from infra.store.step_directories import newest_valid, step_directories, verify_step
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
 _KIND = "step-checkpoint"
 _MIN_KEEP = 2
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,9 @@ class StepCheckpoints:
             final = self._publish(step, tmp, manifest.digest)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
-        for old in self.steps()[: -self._keep]:
-            for directory in self._directories(old):
-                self._remove(directory)
+        for paths in [*step_directories(self._root).values()][: -self._keep]:
+            for path in paths:
+                self._remove(path)
         return StepCheckpoint(step, final / CHECKPOINT_DIR, state)
 
     def steps(self) -> list[int]:
@@ -130,16 +127,11 @@ class StepCheckpoints:
             CheckpointError: there are checkpoints, and all of them are damaged.
             OSError: one could not be read.
         """
-        damaged: list[str] = []
-        for step in reversed(self.steps()):
-            try:
-                return self._verified(step)
-            except (ArtifactNotFoundError, ArtifactCorruptError) as error:
-                logger.warning("skipping the checkpoint of step %d: %s", step, error)
-                damaged.append(f"step {step} ({error})")
-        if damaged:
-            raise CheckpointError(f"no valid step in {self._root}: {', '.join(damaged)}")
-        return None
+        try:
+            newest = newest_valid(self._root)
+        except ArtifactCorruptError as error:
+            raise CheckpointError(str(error)) from error
+        return _read(newest[1]) if newest else None
 
     def load(self, step: int) -> StepCheckpoint:
         """The checkpoint of exactly that step.
@@ -154,24 +146,10 @@ class StepCheckpoints:
             CheckpointError: it is absent or damaged; lists those that are there.
         """
         try:
-            return self._verified(step)
+            return _read(verify_step(self._root, step)[0])
         except ArtifactError as error:
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
-
-    def _verified(self, step: int) -> StepCheckpoint:
-        # Who was killed between a replacement and the removal of what it replaces left both.
-        *others, directory = self._directories(step) or [self._root / f"step-{step:08d}"]
-        try:
-            verify_directory(directory)
-        except ArtifactCorruptError:
-            if not others:
-                raise
-            directory = others[-1]
-            verify_directory(directory)
-        content = json.loads((directory / TRAINER_NAME).read_bytes())
-        state = TrainerState(content["step"], content["values"])
-        return StepCheckpoint(step, directory / CHECKPOINT_DIR, state)
 
     def _digest(self, directory: Path) -> str | None:
         """Digest of a published checkpoint; None when it is absent or damaged."""
@@ -183,7 +161,7 @@ class StepCheckpoints:
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
         """Give a complete checkpoint its name; other content of that step goes afterwards."""
         there = []
-        for path in self._directories(step):
+        for path in step_directories(self._root).get(step, []):
             found = self._digest(path)
             if found == digest:
                 return path
@@ -199,11 +177,6 @@ class StepCheckpoints:
             self._remove(path)
         return final
 
-    def _directories(self, step: int) -> list[Path]:
-        """What is published of a step, the oldest first; nearly always one or none."""
-        found = step_directories(self._root).get(step, [])
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-
     def _remove(self, directory: Path) -> None:
         """Take a checkpoint's name away in one step, then its files: never half a checkpoint."""
         if not directory.exists():
@@ -212,3 +185,9 @@ class StepCheckpoints:
         directory.rename(trash)
         fsync_directory(self._root)
         shutil.rmtree(trash)
+
+
+def _read(directory: Path) -> StepCheckpoint:
+    content = json.loads((directory / TRAINER_NAME).read_bytes())
+    state = TrainerState(content["step"], content["values"])
+    return StepCheckpoint(state.step, directory / CHECKPOINT_DIR, state)

@@ -29,13 +29,16 @@ def step_directories(root: Path) -> dict[int, list[Path]]:
         root: may not exist.
 
     Returns:
-        By step, ascending: its directories; nearly always one.
+        By step, ascending: its directories, the oldest first; nearly always one.
     """
     steps: dict[int, list[Path]] = {}
-    for path in sorted(root.glob("step-*")):
+    for path in root.glob("step-*"):
         match = _NAME.fullmatch(path.name)
         if match:
             steps.setdefault(int(match[1]), []).append(path)
+    for paths in steps.values():
+        # A name alone is not looked at: its directory may be gone by now.
+        paths.sort(key=lambda path: path.stat().st_mtime_ns if len(paths) > 1 else 0)
     return dict(sorted(steps.items()))
 
 
@@ -43,21 +46,49 @@ def newest_valid(root: Path) -> tuple[int, Path, str] | None:
     """The newest checkpoint whose every byte is as it was written.
 
     Args:
-        root: holds checkpoints; someone may remove old ones meanwhile.
+        root: holds checkpoints.
 
     Returns:
-        Step, directory and digest; None if there is none.
+        Its step, directory and digest; None if none was ever published.
 
     Raises:
+        ArtifactCorruptError: there are checkpoints, and all of them are damaged.
         OSError: one could not be read.
     """
-    for step, paths in reversed(step_directories(root).items()):
-        for path in paths:
-            try:
-                return step, path, verify_directory(path).digest
-            except (ArtifactNotFoundError, ArtifactCorruptError, FileNotFoundError) as error:
-                _log.warning("skipping the checkpoint of step %d: %s", step, error)
+    damaged: list[str] = []
+    for step in reversed(step_directories(root)):
+        try:
+            return step, *verify_step(root, step)
+        except (ArtifactNotFoundError, ArtifactCorruptError) as error:
+            _log.warning("skipping the checkpoint of step %d: %s", step, error)
+            damaged.append(f"step {step} ({error})")
+    if damaged:
+        raise ArtifactCorruptError(f"no valid step in {root}: {', '.join(damaged)}")
     return None
+
+
+def verify_step(root: Path, step: int) -> tuple[Path, str]:
+    """The checkpoint of a step, byte by byte.
+
+    Args:
+        root: holds checkpoints.
+        step: its number.
+
+    Returns:
+        Its directory and digest.
+
+    Raises:
+        ArtifactNotFoundError: it was never published.
+        ArtifactCorruptError: it does not verify.
+    """
+    # Who was killed between a replacement and the removal of what it replaces left both.
+    *others, path = step_directories(root).get(step) or [root / f"step-{step:08d}"]
+    try:
+        return path, verify_directory(path).digest
+    except ArtifactCorruptError:
+        if not others:
+            raise
+        return others[-1], verify_directory(others[-1]).digest
 
 
 def link_checkpoint(source: Path, root: Path) -> None:

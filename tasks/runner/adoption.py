@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engines.config.base import Change
-from infra.errors import ConfigError
+from infra.errors import ArtifactNotFoundError, ConfigError
 from infra.field_errors import to_config_error
 from infra.store.stage_log import LogEntry, generation
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
@@ -143,11 +143,11 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
         What its entry in the log is to say.
 
     Raises:
-        ConfigError: no checkpoint of the work is valid any more.
+        ArtifactError: no checkpoint of the work is valid any more.
     """
     newest = newest_valid(work.root)
     if newest is None:
-        raise ConfigError("--adopt", f"no checkpoint in {work.root} is valid; run without --adopt")
+        raise ArtifactNotFoundError(f"the checkpoints in {work.root} are gone")
     step, path, digest = newest
     adopted = Adoption(
         fingerprint=work.fingerprint,

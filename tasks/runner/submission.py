@@ -67,7 +67,7 @@ class Submission:
         Raises:
             FencedError: someone else claimed it.
             JobSubmitError: Ray did not take the job; the attempt is over.
-            ConfigError: what is to be adopted does not verify.
+            ArtifactError: what is to be adopted does not verify.
         """
         holder = Holder(id=uuid.uuid4().hex, process=own_stamp())
         request, adopted = self._request, None
