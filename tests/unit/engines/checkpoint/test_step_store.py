@@ -100,7 +100,7 @@ def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fails(directory: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("engines.checkpoint.step_store.verify_directory", fails)
+    monkeypatch.setattr("infra.store.step_directories.verify_directory", fails)
     with pytest.raises(OSError, match="Input/output"):
         store.latest_valid()
 
