@@ -30,7 +30,7 @@ class Followers:
 
     def __init__(self, homes: Sequence[RayJobs], store_uri: str, num_followers: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # one import for all of them
+        context.set_forkserver_preload([JobFollower.__module__])  # one import for all of them
         # Kept: its semaphores end with their first owner.
         self._barrier = context.Barrier(num_followers)
         self._ends: list[Connection] = []
