@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS
 from flows.platform_probe import check_platform
+from flows.recipe.hub_commits import with_hub_commits
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError, ServiceError
@@ -22,11 +23,14 @@ DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
 
 
-def preflight(recipe: Recipe) -> None:
+def preflight(recipe: Recipe) -> Recipe:
     """Refuse a recipe whose files, platform or reward would end the run later.
 
     Args:
         recipe: its fields agree with each other.
+
+    Returns:
+        The recipe that runs: what it names on the hub has its commit.
 
     Raises:
         ConfigError: names the field and what to do.
@@ -36,6 +40,7 @@ def preflight(recipe: Recipe) -> None:
     look = look_of(recipe)
     if look is not None:
         _ask(look)
+    return with_hub_commits(recipe)
 
 
 def look_of(recipe: Recipe) -> Look | None:
