@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS
 from flows.platform_probe import check_platform
-from flows.recipe.hub_commits import with_hub_commits
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError, ServiceError
@@ -39,8 +38,9 @@ def preflight(recipe: Recipe) -> Recipe:
     check_platform(recipe.hardware.platform)
     look = look_of(recipe)
     if look is not None:
-        _ask(look)
-    return with_hub_commits(recipe)
+        seen = _ask(look)
+        recipe = recipe.model_copy(update={"model": seen.model, "data": seen.data})
+    return recipe
 
 
 def look_of(recipe: Recipe) -> Look | None:
@@ -56,7 +56,7 @@ def look_of(recipe: Recipe) -> Look | None:
     )
 
 
-def _ask(look: Look) -> None:
+def _ask(look: Look) -> Look:
     try:
         ended = subprocess.run(
             # -P: what lies in the current directory is not installed.
@@ -69,12 +69,15 @@ def _ask(look: Look) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ServiceError(f"the look at the recipe's files took over {DEADLINE_S:g} s") from None
+        raise ServiceError(
+            f"the look at what the recipe names took over {DEADLINE_S:g} s"
+        ) from None
     lines = ended.stdout.splitlines()
     try:
         answer = Answer.model_validate_json(lines[-1] if lines else "")
     except ValidationError:
         last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ServiceError(f"the look at the recipe's files failed: {last}") from None
-    if answer.problem is not None:
-        raise ConfigError(answer.path or "recipe", answer.problem)
+        raise ServiceError(f"the look at what the recipe names failed: {last}") from None
+    if answer.look is None:
+        raise ConfigError(answer.path or "recipe", str(answer.problem))
+    return answer.look
