@@ -69,6 +69,9 @@ class RankProcess:
         self._heartbeat = Heartbeat(settings.heartbeat_path, settings.heartbeat_s)
         self._heartbeat.__enter__()
 
+    def started(self) -> None:
+        """Answer, which takes a process that is up."""
+
     def open_store(self) -> Rendezvous:
         """Open the meeting place; called on rank 0 only."""
         store = open_store(self._settings.world_size, self._settings.collective_timeout_s)

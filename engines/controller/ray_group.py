@@ -161,11 +161,15 @@ class RayWorkerGroup:
         available = ray.cluster_resources()
         asked = f"{options.world_size} ranks of {dict(options.resources)}; cluster has {available}"
         start_s = options.start_timeout_s
+        # All of them before any meets: one that the cluster has no room for would otherwise show
+        # as a store that timed out on one of the others.
+        refs = {actor.started.remote(): rank for rank, actor in enumerate(self._actors)}
+        self._await(refs, f"all ranks to start ({asked})", start_s)
         meeting = self._await(
-            {self._actors[0].open_store.remote(): 0}, f"rank 0 to start ({asked})", start_s
+            {self._actors[0].open_store.remote(): 0}, "rank 0 to open its store", start_s
         )[0]
         refs = {actor.join.remote(meeting): rank for rank, actor in enumerate(self._actors)}
-        self._await(refs, f"all ranks to meet ({asked})", start_s)
+        self._await(refs, "all ranks to meet", start_s)
         build = [actor.build.remote(factory) for actor in self._actors]
         places = self._await(
             {ref: rank for rank, ref in enumerate(build)}, "build", options.call_timeout_s
