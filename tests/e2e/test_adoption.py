@@ -46,7 +46,7 @@ def test_half_trained_work_is_continued_after_an_edit(tmp_path: Path, num_worker
     tree = tmp_path / "tree"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package)
-    home.environment["PYTHONPATH"] = str(tree)
+    home.environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     half_train(home, tmp_path / "out")
     with (tree / "engines/trainers/supervised.py").open("a") as file:
         file.write("\n# An edit.\n")
