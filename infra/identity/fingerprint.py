@@ -22,12 +22,11 @@ from infra.errors import ConfigError
 from infra.job_environments import installed_distributions
 from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
-from infra.store.stage_spec import Artifact
+from infra.store.stage_spec import Artifact, some
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FILE_PREFIX = "file:"
-NUM_SHOWN = 5
 
 
 def stage_fingerprint(
@@ -126,11 +125,10 @@ def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str 
     ]
     for what, changed in (("sources", modules), ("environment", versions)):
         if changed:
-            shown = ", ".join(changed[:NUM_SHOWN]) + (", ..." if len(changed) > NUM_SHOWN else "")
             raise ConfigError(
                 what,
-                f"this job would run other code than it was planned with: {shown}; run again, "
-                "from a new process and with the same checkout on every machine",
+                f"this job would run other code than it was planned with: {some(changed)}; run "
+                "again, from a new process and with the same checkout on every machine",
             )
 
 

@@ -81,9 +81,9 @@ class RunEntry(BaseModel):
 
     def adopting(self, adopted: Adoption | None) -> "RunEntry":
         """The same stage with whose work it continues; its rows begin with that work's."""
-        if adopted is None:
-            return self
-        told = {"adopted": str(adopted), "adopted.fingerprint": adopted.fingerprint}
+        told = (
+            {"adopted": str(adopted), "adopted.fingerprint": adopted.fingerprint} if adopted else {}
+        )
         return self.model_copy(update={"tags": {**self.tags, **told}})
 
 

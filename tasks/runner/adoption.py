@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from engines.config.base import Change
 from infra.errors import ArtifactNotFoundError, ConfigError
 from infra.field_errors import to_config_error
-from infra.store.stage_log import LogEntry, generation
+from infra.store.stage_log import generation
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid, step_directories
 from infra.store.storage import Storage
@@ -43,16 +43,16 @@ class HalfTrained:
     Attributes:
         fingerprint: of the work.
         generation: number of its first attempt.
-        step: its newest checkpoint, counted within the stage; nothing was verified.
         root: holds its checkpoints.
+        step: its newest checkpoint, counted within the stage; nothing was verified.
         differs: what may differ and does: fields with both values, modules of source, libraries.
         refused: what is trained and differs.
     """
 
     fingerprint: str
     generation: int
-    step: int
     root: Path
+    step: int
     differs: tuple[str, ...]
     refused: tuple[Change, ...]
 
@@ -92,9 +92,8 @@ def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
 
 def own_step(storage: Storage, request: StageRequest) -> int:
     """The newest step checkpoint of a stage's own work that is not committed; 0 without one."""
-    fingerprint = request.fingerprint
-    first = _open_generation(storage, fingerprint)
-    return max(step_directories(_root(storage, fingerprint, first)), default=0) if first else 0
+    own = _open_generation(storage, request.fingerprint)
+    return max(step_directories(own[1]), default=0) if own else 0
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
@@ -111,9 +110,9 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
         ConfigError: there is none, or it trains something else; names the field.
     """
     found = half_trained(storage, request)
-    if not found and own_step(storage, request):
-        return None
     if not found:
+        if own_step(storage, request):
+            return None
         raise ConfigError(
             "--adopt",
             f"got {request.label!r}; need half-trained work on it under another fingerprint, and "
@@ -190,25 +189,21 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
-    first = _open_generation(storage, fingerprint)
-    spec = _specification(storage, fingerprint)
-    if first is None or spec is None or spec.stage != request.stage:
+    work, spec = _open_generation(storage, fingerprint), _specification(storage, fingerprint)
+    steps = step_directories(work[1]) if work else {}
+    if work is None or not steps or spec is None or spec.stage != request.stage:
         return None
-    root = _root(storage, fingerprint, first)
-    steps = step_directories(root)
     changes = list(_changes(spec, request))
-    if not steps or any(change.field == "round" for change in changes):
+    if any(change.field == "round" for change in changes):
         return None
-    modules = _differing(spec.sources, request.sources)
     libraries = _differing(spec.libraries, request.libraries)
     differs = (
         *(str(change) for change in changes if change.is_execution),
-        *modules,
+        *_differing(spec.sources, request.sources),
         *(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
     )
     refused = tuple(change for change in changes if not change.is_execution)
-    shown = differs or (UNNAMED,)
-    return HalfTrained(fingerprint, first.number, max(steps), root, shown, refused)
+    return HalfTrained(fingerprint, *work, max(steps), differs or (UNNAMED,), refused)
 
 
 def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
@@ -241,14 +236,13 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
     }
 
 
-def _open_generation(storage: Storage, fingerprint: str) -> LogEntry | None:
-    """The first attempt of the newest generation, if that is not committed."""
+def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:
+    """Number and step checkpoints of the newest generation, if that is not committed."""
     members = generation(storage.attempts.entries(fingerprint))
-    return members[0] if members and members[-1].kind == "held" else None
-
-
-def _root(storage: Storage, fingerprint: str, first: LogEntry) -> Path:
-    return storage.channel(fingerprint).steps_dir(first.number, first.adopted)
+    if not members or members[-1].kind == "committed":
+        return None
+    number = members[0].number
+    return number, storage.channel(fingerprint).steps_dir(number, members[0].adopted)
 
 
 def _specification(storage: Storage, fingerprint: str) -> StageSpec | None:

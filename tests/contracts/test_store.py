@@ -4,7 +4,8 @@
 
 Covered: equal content has one name; a look-up finds the latest commit; of several claims of one
 entry one succeeds; a woken writer neither commits nor adds to the journal; a forced result is the
-next generation; followers join and leave; errors, beats and specifications arrive as written.
+next generation, and so are attempts that adopt other work; followers join and leave; errors, beats
+and specifications arrive as written.
 Not covered: how long any of it takes, and what a power loss leaves.
 """
 
@@ -17,8 +18,8 @@ import pytest
 from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Attempt, Holder, journal_segments
-from infra.store.stage_spec import CommitRecord, StageSpec
+from infra.store.stage_log import Attempt, Holder, generation, journal_segments
+from infra.store.stage_spec import Adoption, CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, read_journal
@@ -181,6 +182,33 @@ def test_a_forced_result_is_the_next_generation_and_stands(
     assert store.lookup(fingerprint, "again") == second
     assert store.lookup(fingerprint, "another token") is None
     assert commit(store, tmp_path, heir, "second") == second, "a lost answer is asked for again"
+
+
+def test_a_generation_that_adopts_has_steps_and_a_journal_of_its_own(
+    store: Storage, fingerprint: str, tmp_path: Path
+) -> None:
+    store.attempts.hold(fingerprint, holder(), 0)
+    with journal(store, fingerprint, 0) as old:
+        old.metrics(1, {"loss": 9.0})
+    adopted = Adoption(
+        fingerprint="ab" * 32, generation=0, step=7, digest="cd" * 32, differs=("a.module",)
+    )
+    store.attempts.hold(fingerprint, holder(), 1, adopted=adopted)
+    assert read_journal(store, fingerprint)[0] == []
+    heir = store.attempts.hold(fingerprint, holder(), 2)
+    first, _ = generation(store.attempts.entries(fingerprint))
+    assert (first.number, first.adopted) == (1, adopted)
+    assert [entry.number for entry in generation(store.attempts.entries(fingerprint), 0)] == [0]
+    channel = store.channel(fingerprint)
+    assert channel.steps_dir(1, adopted) != channel.steps_dir(1)
+    (channel.steps_dir(1, adopted) / "step-00000007").mkdir(parents=True)
+    assert fingerprint in store.with_steps()
+    with journal(store, fingerprint, 2) as new:
+        new.metrics(8, {"loss": 1.0})
+    assert [record.step for record in read_journal(store, fingerprint)[0]] == [8]
+    commit(store, tmp_path, heir, "result")
+    assert store.lookup(fingerprint) is not None
+    assert generation(store.attempts.entries(fingerprint))[0].adopted == adopted
 
 
 def test_followers_join_and_leave(store: Storage, uri: str, fingerprint: str) -> None:
