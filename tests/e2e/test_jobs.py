@@ -19,12 +19,17 @@ from typing import Any
 
 import pytest
 
+from engines.config.stages import RLRoundStageConfig, Runtime, SFTStageConfig
 from infra import env
+from infra.ray.job_types import JobRequest
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord, read_journal
 from infra.waiting import wait_for
+from tasks.runner.adoption import find_adoptable
+from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+from tasks.runner.submission import Submission
 
 JOB_DEADLINE_S = 240.0
 HOLDER = Holder(id="test", process="test")
@@ -203,6 +208,62 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def _rl_inputs(dataset: Artifact, policy: Artifact) -> dict[str, Artifact]:
     return {"dataset": dataset, "policy": policy, "reference": policy}
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl_round"])
+def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference: Reference) -> None:
+    """Adopted with less memory: the bytes of a run that was never disturbed, every metric once."""
+    config = SFT if stage == "sft" else RL_ROUND
+    expected = reference.sft if stage == "sft" else reference.rl
+    inputs = {"dataset": reference.dataset}
+    if stage == "rl_round":
+        inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
+    bench = reference.bench
+    old = bench.spec(stage, config, inputs).model_copy(
+        update={"fingerprint": _digest(f"{stage} half"), "schema_version": STAGE_SCHEMA_VERSION}
+    )
+    bench.kill_after_step(old, 6)
+    kind = SFTStageConfig if stage == "sft" else RLRoundStageConfig
+    training = {"num_threads": 1, "gradient_checkpointing": True}
+    request = StageRequest(kind.model_validate({**config, "training": training}), inputs, seed=3)
+    store = open_storage(str(bench.root / "store"))
+    work = find_adoptable(store, request)
+    assert work is not None
+    assert "training.gradient_checkpointing False -> True" in work.differs
+    Submission(
+        request=request,
+        storage=store,
+        runtime=Runtime(platform="cpu", num_threads=1),
+        metadata={},
+        adopts=work,
+    ).submit(Processes(bench), 0, "")  # type: ignore[arg-type]
+    record = store.lookup(request.fingerprint)
+    assert record is not None
+    assert record.artifact.digest == expected.artifact.digest
+    assert record.adopted is not None
+    assert (record.adopted.fingerprint, record.adopted.step) == (old.fingerprint, work.step)
+    records, _ = read_journal(store, request.fingerprint)
+    steps = [each.step for each in records if "training/global_step" in each.values]
+    num_steps = int(expected.metrics["num_steps"])
+    assert steps == list(range(1, num_steps + 1))
+    done = [each.done for each in records if each.kind == "progress"]
+    assert done == list(range(work.step + 1, num_steps + 1)), "no step is computed again"
+
+
+class Processes:
+    """A job server that runs every job to its end, here."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def submit(self, submission_id: str, request: JobRequest) -> bool:
+        settings = {**request.env, **self._bench.environment}
+        ended = subprocess.run(
+            request.argv, capture_output=True, text=True, timeout=JOB_DEADLINE_S, check=False,
+            env=env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **settings),
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        return True
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl_round"])
