@@ -69,7 +69,7 @@ def run_locally(
             raise ConfigError(option, f"got {label!r}; need one of {', '.join(labels)}")
     cluster = LazyCluster(recipe.home)
     if not planner.all_hit:
-        cluster.start_in_background()
+        cluster.start()
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
