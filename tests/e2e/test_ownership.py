@@ -59,7 +59,7 @@ def two_homes(tmp_path: Path) -> Iterator[list[Cluster]]:
             env.set_for_process(name, value)
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
     two_homes: list[Cluster], tmp_path: Path
 ) -> None:
