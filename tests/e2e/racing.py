@@ -68,22 +68,28 @@ class Followers:
         return answers
 
 
+def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> JobFollower:
+    """A follower of a stage that keeps to itself what it sees."""
+    store = open_storage(store_uri)
+    return JobFollower(
+        label=request.label,
+        fingerprint=request.fingerprint,
+        force="",
+        follower=uuid.uuid4().hex,
+        submission=Submission(request=request, storage=store, runtime=runtime, metadata={}),
+        storage=store,
+        page=RunPage(request.label),
+        say=lambda text: None,
+    )
+
+
 def _serve(end: Connection, barrier: Barrier, cluster: Cluster, store_uri: str) -> None:
     while True:
         request: StageRequest = end.recv()
-        store = open_storage(store_uri)
-        follower = JobFollower(
-            label=request.label,
-            fingerprint=request.fingerprint,
-            force="",
-            follower=uuid.uuid4().hex,
-            submission=Submission(request=request, storage=store, runtime=Runtime(), metadata={}),
-            storage=store,
-            page=RunPage(request.label),
-            say=lambda text: None,
-        )
+        follower = new_follower(request, store_uri, Runtime())
         barrier.wait(ROUND_DEADLINE_S)
         try:
-            end.send(follower.follow(RayJobs(cluster), lambda record: None).model_dump_json())
+            record = follower.follow(RayJobs(cluster), lambda record: None)
+            end.send(record.model_dump_json())
         except Exception as error:  # noqa: BLE001  the process boundary
             end.send(f"{type(error).__name__}: {error}")
