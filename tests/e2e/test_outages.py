@@ -1,28 +1,27 @@
-"""Tracking through an outage and a kill: a real pipeline, a real MLflow server that is away.
-
-MLflow is down from the start, the flow is killed with SIGKILL while SFT trains, its job commits
-with nobody watching; then MLflow is up and the same command is given again.
-"""
+"""A pipeline whose servers are away for a while; real Prefect, Ray and MLflow."""
 
 import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, settings
 
 from infra.host.loopback_http import answers_ok
-from infra.host.processes import pick_port, start_detached, stop_all
-from infra.services.commands import mlflow_server
+from infra.host.processes import ProcessRecord, pick_port, start_detached, stop_all
+from infra.services.commands import mlflow_server, prefect_server
+from infra.services.stack import down
 from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.stacks
+pytestmark = pytest.mark.slow
 
-LONG_SFT = settings("sft.num_steps=150")
+SHORT = settings("rl.num_rounds=0", "sft.num_steps=150", "checkpoint.every_num_steps=50")
+PREFECT_AWAY_S = 30.0
 
 
 def rows_of(home: Home, fingerprint: str) -> list[tuple[str, int, float]]:
@@ -35,16 +34,25 @@ def rows_of(home: Home, fingerprint: str) -> list[tuple[str, int, float]]:
     )
 
 
-def test_an_outage_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
+def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
+    def trains() -> bool:
+        assert flow.poll() is None, out.read_text()
+        return "sft  step 3/" in out.read_text()
+
+    wait_for(trains, "three steps of training", RUN_DEADLINE_S)
+
+
+def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
+    """MLflow is away from the start; the flow is killed, its job commits with nobody watching."""
     home = Home(tmp_path / "outage")
     port = pick_port(23_000)
     environment = {**home.environment, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}"}
     out = tmp_path / "out"
     with out.open("w") as file:
         flow = subprocess.Popen(
-            home.command("run", *LONG_SFT), stdout=file, stderr=file, env=environment
+            home.command("run", *SHORT), stdout=file, stderr=file, env=environment
         )
-    wait_for(lambda: "sft  step 3/" in out.read_text(), "three steps", RUN_DEADLINE_S)
+    _wait_for_training(flow, out)
     flow.send_signal(signal.SIGKILL)
     flow.wait(timeout=10)
     assert "Traceback" not in out.read_text()
@@ -54,7 +62,7 @@ def test_an_outage_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
     try:
         wait_for(lambda: answers_ok(f"{command.url}/health"), "MLflow", 120.0)
         ended = subprocess.run(
-            home.command("run", *LONG_SFT),
+            home.command("run", *SHORT),
             capture_output=True,
             text=True,
             env=environment,
@@ -82,6 +90,42 @@ def test_an_outage_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
         _load_through_the_server(command.url, tmp_path)
     finally:
         stop_all([server], 20.0)
+
+
+def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_path: Path) -> None:
+    home = Home(tmp_path / "away")
+    command = prefect_server(home.path, pick_port(24_000))
+    home.environment["PREFECT_API_URL"] = command.url
+    out = tmp_path / "out"
+
+    def start() -> ProcessRecord:
+        server = start_detached(command.argv, tmp_path / "server.log", command.environment)
+        wait_for(lambda: answers_ok(command.health_url), "Prefect", 240.0)
+        return server
+
+    server = start()
+    try:
+        with out.open("w") as file:
+            flow = subprocess.Popen(
+                home.command("run", *SHORT), stdout=file, stderr=file, env=home.environment
+            )
+        _wait_for_training(flow, out)
+        stop_all([server], 20.0)
+        time.sleep(PREFECT_AWAY_S)
+        assert flow.poll() is None, out.read_text()
+        server = start()
+        assert flow.wait(RUN_DEADLINE_S) == 0, out.read_text()
+        attempts = open_storage(str(home.path / "store")).attempts
+        for stage in home.report(out.read_text())["stages"]:
+            kinds = [entry.kind for entry in attempts.entries(stage["fingerprint"])]
+            assert kinds == ["held", "committed"], stage["name"]
+        with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
+            assert database.execute("select state_type from flow_run").fetchall() == [
+                ("COMPLETED",)
+            ]
+    finally:
+        stop_all([server], 20.0)
+        down(home.path)
 
 
 def _load_through_the_server(url: str, tmp_path: Path) -> None:
