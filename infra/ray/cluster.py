@@ -26,7 +26,7 @@ from infra.ray.embedded import NAME, head_command, is_ready, open_api, unfinishe
 from infra.waiting import wait_for
 
 UNRESPONSIVE_DEADLINE_S = 60.0
-"""A head whose leader runs may be mute for so long on a busy machine; to replace it ends its jobs."""
+"""A head whose leader runs may be mute so long where load is high; replacing it ends its jobs."""
 JOB_END_GRACE_S = 3.0
 NUM_STARTS = 3
 
