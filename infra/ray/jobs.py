@@ -32,7 +32,6 @@ class RayJobs:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
         self._api = cluster.api
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
@@ -94,7 +93,7 @@ class RayJobs:
         """
         status = self.look(submission_id)
         if status is None:
-            raise JobSubmitError(f"Ray at {self._cluster.jobs_url} knows no job {submission_id}")
+            raise JobSubmitError(f"Ray at {self._api.url} knows no job {submission_id}")
         return status
 
     def wait(self, submission_id: str, deadline_s: float) -> JobStatus:
