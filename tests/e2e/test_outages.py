@@ -18,7 +18,7 @@ from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stacks
 
 SHORT = settings("rl.num_rounds=0", "sft.num_steps=150", "checkpoint.every_num_steps=50")
 PREFECT_AWAY_S = 30.0
