@@ -32,7 +32,7 @@ class JobRequest(NamedTuple):
     """Variables on top of the cluster's environment. Everyone who may list jobs can read them:
     no secrets."""
     metadata: Mapping[str, str]
-    """Travels with the job; `RayJobs.find` searches it."""
+    """Travels with the job; shown by Ray's own tools."""
     cwd: Path | None = None
     """Working directory; by default the caller's, if the job's host has it."""
 

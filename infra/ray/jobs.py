@@ -32,7 +32,7 @@ class RayJobs:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._api = cluster.api
+        self.api = cluster.api
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         """Submit one job, unless there is one of that name.
@@ -47,7 +47,6 @@ class RayJobs:
         Raises:
             JobSubmitError: Ray refused the job or cannot be reached.
         """
-        request = JobRequest(*request)
         body: dict[str, Any] = {
             "entrypoint": _entrypoint(request),
             "submission_id": submission_id,
@@ -59,7 +58,7 @@ class RayJobs:
         ends_at = time.monotonic() + SUBMIT_DEADLINE_S
         while True:
             try:
-                self._api.call("POST", "/api/jobs/", body)
+                self.api.call("POST", "/api/jobs/", body)
             except (RayResponseError, RayUnreachableError) as error:
                 if ALREADY_EXISTS in str(error):
                     return False
@@ -73,7 +72,7 @@ class RayJobs:
     def look(self, submission_id: str) -> JobStatus | None:
         """What Ray says about a job now; None if it knows none of that name."""
         try:
-            return parse_status(self._api.call("GET", f"/api/jobs/{submission_id}"))
+            return parse_status(self.api.call("GET", f"/api/jobs/{submission_id}"))
         except RayResponseError as error:
             if error.status == 404:
                 return None
@@ -93,33 +92,12 @@ class RayJobs:
         """
         status = self.look(submission_id)
         if status is None:
-            raise JobSubmitError(f"Ray at {self._api.url} knows no job {submission_id}")
+            raise JobSubmitError(f"Ray at {self.api.url} knows no job {submission_id}")
         return status
-
-    def wait(self, submission_id: str, deadline_s: float) -> JobStatus:
-        """Wait for the end of a job.
-
-        Args:
-            submission_id: of the job.
-            deadline_s: how long it may take from now on, in seconds.
-
-        Returns:
-            Its last status.
-
-        Raises:
-            DeadlineError: the job still runs.
-            JobSubmitError: there is no such job, or Ray cannot be reached.
-        """
-
-        def ended() -> JobStatus | None:
-            status = self.status(submission_id)
-            return status if status.is_terminal else None
-
-        return wait_for(ended, f"job {submission_id} to end", deadline_s)
 
     def logs(self, submission_id: str) -> str:
         """Everything the job printed, secrets masked."""
-        answer = self._api.call("GET", f"/api/jobs/{submission_id}/logs")
+        answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
         return redact(str(answer.get("logs", "")))
 
     def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
@@ -140,8 +118,13 @@ class RayJobs:
             DeadlineError: it has not ended, as a job that cannot be scheduled does not.
             JobSubmitError: there is no such job, or Ray cannot be reached.
         """
-        self._api.call("POST", f"/api/jobs/{submission_id}/stop")
-        return self.wait(submission_id, deadline_s)
+        self.api.call("POST", f"/api/jobs/{submission_id}/stop")
+
+        def ended() -> JobStatus | None:
+            status = self.status(submission_id)
+            return status if status.is_terminal else None
+
+        return wait_for(ended, f"job {submission_id} to stop", deadline_s)
 
 
 def _entrypoint(request: JobRequest) -> str:
