@@ -95,6 +95,7 @@ def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) 
 def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_path: Path) -> None:
     home = Home(tmp_path / "away")
     command = prefect_server(home.path, pick_port(24_000))
+    (home.path / "prefect").mkdir(parents=True)
     home.environment["PREFECT_API_URL"] = command.url
     out = tmp_path / "out"
 
