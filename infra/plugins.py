@@ -264,9 +264,6 @@ def load_row(row: Row, path: str) -> Any:
         ) from error
 
 
-load_outside = load_row
-
-
 def _import(name: str) -> ModuleType:
     """Import other people's module; that it calls `sys.exit` is an error like any other."""
     try:

@@ -105,8 +105,8 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     Raises:
         ConfigError: a file is missing or damaged, or the adapter's targets match nothing.
     """
-    directory = Path(model.path).expanduser() if model.path else None
-    if directory is None or not directory.is_dir():
+    directory = local_path(model.path)
+    if directory is None:
         return None
     check_model_directory(directory, max_length=model.max_length)
     names = stored_tensor_names(directory)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.config.data import SourceConfig
 from engines.config.options import (
     check_backend,
     check_parts,
@@ -43,7 +42,7 @@ def check_recipe(recipe: Recipe) -> None:
     for stage in recipe.stages():
         stage.check()
     _check_data(recipe)
-    _check_model(recipe)
+    _check_path("model.path", recipe.model.path or "")
     if recipe.sft is None and recipe.rl.num_rounds == 0:
         raise ConfigError(
             "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
@@ -98,7 +97,7 @@ def _check_data(recipe: Recipe) -> None:
                     path, "missing; the recipe has a stage that reads it; add a source"
                 )
             for index, source in enumerate(sources):
-                _check_source(f"{path}.{index}.path", source)
+                _check_path(f"{path}.{index}.path", source.path)
     elif data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
         raise ConfigError(
             "evaluation.num_problems",
@@ -107,20 +106,13 @@ def _check_data(recipe: Recipe) -> None:
         )
 
 
-def _check_source(path: str, source: SourceConfig) -> None:
-    """A source that is written as a file must be one; anything else may be a hub id."""
-    file = Path(source.path).expanduser()
-    if file.is_dir():
-        if not any(each.suffix in DATA_SUFFIXES for each in file.rglob("*")):
-            raise ConfigError(path, f"{source.path} holds no .parquet, .json or .jsonl file")
-        return
-    if looks_like_path(source.path) and not file.is_file():
-        near = sorted(each.name for each in file.parent.glob("*") if each.suffix in DATA_SUFFIXES)
-        similar = ", ".join(near[:NUM_SIMILAR_FILES]) or "no data files"
-        raise ConfigError(
-            path,
-            f"{source.path} does not exist (cwd is {Path.cwd()}; beside it: {similar})",
-        )
+def _check_path(setting: str, text: str) -> None:
+    """What is written as a path must be one; anything else may be a hub id."""
+    path = Path(text).expanduser()
+    if looks_like_path(text) and not path.exists():
+        near = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATA_SUFFIXES)
+        beside = f"; beside it: {', '.join(near[:NUM_SIMILAR_FILES])}" if near else ""
+        raise ConfigError(setting, f"{text} does not exist (cwd is {Path.cwd()}{beside})")
 
 
 def looks_like_path(text: str) -> bool:
@@ -131,43 +123,3 @@ def looks_like_path(text: str) -> bool:
         or path.suffix in DATA_SUFFIXES
         or len(path.parts) > 2
     )
-
-
-def _check_model(recipe: Recipe) -> None:
-    if recipe.model.path is None:
-        return
-    directory = Path(recipe.model.path).expanduser()
-    if directory.is_dir():
-        check_model_directory(directory)
-    elif looks_like_path(recipe.model.path):
-        raise ConfigError("model.path", f"{recipe.model.path} does not exist (cwd is {Path.cwd()})")
-
-
-def check_model_directory(directory: Path) -> None:
-    """Check by file names that a directory can be a model; reads no weights.
-
-    Args:
-        directory: an existing directory.
-
-    Raises:
-        ConfigError: no config.json, or no safetensors weights.
-    """
-    names = sorted(each.name for each in directory.iterdir())
-    if "config.json" not in names:
-        inner = [name for name in names if (directory / name / "config.json").is_file()]
-        holds = ", ".join(names[:6]) or "nothing"
-        remedy = f"; pass {directory / inner[0]}" if inner else ""
-        raise ConfigError(
-            "model.path",
-            f"{directory} is not a model directory: no config.json; it holds: {holds}{remedy}",
-        )
-    if any(name.endswith(".safetensors") for name in names):
-        return
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
-    if pickles:
-        raise ConfigError(
-            "model.path",
-            f"{directory} holds only {pickles[0]} (pickle can run code); need safetensors; "
-            "convert it with transformers' save_pretrained on a machine that may run it",
-        )
-    raise ConfigError("model.path", f"{directory} holds no .safetensors weights")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES
+from engines.jobs.preflight import look
+from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 from infra.plugins import Row
@@ -295,8 +297,9 @@ def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     recipe = tmp_path / "r.yaml"
     recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "empty"})
-    with pytest.raises(ConfigError, match="holds no .parquet, .json or .jsonl file"):
-        load_recipe(str(recipe))
+    seen = look_of(load_recipe(str(recipe), ["sft=null", "data.sft=[]"]))
+    with pytest.raises(ConfigError, match=r"data.rl.0.path: no .parquet, .json, .jsonl file under"):
+        look(seen)
 
 
 def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
 
 def model_error(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"])
+        look(look_of(load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"])))
     return str(caught.value)
 
 
@@ -326,16 +329,16 @@ def test_model_directories_that_are_none(tmp_path: Path) -> None:
         (run / name).mkdir(parents=True)
     (run / "step_20" / "config.json").write_text("{}")
     assert model_error(run) == (
-        f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20; "
-        f"pass {run}/step_20"
+        f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20 "
+        f"(a run? pass {run}/step_20)"
     )
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_text("{}")
     (pickled / "pytorch_model.bin").write_bytes(b"")
     assert model_error(pickled) == (
-        f"model.path: {pickled} holds only pytorch_model.bin (pickle can run code); need "
-        "safetensors; convert it with transformers' save_pretrained on a machine that may run it"
+        f"model.path: {pickled} holds only pytorch_model.bin (pickle can run code); "
+        "refused; convert it to safetensors with save_pretrained on a machine you can lose"
     )
 
 
