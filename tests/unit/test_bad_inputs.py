@@ -232,8 +232,8 @@ def test_rl_settings_do_not_matter_without_rl() -> None:
         ("1: a\n", "r.yaml:1: key 1 is not text; quote it"),
         (
             "extends: quickstar\n",
-            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart; "
-            "did you mean quickstart?",
+            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart, "
+            "path/to/recipe.yaml; did you mean quickstart?",
         ),
         ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
@@ -320,7 +320,7 @@ def model_error(path: Path) -> str:
 
 
 def test_model_directories_that_are_none(tmp_path: Path) -> None:
-    # Rows 27 and 29, by file names alone.
+    # Rows 27 and 29.
     assert model_error(tmp_path / "no" / "such" / "model") == (
         f"model.path: {tmp_path}/no/such/model does not exist (cwd is {Path.cwd()})"
     )
