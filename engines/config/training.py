@@ -102,8 +102,9 @@ class TrainingConfig(StrictModel):
     """`aot_eager` makes the graphs and runs them as they are: to find out what compiles."""
     use_liger: Annotated[bool, Execution] = False
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
-    num_threads: Annotated[int | None, Execution] = Field(default=None, ge=1)
-    """CPU threads of one rank; null divides the machine's cores by the ranks."""
+    num_threads: Annotated[int, Execution] = Field(default=1, ge=1)
+    """CPU threads of one rank. They change the order of sums and so the last digits: the machine's
+    cores are never counted."""
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     options: dict[str, Any] = {}
     """Options of the chosen backend, validated by the backend's own schema in preflight."""
@@ -148,3 +149,6 @@ class HardwareConfig(StrictModel):
 
     platform: str = "auto"
     """`auto` probes in a stated order and says what it chose; a name is an order, never a hint."""
+    device_kind: str | None = None
+    """Product name of the devices, of a CPU its architecture; null asks this machine. Jobs refuse
+    to start on another."""

@@ -142,7 +142,7 @@ def open_run(
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
-        runtime=Runtime(platform=recipe.hardware.platform),
+        runtime=Runtime(),
         orchestrated=flow_run is not None,
         seed=recipe.seed,
         force=force,
