@@ -165,7 +165,9 @@ class StepCheckpoints:
     def _check_room(self) -> None:
         """Before the ranks begin: what they write together they cannot write again."""
         newest = [
-            path for step in self.steps()[-1:] for path in self._directories(step)[-1].rglob("*")
+            path
+            for paths in [*step_directories(self._root).values()][-1:]
+            for path in paths[-1].rglob("*")
         ]
         needed, free = (
             sum(path.stat().st_size for path in newest),
