@@ -4,6 +4,8 @@ Each takes whoever runs stages, its configuration and artifacts of the stages be
 job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
 """
 
+from dataclasses import replace
+
 from engines.config.stages import (
     EvaluateStageConfig,
     MergeStageConfig,
@@ -25,9 +27,12 @@ def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
 
 
 @stage_task
-def sft(run: StageRunner, config: SFTStageConfig, dataset: Artifact) -> StageResult:
+def sft(
+    run: StageRunner, config: SFTStageConfig, dataset: Artifact, then: EvaluateStageConfig
+) -> StageResult:
     """Supervised rows to a `policy`: sharded weights, optimizer, and the tokenizer beside them."""
-    return run.run(stage_request(config, run.seed, dataset=dataset))
+    after = stage_request(then, run.seed, dataset=dataset)
+    return run.run(replace(stage_request(config, run.seed, dataset=dataset), then=after))
 
 
 @stage_task
@@ -37,15 +42,15 @@ def rl_round(
     dataset: Artifact,
     policy: Artifact | None,
     reference: Artifact | None,
+    then: EvaluateStageConfig,
 ) -> StageResult:
     """One round of RL, `policy` to `policy`; without one it starts from the model itself.
 
     The reference, the policy that RL started from, is an input only where a KL loss needs it.
     """
     reference = reference if config.rl.algorithm.use_kl_loss else None
-    return run.run(
-        stage_request(config, run.seed, dataset=dataset, policy=policy, reference=reference)
-    )
+    request = stage_request(config, run.seed, dataset=dataset, policy=policy, reference=reference)
+    return run.run(replace(request, then=stage_request(then, run.seed, dataset=dataset)))
 
 
 @stage_task

@@ -246,6 +246,8 @@ class EvaluateStageConfig(StageConfig):
     """Label of the stage whose policy it is; empty for the merged model."""
     backend: str | None = None
     """The training backend that wrote the policy's checkpoint; null for the merged model."""
+    num_threads: int | None = None
+    """Of the process on CPU, as `training.num_threads`: with and without training before it."""
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig

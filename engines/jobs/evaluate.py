@@ -40,7 +40,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     with RewardScorer(local_reward(context, config.reward)) as rewards:
         with context.clock("load"):
-            platform = prepare_torch(context.runtime)
+            platform = prepare_torch(context.runtime, config.num_threads)
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)
             prompts = prompts_within(
@@ -137,5 +137,7 @@ def context_length(model_dir: Path) -> int:
     return int(config.get("text_config", config)["max_position_embeddings"])
 
 
+JOB = (EvaluateStageConfig, evaluate)
+
 if __name__ == "__main__":
-    run_job(EvaluateStageConfig, evaluate)
+    run_job(*JOB)

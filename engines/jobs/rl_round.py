@@ -32,7 +32,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
-            prepare_torch(context.runtime, config.training)
+            prepare_torch(context.runtime, config.training.num_threads)
             dataset = load_dataset(context.input("dataset"))
             policy, reference = _sources(context)
             hf_dir = context.attempt_dir / "hf"

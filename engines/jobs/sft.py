@@ -19,7 +19,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     with ExitStack() as stack:
         with context.clock("load"):
-            prepare_torch(context.runtime, config.training)
+            prepare_torch(context.runtime, config.training.num_threads)
             dataset = load_dataset(context.input("dataset"))
             source = initial_source(
                 config.model,

@@ -150,6 +150,7 @@ class Recipe(StrictModel):
         return EvaluateStageConfig(
             of=of,
             backend=self.training.backend if of else None,
+            num_threads=self.training.num_threads,
             evaluation=self.evaluation.model_copy(update={"max_new_tokens": limit}),
             rollout=self.rollout,
             reward=self.rl.reward,

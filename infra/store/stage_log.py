@@ -35,6 +35,8 @@ class Holder(BaseModel):
     """Unlike any other holder's."""
     process: str
     """Stamp of the process that asked (`infra.store.process_stamp`)."""
+    ray_job: str = ""
+    """Ray's name of the job that runs the attempt, perhaps after that of another stage."""
 
 
 class LogEntry(BaseModel):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
@@ -16,7 +17,7 @@ from infra.identity.fingerprint import (
     environment_digest,
     installed_libraries,
     outside_code,
-    stage_fingerprint,
+    stage_identity,
 )
 from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
@@ -40,11 +41,14 @@ class StageRequest:
         config: the stage.
         inputs: artifacts by the name the job knows them by.
         seed: the run's seed.
+        then: a stage that waits for nothing but this one's output, which it knows by its kind; not
+            part of what this stage is.
     """
 
     config: StageConfig
     inputs: Mapping[str, Artifact]
     seed: int
+    then: "StageRequest | None" = None
 
     @property
     def stage(self) -> str:
@@ -82,9 +86,9 @@ class StageRequest:
         return environment_of(frozenset(self.config.plugins()), self.interpreter)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """sha256 of everything above and of the code and libraries that would run."""
-        return stage_fingerprint(
+    def identity(self) -> dict[str, Any]:
+        """All of the above that counts, and the code and libraries that would run."""
+        return stage_identity(
             stage=self.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
@@ -93,6 +97,11 @@ class StageRequest:
             sources_digest=sha256_json([self.config.plugin_targets(), self.sources]),
             environment_digest=self.environment,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the identity."""
+        return sha256_json(self.identity)
 
 
 @cache

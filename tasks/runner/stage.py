@@ -90,6 +90,7 @@ class StageContext:
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self._others_wait = False
+        self._followed: set[str] = set()
         self.results: list[StageResult] = []
 
     @property
@@ -124,13 +125,17 @@ class StageContext:
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
+        log = self._storage.attempts.entries(request.fingerprint)
+        # A job that this run followed may have gone on with this stage, even to its commit.
+        ours = bool(log) and log[-1].holder.ray_job in self._followed
         record = self._storage.lookup(request.fingerprint, force)
-        reused = record is not None
-        if record is None:
-            record = self._compute(request, force)
+        of = current_generation(log) if record is None else self._generation(record)
+        reused = record is not None and not ours
+        if record is None or ours:
+            record = self._compute(request, force, of, ours)
         else:
             self._storage.verify(record.artifact, "size")
-            self._recorder.stage_reused(request, record, self._generation(record))
+            self._recorder.stage_reused(request, record, of)
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"
@@ -148,7 +153,7 @@ class StageContext:
         self._observer.stage_finished(result)
         return result
 
-    def _compute(self, request: StageRequest, force: str) -> CommitRecord:
+    def _compute(self, request: StageRequest, force: str, of: int, ours: bool) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
         submission = Submission(
@@ -156,8 +161,8 @@ class StageContext:
             storage=self._storage,
             runtime=self._runtime,
             metadata=self._metadata,
+            follower=self._follower,
         )
-        of = current_generation(self._storage.attempts.entries(request.fingerprint))
         self._recorder.stage_started(request, of)
         follower = JobFollower(
             label=request.label,
@@ -168,6 +173,7 @@ class StageContext:
             storage=self._storage,
             page=page,
             say=lambda text: self._observer.message(request.label, text),
+            ours=ours,
         )
 
         def on_record(record: JournalRecord) -> None:
@@ -180,6 +186,8 @@ class StageContext:
             self._others_wait = follower.others_wait
             self._recorder.stage_ended(request, end_status(error), of)
             raise
+        log = self._storage.attempts.entries(request.fingerprint)
+        self._followed.add(log[record.attempt].holder.ray_job)
         self._recorder.stage_finished(request, record, self._generation(record))
         page.close()
         return record

@@ -16,7 +16,7 @@ from infra.ray.jobs import RayJobs
 from infra.redact import redact
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import StageSpec
+from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
@@ -32,6 +32,7 @@ class Submission:
         storage: where its log is, and where the job publishes.
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
+        follower: who waits for the stage.
     """
 
     def __init__(
@@ -41,15 +42,18 @@ class Submission:
         storage: Storage,
         runtime: Runtime,
         metadata: Mapping[str, str],
+        follower: str,
     ) -> None:
         self._request = request
         self._storage = storage
         self._runtime = runtime
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
+        self._follower = follower
 
     def submission_id(self, attempt: int) -> str:
         """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
-        return job_name(self._request.stage, self._request.fingerprint, self._storage, attempt)
+        stage, fingerprint = self._request.stage, self._request.fingerprint
+        return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
         """Claim an attempt, and submit its job.
@@ -63,35 +67,34 @@ class Submission:
             FencedError: someone else claimed it.
             JobSubmitError: Ray did not take the job; the attempt is over.
         """
-        holder = Holder(id=uuid.uuid4().hex, process=own_stamp())
-        request = self._request
+        name, request = self.submission_id(attempt), self._request
+        holder = Holder(id=uuid.uuid4().hex, process=own_stamp(), ray_job=name)
         self._storage.attempts.hold(request.fingerprint, holder, attempt, force)
         channel = self._storage.channel(request.fingerprint)
         try:
-            spec = self._specification(attempt, holder)
+            spec = self._specification(request, attempt, holder.id)
             channel.write_specification(spec)
             job = JobRequest(
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata=self._metadata,
             )
-            if not jobs.submit(self.submission_id(attempt), job):
-                raise JobSubmitError(f"a job {self.submission_id(attempt)} already exists")
+            if not jobs.submit(name, job):
+                raise JobSubmitError(f"a job {name} already exists")
         except BaseException as error:
             message = f"was not submitted: {redact(str(error))}"
             problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
             channel.write_error(attempt, problem)
             raise
 
-    def _specification(self, attempt: int, holder: Holder) -> StageSpec:
-        request = self._request
+    def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=request.stage,
             job_module=request.job_module,
             fingerprint=request.fingerprint,
             attempt=attempt,
-            holder=holder.id,
+            holder=holder,
             config=request.config.model_dump(mode="json"),
             inputs=dict(request.inputs),
             seed=request.seed,
@@ -99,12 +102,16 @@ class Submission:
             libraries=request.libraries,
             store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
+            then=self._next(request),
         )
 
-
-def job_name(stage: str, fingerprint: str, storage: Storage, attempt: int) -> str:
-    """Ray's name of an attempt's job."""
-    return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{storage.name}-a{attempt}"
+    def _next(self, request: StageRequest) -> NextStage | None:
+        """What the same process can run afterwards."""
+        after = request.then
+        if after is None or after.interpreter != request.interpreter:
+            return None
+        spec = self._specification(after, 0, uuid.uuid4().hex)
+        return NextStage(spec=spec, identity=after.identity, follower=self._follower)
 
 
 def forwarded_environment() -> dict[str, str]:
