@@ -4,8 +4,6 @@ Each takes whoever runs stages, its configuration and artifacts of the stages be
 job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
 """
 
-from dataclasses import replace
-
 from engines.config.stages import (
     EvaluateStageConfig,
     MergeStageConfig,
@@ -32,7 +30,7 @@ def sft(
 ) -> StageResult:
     """Supervised rows to a `policy`: sharded weights, optimizer, and the tokenizer beside them."""
     after = stage_request(then, run.seed, dataset=dataset)
-    return run.run(replace(stage_request(config, run.seed, dataset=dataset), then=after))
+    return run.run(stage_request(config, run.seed, after, dataset=dataset))
 
 
 @stage_task
@@ -49,8 +47,10 @@ def rl_round(
     The reference, the policy that RL started from, is an input only where a KL loss needs it.
     """
     reference = reference if config.rl.algorithm.use_kl_loss else None
-    request = stage_request(config, run.seed, dataset=dataset, policy=policy, reference=reference)
-    return run.run(replace(request, then=stage_request(then, run.seed, dataset=dataset)))
+    after = stage_request(then, run.seed, dataset=dataset)
+    return run.run(
+        stage_request(config, run.seed, after, dataset=dataset, policy=policy, reference=reference)
+    )
 
 
 @stage_task

@@ -146,31 +146,27 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     end_output = redact_output()
     _configure_logging()
     began_at = min(time.time(), psutil.Process().create_time())
-    code, claimed = _run_attempt(sys.argv, lambda: (config_type, body), began_at)
+    code, claimed = _run_attempt(sys.argv, began_at, (config_type, body))
     if claimed is not None:
         gc.collect()  # the engines of the stage before
-        module = claimed.job_module
         # What is saved is the imports: all else is as in a process of its own.
-        code, _ = _run_attempt(
-            claimed.job_argv[2:], lambda: importlib.import_module(module).JOB, time.time()
-        )
+        code, _ = _run_attempt(claimed.job_argv[2:], time.time())
     end_output()
     raise SystemExit(code)
 
 
 def _run_attempt(
-    argv: list[str], job: Callable[[], tuple[type[Any], Body[Any]]], began_at: float
+    argv: list[str], began_at: float, job: tuple[type[Any], Body[Any]] | None = None
 ) -> tuple[int, StageSpec | None]:
     """One attempt with its end told: its exit code, and the claimed stage that follows."""
     report: Callable[[JobProblem], None] | None = None
-    claimed: StageSpec | None = None
     try:
         storage, fingerprint, attempt = _read_arguments(argv)
         channel = storage.channel(fingerprint)
         spec = channel.read_specification(attempt)
         report = partial(channel.write_error, attempt)
-        claimed = _run(storage, channel, spec, *job(), began_at)
-        code, problem = 0, None
+        config_type, body = job or importlib.import_module(spec.job_module).JOB
+        return 0, _run(storage, channel, spec, config_type, body, began_at)
     except ConfigError as error:
         code, problem = EXIT_USER_ERROR, error
         if env.RLHF_DEBUG.get_bool():
@@ -182,9 +178,10 @@ def _run_attempt(
     except Exception as error:  # noqa: BLE001  the process boundary: recorded, then exit 1
         code, problem = EXIT_FAILURE, error
         sys.stderr.write(redact(traceback.format_exc()))
-    if problem is not None and report is not None:
-        report(_described(problem, code))
-    return code, claimed
+    if report is not None:
+        message = redact(str(problem))
+        report(JobProblem(type=type(problem).__name__, message=message, exit_code=code))
+    return code, None
 
 
 def _run(
@@ -239,9 +236,10 @@ def _claim(
         process has, or where the store fails: none of that may cost the output.
     """
     fingerprint = next_fingerprint(stage, output)
-    made = output.model_copy(update={"fingerprint": before.fingerprint})
-    inputs = {**stage.spec.inputs, output.kind: made}
-    claimed = stage.spec.model_copy(update={"fingerprint": fingerprint, "inputs": inputs})
+    made = {output.kind: output.model_copy(update={"fingerprint": before.fingerprint})}
+    claimed = stage.spec.model_copy(
+        update={"fingerprint": fingerprint, "inputs": stage.spec.inputs | made}
+    )
     try:
         refuse_changed_code(claimed.sources, claimed.libraries)
         storage.attempts.check(before)
@@ -330,10 +328,6 @@ def _terminate(signum: int, frame: object) -> NoReturn:
     # A second signal would interrupt that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
-
-
-def _described(problem: BaseException, code: int) -> JobProblem:
-    return JobProblem(type=type(problem).__name__, message=redact(str(problem)), exit_code=code)
 
 
 def _configure_logging() -> None:

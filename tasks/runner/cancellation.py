@@ -57,6 +57,6 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
         if attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
             continue
         name = log[-1].holder.ray_job
-        status = jobs.look(name) if name else None
+        status = jobs.look(name)
         if status is not None and not status.is_terminal:
             jobs.stop(name, STOP_DEADLINE_S)

@@ -163,14 +163,9 @@ class JobFollower:
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # someone was faster
-            name = self._name(attempt)
+            name = self._storage.attempts.entries(self._fingerprint)[attempt].holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {name}")
             return _Job(attempt, name, attached, self._watch(attempt))
-
-    def _name(self, attempt: int) -> str:
-        """Ray's name of the job that runs an attempt."""
-        holder = self._storage.attempts.entries(self._fingerprint)[attempt].holder
-        return holder.ray_job or self._submission.submission_id(attempt)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""
@@ -180,7 +175,7 @@ class JobFollower:
         if beat is not None and is_dead(beat.process):
             return True
         try:
-            status = jobs.look(self._name(held.number))
+            status = jobs.look(held.holder.ray_job)
         except JobError:
             return False
         if status is None:
@@ -321,7 +316,7 @@ class JobFollower:
         log = self._storage.attempts.entries(self._fingerprint)
         if not log or log[-1].kind != "held":
             return
-        name = self._name(log[-1].number)
+        name = log[-1].holder.ray_job
         self.others_wait = num_others > 0
         if self.others_wait:
             self._say(f"cancelled; {name} goes on: {num_others} others wait for it")

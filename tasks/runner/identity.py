@@ -118,12 +118,15 @@ def environment_of(named: frozenset[tuple[PluginKind, str]], interpreter: Path |
     return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named_rows(named)), interpreter)
 
 
-def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> StageRequest:
+def stage_request(
+    config: StageConfig, seed: int, then: StageRequest | None = None, **inputs: Artifact | None
+) -> StageRequest:
     """A stage with its inputs: what other stages made, and what it reads from outside.
 
     Args:
         config: the stage.
         seed: the run's seed.
+        then: what waits for nothing but its output.
         **inputs: artifacts by the name the job knows them by; None is no input.
 
     Returns:
@@ -139,4 +142,4 @@ def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> 
         )
         for name, source in config.external_inputs(given.keys()).items()
     }
-    return StageRequest(config, {**given, **outside}, seed)
+    return StageRequest(config, {**given, **outside}, seed, then)

@@ -129,7 +129,7 @@ class StageContext:
         # A job that this run followed may have gone on with this stage, even to its commit.
         ours = bool(log) and log[-1].holder.ray_job in self._followed
         record = self._storage.lookup(request.fingerprint, force)
-        of = current_generation(log) if record is None else self._generation(record)
+        of = current_generation(log if record is None else log[: record.attempt + 1])
         reused = record is not None and not ours
         if record is None or ours:
             record = self._compute(request, force, of, ours)
@@ -188,11 +188,7 @@ class StageContext:
             raise
         log = self._storage.attempts.entries(request.fingerprint)
         self._followed.add(log[record.attempt].holder.ray_job)
-        self._recorder.stage_finished(request, record, self._generation(record))
+        of = current_generation(log[: record.attempt + 1])
+        self._recorder.stage_finished(request, record, of)
         page.close()
         return record
-
-    def _generation(self, record: CommitRecord) -> int:
-        """The generation that made a commit."""
-        log = self._storage.attempts.entries(record.fingerprint)
-        return current_generation(log[: record.attempt + 1])

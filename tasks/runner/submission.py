@@ -88,6 +88,7 @@ class Submission:
             raise
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
+        after = request.then
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=request.stage,
@@ -102,16 +103,14 @@ class Submission:
             libraries=request.libraries,
             store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
-            then=self._next(request),
+            then=None
+            if after is None or after.interpreter != request.interpreter
+            else NextStage(
+                spec=self._specification(after, 0, uuid.uuid4().hex),
+                identity=after.identity,
+                follower=self._follower,
+            ),
         )
-
-    def _next(self, request: StageRequest) -> NextStage | None:
-        """What the same process can run afterwards."""
-        after = request.then
-        if after is None or after.interpreter != request.interpreter:
-            return None
-        spec = self._specification(after, 0, uuid.uuid4().hex)
-        return NextStage(spec=spec, identity=after.identity, follower=self._follower)
 
 
 def forwarded_environment() -> dict[str, str]:

@@ -76,14 +76,18 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
         def follow(
             index: int, request: StageRequest = request, barrier: threading.Barrier = barrier
         ) -> str:
-            store = open_storage(uri)
+            store, name = open_storage(uri), uuid.uuid4().hex
             follower = JobFollower(
                 label="promote",
                 fingerprint=request.fingerprint,
                 force="",
-                follower=uuid.uuid4().hex,
+                follower=name,
                 submission=Submission(
-                    request=request, storage=store, runtime=Runtime(), metadata={}
+                    request=request,
+                    storage=store,
+                    runtime=Runtime(),
+                    metadata={},
+                    follower=name,
                 ),
                 storage=store,
                 page=RunPage("promote"),

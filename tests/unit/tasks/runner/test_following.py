@@ -93,7 +93,7 @@ class Stage:
             ours=ours,
         ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 
-    def hold(self, number: int = 0, ray_job: str = "") -> None:
+    def hold(self, number: int = 0, ray_job: str = "another-a0") -> None:
         """As another run that submitted a job, or as the job of the stage before."""
         holder = HOLDER.model_copy(update={"ray_job": ray_job})
         self.storage.attempts.hold(REQUEST.fingerprint, holder, number)
