@@ -7,7 +7,7 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -288,12 +288,3 @@ def secrets(name_parts: Collection[str]) -> dict[str, str]:
         if value and is_secret:
             found[name] = value
     return found
-
-
-def snapshot() -> Mapping[str, str]:
-    """Declared variables that are set now, secrets masked; for reports and bug reports."""
-    return {
-        variable.name: "***" if variable.secret else os.environ[variable.name]
-        for variable in _declared.values()
-        if os.environ.get(variable.name)
-    }

@@ -51,19 +51,9 @@ class StageRequest:
     then: "StageRequest | None" = None
 
     @property
-    def stage(self) -> str:
-        """Kind of stage (`rl_round`)."""
-        return self.config.stage
-
-    @property
     def label(self) -> str:
         """Name of this stage within the run (`rl_round_3`)."""
         return self.config.label
-
-    @property
-    def job_module(self) -> str:
-        """The job's main module."""
-        return self.config.job_module
 
     @property
     def interpreter(self) -> Path | None:
@@ -73,7 +63,7 @@ class StageRequest:
     @cached_property
     def sources(self) -> dict[str, str]:
         """sha256 by module of our code that can change what the job yields."""
-        return numeric_sources([self.job_module, *self.config.plugin_modules()])
+        return numeric_sources([self.config.job_module, *self.config.plugin_modules()])
 
     @property
     def libraries(self) -> dict[str, str | None]:
@@ -89,7 +79,7 @@ class StageRequest:
     def identity(self) -> dict[str, Any]:
         """All of the above that counts, and the code and libraries that would run."""
         return stage_identity(
-            stage=self.stage,
+            stage=self.config.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
             inputs=self.inputs,

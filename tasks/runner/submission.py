@@ -52,7 +52,7 @@ class Submission:
 
     def submission_id(self, attempt: int) -> str:
         """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
-        stage, fingerprint = self._request.stage, self._request.fingerprint
+        stage, fingerprint = self._request.config.stage, self._request.fingerprint
         return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
@@ -91,8 +91,8 @@ class Submission:
         after = request.then
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
-            stage=request.stage,
-            job_module=request.job_module,
+            stage=request.config.stage,
+            job_module=request.config.job_module,
             fingerprint=request.fingerprint,
             attempt=attempt,
             holder=holder,

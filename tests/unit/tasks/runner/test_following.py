@@ -176,7 +176,7 @@ def test_history_is_not_told_again_when_attaching(stage: Stage) -> None:
     stage.follow(Jobs(after(2, work)))
     assert [record.step for record in stage.records] == [8]
     assert stage.said[0] == "earlier attempts reached step 7"
-    assert stage.said[1].startswith("attached to promote-")
+    assert stage.said[1] == "attached to another-a0"
 
 
 def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_name(

@@ -70,13 +70,13 @@ class CommittingRunner:
         directory.mkdir(parents=True)
         content = "same" if request.label in self._constant else request.fingerprint
         (directory / "content").write_text(f"{request.label} {content}")
-        artifact = self._storage.publish(directory, KINDS[request.stage])
+        artifact = self._storage.publish(directory, KINDS[request.config.stage])
         holder = Holder(id="test", process="test")
         return self._storage.commit(
             self._storage.attempts.hold(request.fingerprint, holder, 0),
             CommitRecord(
                 fingerprint=request.fingerprint,
-                stage=request.stage,
+                stage=request.config.stage,
                 artifact=artifact,
                 attempt=0,
                 committed_at="2026-01-01T00:00:00+00:00",
@@ -280,7 +280,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
 def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     request = runner.requests["rl_round_1"]
-    closure = source_closure([request.job_module, *request.config.plugin_modules()])
+    closure = source_closure([request.config.job_module, *request.config.plugin_modules()])
     for module in (
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers_engine",
@@ -297,7 +297,7 @@ RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.a
 def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     reached = {
-        label: source_closure([request.job_module, *request.config.plugin_modules()])
+        label: source_closure([request.config.job_module, *request.config.plugin_modules()])
         for label, request in runner.requests.items()
     }
     assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS
@@ -308,9 +308,10 @@ def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
 
 FINGERPRINTS = """
 import sys
-from infra.identity.fingerprint import sources_digest
+from infra.identity.fingerprint import source_closure
+from infra.store.canonical import sha256_json
 for module in sys.argv[1:]:
-    print(sources_digest([module]))
+    print(sha256_json(source_closure([module])))
 """
 
 

@@ -6,55 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.data.read.packing import pack_by_budget, partition_balanced
+from engines.data.read.packing import partition_balanced
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
-
-
-def fewest_bins(sizes: list[int], budget: int) -> int:
-    """By trying every assignment; for at most 7 sizes."""
-    for num_bins in range(1, len(sizes) + 1):
-        for places in product(range(num_bins), repeat=len(sizes)):
-            loads = [0] * num_bins
-            for size, place in zip(sizes, places, strict=True):
-                loads[place] += size
-            if max(loads) <= budget:
-                return num_bins
-    return 0
-
-
-def test_pack_worked_by_hand() -> None:
-    # Decreasing: 7 (index 1), 5 (3), 4 (0), 3 (2), 1 (4); budget 10 -> 7+3 | 5+4+1.
-    assert pack_by_budget([4, 7, 3, 5, 1], 10) == [[0, 3, 4], [1, 2]]
-
-
-def test_pack_takes_the_first_bin_that_fits() -> None:
-    # 6 | 6 | then the 4 goes to the first, the 3 to the second, the 1 to the second.
-    assert pack_by_budget([6, 6, 4, 3, 1], 10) == [[0, 2], [1, 3, 4]]
-
-
-@given(lengths)
-def test_pack_holds_every_sequence_once_within_the_budget(sizes: list[int]) -> None:
-    bins = pack_by_budget(sizes, 64)
-    assert sorted(index for members in bins for index in members) == list(range(len(sizes)))
-    assert all(sum(sizes[index] for index in members) <= 64 for members in bins)
-    assert all(members == sorted(members) and members for members in bins)
-    # First fit: no two bins could be one.
-    loads = [sum(sizes[index] for index in members) for members in bins]
-    assert all(a + b > 64 for i, a in enumerate(loads) for b in loads[:i])
-
-
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=6))
-def test_pack_needs_at_most_what_the_theorem_allows(sizes: list[int]) -> None:
-    assert len(pack_by_budget(sizes, 10)) <= 11 / 9 * fewest_bins(sizes, 10) + 6 / 9 + 1e-9
-
-
-def test_pack_refuses_what_cannot_fit() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has 11 tokens; the budget is 10"):
-        pack_by_budget([3, 11], 10)
-    with pytest.raises(ValueError, match="sequence 0 has length 0"):
-        pack_by_budget([0], 10)
-    assert pack_by_budget([], 10) == []
 
 
 def test_partition_worked_by_hand() -> None:
@@ -97,6 +51,8 @@ def test_partition_is_near_the_best_split_in_two(sizes: list[int]) -> None:
     assert worst <= 7 / 6 * best + 1e-9  # Fischetti & Martello 1987, for two bins
 
 
-def test_partition_refuses_no_bins() -> None:
+def test_partition_refuses_no_bins_and_empty_sequences() -> None:
     with pytest.raises(ValueError, match="num_bins: got 0"):
         partition_balanced([1], 0)
+    with pytest.raises(ValueError, match="sequence 0 has length 0"):
+        partition_balanced([0], 1)
