@@ -22,11 +22,14 @@ DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
 
 
-def preflight(recipe: Recipe) -> None:
+def preflight(recipe: Recipe) -> Recipe:
     """Refuse a recipe whose files, platform or reward would end the run later.
 
     Args:
         recipe: its fields agree with each other.
+
+    Returns:
+        The recipe that runs: what it names on the hub has its commit.
 
     Raises:
         ConfigError: names the field and what to do.
@@ -35,7 +38,9 @@ def preflight(recipe: Recipe) -> None:
     check_platform(recipe.hardware.platform)
     look = look_of(recipe)
     if look is not None:
-        _ask(look)
+        seen = _ask(look)
+        recipe = recipe.model_copy(update={"model": seen.model, "data": seen.data})
+    return recipe
 
 
 def look_of(recipe: Recipe) -> Look | None:
@@ -51,7 +56,7 @@ def look_of(recipe: Recipe) -> Look | None:
     )
 
 
-def _ask(look: Look) -> None:
+def _ask(look: Look) -> Look:
     try:
         ended = subprocess.run(
             # -P: what lies in the current directory is not installed.
@@ -64,12 +69,15 @@ def _ask(look: Look) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ServiceError(f"the look at the recipe's files took over {DEADLINE_S:g} s") from None
+        raise ServiceError(
+            f"the look at what the recipe names took over {DEADLINE_S:g} s"
+        ) from None
     lines = ended.stdout.splitlines()
     try:
         answer = Answer.model_validate_json(lines[-1] if lines else "")
     except ValidationError:
         last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ServiceError(f"the look at the recipe's files failed: {last}") from None
-    if answer.problem is not None:
-        raise ConfigError(answer.path or "recipe", answer.problem)
+        raise ServiceError(f"the look at what the recipe names failed: {last}") from None
+    if answer.look is None:
+        raise ConfigError(answer.path or "recipe", str(answer.problem))
+    return answer.look

@@ -84,7 +84,9 @@ def rlhf_pipeline(
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
     if SURROUNDINGS.get() is None:
-        preflight(recipe)  # whoever runs the flow in a process of his own has looked before
+        recipe = preflight(
+            recipe
+        )  # whoever runs the flow in a process of his own has looked before
     with open_run(recipe, force or {}) as run:
         run_stages(recipe, run.stages)
         return run.finish()

@@ -125,6 +125,7 @@ MLFLOW_TRACKING_TOKEN = EnvVar(
 )
 HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", secret=True)
 HF_HOME = EnvVar("HF_HOME", None, "directory of the Hugging Face cache")
+HF_ENDPOINT = EnvVar("HF_ENDPOINT", None, "address of the Hugging Face hub or of a mirror")
 HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
 
 # Read by libraries when they load; set by us for our own processes.

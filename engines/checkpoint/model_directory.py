@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.config.model import ArchitectureConfig, ModelConfig
 from infra.errors import ConfigError
+from infra.identity.hub import hub_snapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +117,7 @@ def resolve_model(model: ModelConfig) -> Path:
         model: with a `path`.
 
     Returns:
-        The directory; of a hub id, its place in the hub's cache, whose name is the commit.
+        The directory; of a hub id, that of the planned commit in the hub's cache.
 
     Raises:
         ConfigError: the path or hub id leads nowhere, or the directory is not usable.
@@ -125,7 +126,7 @@ def resolve_model(model: ModelConfig) -> Path:
         raise ConfigError(_FIELD, "missing; give a directory or a hub id")
     path = Path(model.path).expanduser()
     if not path.exists():
-        path = _download(model.path, model.revision)
+        path = hub_snapshot(model.path, "model", model.revision, "model", _HUB_PATTERNS)
     check_model_directory(path, max_length=model.max_length)
     return path
 
@@ -302,24 +303,3 @@ def _header(path: Path) -> dict[str, Any]:
             _FIELD, f"{path}: header says {promised} bytes, file has {actual}; copy it again"
         )
     return header
-
-
-def _download(hub_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    looks_local = hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1
-    if looks_local:
-        raise ConfigError(_FIELD, f"{hub_id} does not exist (cwd is {Path.cwd()})")
-    try:
-        folder = snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_PATTERNS)
-    except HFValidationError as error:
-        raise ConfigError(_FIELD, f"{hub_id} is neither a directory nor a hub id") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError(
-            _FIELD,
-            f"{hub_id} is no directory here (cwd is {Path.cwd()}), and the hub did not give it "
-            f"(revision {revision or 'main'}): {type(error).__name__}; check the name, HF_TOKEN "
-            "and the network",
-        ) from error
-    return Path(folder)

@@ -44,7 +44,7 @@ class SourceConfig(StrictModel):
     subset: str | None = None
     """Folder inside a directory or hub data set (`main` of GSM8K); null reads all of it."""
     revision: str | None = None
-    """Commit of a hub data set."""
+    """Commit, branch or tag of a hub data set; null is its default branch. The plan resolves it."""
     limit: int | None = Field(default=None, ge=1)
     """Take the first `limit` rows after the seeded shuffle; null takes all."""
     options: dict[str, Any] = {}

@@ -18,7 +18,9 @@ class Look(StrictModel):
 
 
 class Answer(StrictModel):
-    """The first problem; both fields are null where there is none."""
+    """The first problem; or, where there is none, what was looked at."""
 
     path: str | None = None
     problem: str | None = None
+    look: Look | None = None
+    """With the commit of everything on the hub."""

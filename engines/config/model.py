@@ -48,7 +48,7 @@ class ModelConfig(StrictModel):
     path: str | None = None
     """A model directory or a hub id; needed when `init` is `pretrained`."""
     revision: str | None = None
-    """Commit of the hub repository. A hub id without a revision is resolved once and recorded."""
+    """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
     architecture: ArchitectureConfig = ArchitectureConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     max_length: int = Field(default=2048, ge=8)

@@ -3,8 +3,9 @@
 Reads a `Look` as JSON and answers with one JSON line: the first problem, or none. It opens the
 headers of safetensors files, the first row of each local source and the tokenizer, and calls a
 reward of the user's once with that row, in a process of its own.
-Promises: nothing is written, no weight is read, the hub is not asked, torch is not imported; what
-it refuses would have ended the run later, with the same field named.
+Promises: no weight is read, torch is not imported; what it refuses would have ended the run later,
+with the same field named. One repository and revision of the hub is one commit in all of the
+answer, so that tokenizer and weights, and the splits of one data set, cannot be of two.
 Does not promise that the rest of the rows is as good as the first.
 """
 
@@ -12,9 +13,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from engines.checkpoint.model_directory import check_model_directory, stored_tensor_names
 from engines.config.algorithm import RewardConfig
+from engines.config.base import local_path
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.look import Answer, Look
 from engines.config.model import ModelConfig
@@ -28,15 +31,21 @@ from engines.errors import RewardError
 from engines.rewards.base import ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
+from infra.identity.hub import RepoType, hub_commit
+
+OnHub = TypeVar("OnHub", ModelConfig, SourceConfig)
 
 _LINEAR_SUFFIX = ".weight"
 
 
-def look(at: Look) -> None:
+def look(at: Look) -> Look:
     """Refuse what could not be trained on.
 
     Args:
         at: what the recipe names.
+
+    Returns:
+        The same, with the commit of everything on the hub.
 
     Raises:
         ConfigError: names the field and what to do.
@@ -47,6 +56,40 @@ def look(at: Look) -> None:
         look_at_prompt(row, tokenizer)
     if at.reward is not None:
         look_at_reward(at.reward, row or generated_row(at.data))
+    return with_commits(at)
+
+
+def with_commits(at: Look) -> Look:
+    """Resolve what is on the hub.
+
+    Args:
+        at: what the recipe names; what is not here is on the hub.
+
+    Returns:
+        The same, where every `revision` of a hub id is a commit.
+
+    Raises:
+        ConfigError: one cannot be resolved; names the field.
+    """
+    known: dict[tuple[str, RepoType, str | None], str] = {}
+
+    def resolved(config: OnHub, repo_type: RepoType, section: str) -> OnHub:
+        if config.path is None or local_path(config.path):
+            return config
+        key = (config.path, repo_type, config.revision)
+        if key not in known:
+            known[key] = hub_commit(*key, section)
+        return config.model_copy(update={"revision": known[key]})
+
+    sources = {
+        split: tuple(
+            resolved(source, "dataset", f"data.{split}.{place}")
+            for place, source in enumerate(getattr(at.data, split))
+        )
+        for split in ("sft", "rl", "evaluation")
+    }
+    data, model = at.data.model_copy(update=sources), resolved(at.model, "model", "model")
+    return at.model_copy(update={"data": data, "model": model})
 
 
 def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryTokenizer | None:
@@ -117,20 +160,15 @@ def look_at_data(data: DataConfig) -> RLRow | None:
         ConfigError: a column is absent, or no row is usable.
     """
     for place, source in enumerate(data.sft):
-        if is_local(source):
+        if local_path(source.path):
             first_sft_row(source, f"data.sft.{place}")
     rows = [
         first_rl_row(source, f"data.{split}.{place}")
         for split in ("rl", "evaluation")
         for place, source in enumerate(getattr(data, split))
-        if is_local(source)
+        if local_path(source.path)
     ]
     return rows[0] if rows else None
-
-
-def is_local(source: SourceConfig) -> bool:
-    """Whether a source can be read without asking the hub."""
-    return Path(source.path).expanduser().exists()
 
 
 def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
@@ -194,8 +232,7 @@ def generated_row(data: DataConfig) -> RLRow | None:
 def main() -> int:
     """Answer one look."""
     try:
-        look(Look.model_validate_json(sys.stdin.read()))
-        answer = Answer()
+        answer = Answer(look=look(Look.model_validate_json(sys.stdin.read())))
     except ConfigError as error:
         answer = Answer(path=error.path, problem=error.problem)
     sys.stdout.write(answer.model_dump_json() + "\n")

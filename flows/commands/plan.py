@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    preflight(recipe)
+    recipe = preflight(recipe)
     planner = Planner(
         open_storage(recipe.store_uri), recipe.seed, {label: "plan" for label in arguments.force}
     )

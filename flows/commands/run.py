@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     make_home(recipe.home)
     tell_broken_modules()
-    preflight(recipe)
+    recipe = preflight(recipe)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:

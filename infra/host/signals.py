@@ -2,19 +2,26 @@
 
 Promises: Ctrl-C, SIGTERM and a closed terminal raise in the main thread from the first moment on,
 so that every `finally` runs; what comes after them does not interrupt the end, which has bounds
-of its own.
+of its own, and does not change the exit code that tells of the first.
 Does not promise: anything after SIGKILL. Guards and records stand for that.
 """
 
+import atexit
+import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 
 from infra.errors import EXIT_TERMINATED
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_LIMIT_S = 60.0
 """All ends are bounded to less; who asks again after it was not heard."""
+ASK_AGAIN_S = 0.02
+IMPORT_SYSTEM = "<frozen importlib"
+"""Raised between two lines of it, an exception leaves its lock taken, and every import waits."""
 
 
 class OrderlyEnd:
@@ -22,19 +29,39 @@ class OrderlyEnd:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
+        self._number = 0
 
     def install(self) -> None:
         """Handle from now on what ends a command; signals that are ignored stay so."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        sys.unraisablehook = self._repeat
+        for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
+                # Python takes its handlers away before it ends; what comes then would kill it.
+                atexit.register(signal.signal, number, signal.SIG_IGN)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (Python's signature)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._asked_at is not None and now - self._asked_at < END_LIMIT_S:
             sys.stderr.write("ending already; a moment\n")
+            return
+        self._number = number
+        if frame is not None and frame.f_code.co_filename.startswith(IMPORT_SYSTEM):
+            self._ask_again()
             return
         self._asked_at = now
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(EXIT_TERMINATED)
+
+    def _repeat(self, ignored: "sys.UnraisableHookArgs") -> None:
+        """Raise once more what Python ignored, as in a finalizer or the callback of a weakref."""
+        ends = (KeyboardInterrupt, SystemExit)
+        if self._asked_at is None or not issubclass(ignored.exc_type, ends):
+            sys.__unraisablehook__(ignored)
+            return
+        self._asked_at = None
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        threading.Timer(ASK_AGAIN_S, os.kill, (os.getpid(), self._number)).start()

@@ -126,6 +126,7 @@ def forwarded_environment() -> dict[str, str]:
         env.RLHF_PLATFORM,
         env.RLHF_STAGE_THREADS,
         env.RLHF_USE_EXTERNAL_MODULES,
+        env.HF_ENDPOINT,
         env.HF_HOME,
         env.HF_HUB_OFFLINE,
     )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,13 +20,34 @@ from infra.waiting import wait_for
 
 pytestmark = pytest.mark.stacks
 
-LONG = settings("sft.num_steps=100000")
+LONG = settings("sft.num_steps=100000", "checkpoint.every_num_steps=1000")
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 DEADLINE_S = 240.0
+
+
+_runs: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test() -> Iterator[None]:
+    yield
+    while _runs:
+        run = _runs.pop()
+        run.kill()
+        run.wait()
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
     home = Home(tmp_path / "run")
+    yield home
+    down(home.path)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A home whose runs train at once: they share their data, which the first of them makes."""
+    home = Home(tmp_path_factory.mktemp("prepared") / "run")
     yield home
     down(home.path)
 
@@ -45,9 +67,11 @@ def _processes(home: Path) -> list[str]:
 
 def _begin(home: Home, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
     with out.open("wb") as file:
-        return subprocess.Popen(
+        run = subprocess.Popen(
             home.command("run", *arguments), stdout=file, stderr=file, env=home.environment
         )
+    _runs.append(run)
+    return run
 
 
 def _wait_for_line(out: Path, line: str, run: subprocess.Popen[bytes]) -> None:
@@ -72,18 +96,20 @@ def test_a_signal_during_the_start_leaves_nothing(
     run.send_signal(number)
     time.sleep(0.5)
     run.send_signal(number)  # impatience must not skip the end
-    assert run.wait(timeout=DEADLINE_S) in {143, 130, -number}  # the last: after the end
+    assert run.wait(timeout=DEADLINE_S) == EXIT_CODES[number]
     assert _processes(home.path) == []
     assert servers.recorded(home.path) == []
 
 
 def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
-    home: Home, tmp_path: Path
+    prepared: Home, tmp_path: Path
 ) -> None:
+    home = prepared
     run = _begin(home, tmp_path / "out", *LONG)
     _wait_for_line(tmp_path / "out", "sft  step 3/", run)
     run.kill()
     run.wait(timeout=10)
+    assert _flow_run_states(home)[-1] == "RUNNING"
     listed = {server.name: server.state for server in status(home.path)}
     assert listed["ray"] == "up"
     assert "prefect-embedded" in listed
@@ -94,15 +120,24 @@ def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
     assert servers.running(home.path, "ray") is not None
     assert "ray" in down(home.path)[0]
     assert _processes(home.path) == []
-    home.rlhf("run")
-    states = _flow_run_states(home.path)
-    assert sorted(states) == ["COMPLETED", "CRASHED"]
+    # The next run says what became of it.
+    run = _begin(home, tmp_path / "next", *LONG)
+    _wait_for_line(tmp_path / "next", "preprocess  reused", run)
+    run.terminate()
+    assert run.wait(timeout=DEADLINE_S) == 143
+    assert _flow_run_states(home)[-2] == "CRASHED"
 
 
 def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
-    home: Home, tmp_path: Path
+    prepared: Home, tmp_path: Path
 ) -> None:
-    run = _begin(home, tmp_path / "out", *settings("sft.num_steps=60"))
+    home = prepared
+    # Training records its tenth step only when the run has long ended.
+    home.environment["RLHF_FAULTS"] = "journal.before_write=sleep:12@10"
+    try:
+        run = _begin(home, tmp_path / "out", *settings("sft.num_steps=12"))
+    finally:
+        del home.environment["RLHF_FAULTS"]
     _wait_for_line(tmp_path / "out", "sft  step 3/", run)
     run.terminate()
     assert run.wait(timeout=DEADLINE_S) == 143
@@ -110,13 +145,13 @@ def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
     assert "goes on; its Ray head ends after it" in printed
     assert servers.running(home.path, "ray") is not None
     assert servers.load(home.path, "prefect-embedded") is None
-    wait_for(lambda: servers.load(home.path, "ray") is None, "the head to end", DEADLINE_S)
-    assert _processes(home.path) == []
+    wait_for(lambda: not _processes(home.path), "the head to end", DEADLINE_S)
+    assert servers.recorded(home.path) == []
     assert len(list((home.path / "store" / "artifacts").glob("policy/*"))) == 1
 
 
-def test_ctrl_c_twice_ends_the_job_and_everything(home: Home, tmp_path: Path) -> None:
-    run = _begin(home, tmp_path / "out", *LONG)
+def test_ctrl_c_twice_ends_the_job_and_everything(prepared: Home, tmp_path: Path) -> None:
+    run = _begin(prepared, tmp_path / "out", *LONG)
     _wait_for_line(tmp_path / "out", "sft  step 3/", run)
     run.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -124,7 +159,7 @@ def test_ctrl_c_twice_ends_the_job_and_everything(home: Home, tmp_path: Path) ->
     started = time.monotonic()
     assert run.wait(timeout=DEADLINE_S) == 130
     assert time.monotonic() - started < 60
-    assert _processes(home.path) == []
+    assert _processes(prepared.path) == []
 
 
 def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_again(
@@ -163,8 +198,9 @@ def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_a
         servers.end(tmp_path, "ray")
 
 
-def _flow_run_states(home: Path) -> list[str]:
-    import sqlite3
-
-    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
-        return [row[0] for row in database.execute("select state_type from flow_run")]
+def _flow_run_states(home: Home) -> list[str]:
+    """Of all runs, the oldest first."""
+    with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
+        return [
+            row[0] for row in database.execute("select state_type from flow_run order by created")
+        ]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engines.config.data import SourceConfig
 from infra.errors import ConfigError
+from infra.identity.hub import hub_snapshot
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
 _CONVERSIONS = {
@@ -21,8 +22,6 @@ _CONVERSIONS = {
 }
 """What to do with files that people bring, by suffix."""
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SourceFiles:
 
 
 def resolve_source(source: SourceConfig, field: str, default_subset: str | None) -> SourceFiles:
-    """Find the files of a source, downloading a hub data set.
+    """Find the files of a source, downloading the planned commit of a hub data set.
 
     Args:
         source: path, split, subset and revision.
@@ -63,10 +62,11 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
         return SourceFiles((path,))
     if path.is_dir():
         return SourceFiles(_files_of_split(path, source, field, default_subset))
-    if _HUB_ID.fullmatch(source.path) and path.suffix not in SUFFIXES:
-        root = _download(source, field)
-        return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
-    raise ConfigError(f"{field}.path", _absent(path))
+    if source.revision is None:
+        raise ConfigError(f"{field}.path", _absent(path))
+    patterns = [f"*{suffix}" for suffix in SUFFIXES]
+    root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
+    return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
 
 
 def _files_of_split(
@@ -102,30 +102,6 @@ def _files_of_split(
 def _names_split(name: str, split: str) -> bool:
     """Whether a word of the file's relative name is the split (`data/train-00000.parquet`)."""
     return split in re.split(r"[/_.\-]", name)
-
-
-def _download(source: SourceConfig, field: str) -> Path:
-    # Heavy and needed by hub sources alone.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                source.path,
-                repo_type="dataset",
-                revision=source.revision,
-                allow_patterns=[f"*{suffix}" for suffix in SUFFIXES],
-                etag_timeout=_HUB_TIMEOUT_S,
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        raise ConfigError(
-            f"{field}.path",
-            f"{source.path!r} is no local path (cwd is {Path.cwd()}) and the hub did not give it: "
-            f"{type(error).__name__}: {first_line}",
-        ) from None
 
 
 def _absent(path: Path) -> str:

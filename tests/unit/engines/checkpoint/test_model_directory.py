@@ -171,14 +171,16 @@ def test_other_damage(model_dir: Path) -> None:
 
 def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for path, text in (
-        (str(tmp_path / "no"), "does not exist"),
-        ("./no/model", "does not exist"),
-        ("a b/c", "neither a directory nor a hub id"),
-        ("nobody-at-all/no-such-model", "the hub did not give it (revision main)"),
+    commit = "c" * 40
+    for path, revision, text in (
+        (str(tmp_path / "no"), None, "nothing of that name is here"),
+        ("nobody-at-all/no-such-model", None, "need the commit of nobody-at-all/no-such-model"),
+        ("nobody-at-all/no-such-model", "main", "got 'main'; need the commit"),
+        ("a b/c", commit, "neither the hub nor its cache gives it"),
+        ("nobody-at-all/no-such-model", commit, "neither the hub nor its cache gives it"),
     ):
         with pytest.raises(ConfigError) as caught:
-            resolve_model(ModelConfig(path=path))
+            resolve_model(ModelConfig(path=path, revision=revision))
         assert text in str(caught.value)
 
 

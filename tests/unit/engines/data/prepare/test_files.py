@@ -72,14 +72,21 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         chosen(tmp_path / "train.csv")
 
 
+def test_a_hub_id_without_its_commit_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.rl\.0\.path: some-owner/some-data does not exist"
+    ):
+        resolve_source(SourceConfig(path="some-owner/some-data"), "data.rl.0", None)
+
+
 def test_a_hub_id_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The real client against a port where nobody listens.
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"'some-owner/some-data' is no local path .* the hub"):
-        resolve_source(SourceConfig(path="some-owner/some-data"), "data.rl.0", None)
+    source = SourceConfig(path="some-owner/some-data", revision="c" * 40)
+    with pytest.raises(ConfigError, match=r"data\.rl\.0\.path: some-owner/some-data is no path"):
+        resolve_source(source, "data.rl.0", None)
 
 
 def test_a_downloaded_hub_data_set_is_found_offline(
@@ -90,10 +97,9 @@ def test_a_downloaded_hub_data_set_is_found_offline(
     commit = "c" * 40
     root = tmp_path / "datasets--owner--name"
     make(root / "snapshots" / commit, "main/train-00000-of-00001.parquet", "main/test.parquet")
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(commit, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = resolve_source(SourceConfig(path="owner/name"), "data.rl.0", "main")
+    source = SourceConfig(path="owner/name", revision=commit)
+    found = resolve_source(source, "data.rl.0", "main")
     assert [path.name for path in found.files] == ["train-00000-of-00001.parquet"]
     assert found.revision == commit
