@@ -231,9 +231,8 @@ def _claim(
 ) -> StageSpec | None:
     """Hold the first attempt of the next stage, before anyone can see the output and ask for a job.
 
-    Returns:
-        Its specification; None where it is done, or another's, or needs other code than this
-        process has, or where the store fails: none of that may cost the output.
+    None where it is done, or another's, or needs other code than this process has, or where the
+    store fails: none of that may cost the output.
     """
     fingerprint = next_fingerprint(stage, output)
     made = {output.kind: output.model_copy(update={"fingerprint": before.fingerprint})}
