@@ -13,6 +13,7 @@ from typing import Any
 
 from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
+from infra import env
 from infra.identity.fingerprint import (
     environment_digest,
     installed_libraries,
@@ -78,13 +79,14 @@ class StageRequest:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All of the above that counts, and the code and libraries that would run."""
+        chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
         return stage_identity(
             stage=self.config.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sha256_json([self.config.plugin_targets(), self.sources]),
+            sources_digest=sha256_json([self.config.plugin_targets(), self.sources, *chosen]),
             environment_digest=self.environment,
         )
 
