@@ -52,7 +52,6 @@ class AcceleratorPlatform(PlatformBase):
 
     def build_problem(self, torch: ModuleType) -> str | None:
         """Why the installed torch is not built for this vendor; None if it is."""
-        del torch
         return None
 
     def is_available(self) -> Availability:

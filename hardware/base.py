@@ -149,5 +149,4 @@ class PlatformBase(ABC):
         Raises:
             ConfigError: this device needs another package for that library, and it is missing.
         """
-        del library
         return nullcontext()

@@ -51,7 +51,6 @@ class CPUPlatform(PlatformBase):
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """None: it depends on clocks and cores that other processes share."""
-        del dtype
         return None
 
     def set_device(self, index: int) -> None:

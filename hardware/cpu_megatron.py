@@ -145,7 +145,6 @@ class _Idle:
 
     def elapsed_time(self, other: "_Idle") -> float:
         """Milliseconds between two events."""
-        del other
         return 0.0
 
     def record_event(self, event: "_Idle | None" = None) -> "_Idle":
@@ -180,7 +179,6 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Counts of tokens for an uneven exchange; the original converts only tensors on CUDA."""
-    del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -7,7 +7,7 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,23 +129,12 @@ HF_ENDPOINT = EnvVar("HF_ENDPOINT", None, "address of the Hugging Face hub or of
 HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
 
 # Read by libraries when they load; set by us for our own processes.
-RAY_JOB_STOP_WAIT_TIME_S = EnvVar(
-    "RAY_JOB_STOP_WAIT_TIME_S",
-    None,
-    "seconds from SIGTERM to SIGKILL of a stopped Ray job",
-)
 RAY_USAGE_STATS_ENABLED = EnvVar("RAY_USAGE_STATS_ENABLED", None, "0 keeps Ray from phoning home")
 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER = EnvVar(
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None, "0 binds every server of a Ray head to loopback"
 )
 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S = EnvVar(
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", None, "0 spares a stopped Ray head its long farewell"
-)
-PREFECT_SERVER_ALLOW_EPHEMERAL_MODE = EnvVar(
-    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", None, "true lets a flow start its own Prefect server"
-)
-PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS = EnvVar(
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", None, "patience with that server's start"
 )
 PREFECT_RESULTS_DEFAULT_SERIALIZER = EnvVar(
     "PREFECT_RESULTS_DEFAULT_SERIALIZER", None, "json: Prefect's own default is pickle"
@@ -157,7 +146,6 @@ PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL = EnvVar(
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", None, "least level of Prefect's lines on the terminal"
 )
 DO_NOT_TRACK = EnvVar("DO_NOT_TRACK", None, "1 keeps libraries from phoning home")
-PREFECT_LOGGING_LEVEL = EnvVar("PREFECT_LOGGING_LEVEL", None, "level of Prefect's own log lines")
 MLFLOW_HTTP_REQUEST_MAX_RETRIES = EnvVar(
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES",
     None,
@@ -172,14 +160,7 @@ MLFLOW_SERVER_ENABLE_JOB_EXECUTION = EnvVar(
 MLFLOW_DISABLE_TELEMETRY = EnvVar(
     "MLFLOW_DISABLE_TELEMETRY", None, "true keeps MLflow from phoning home"
 )
-TOKENIZERS_PARALLELISM = EnvVar(
-    "TOKENIZERS_PARALLELISM", None, "false keeps tokenizers from threading in forked workers"
-)
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", None, "threads of OpenMP, read when torch loads")
-MKL_NUM_THREADS = EnvVar("MKL_NUM_THREADS", None, "threads of MKL, read when torch loads")
-CUBLAS_WORKSPACE_CONFIG = EnvVar(
-    "CUBLAS_WORKSPACE_CONFIG", None, ":4096:8 makes cuBLAS repeat bitwise"
-)
 CUDA_VISIBLE_DEVICES = EnvVar(
     "CUDA_VISIBLE_DEVICES", None, "NVIDIA or MetaX devices this process may use"
 )
@@ -192,8 +173,6 @@ ROCR_VISIBLE_DEVICES = EnvVar(
 RANK = EnvVar("RANK", None, "global rank of this process")
 LOCAL_RANK = EnvVar("LOCAL_RANK", None, "rank of this process on its host")
 WORLD_SIZE = EnvVar("WORLD_SIZE", None, "number of ranks")
-MASTER_ADDR = EnvVar("MASTER_ADDR", None, "host of rank 0")
-MASTER_PORT = EnvVar("MASTER_PORT", None, "port of rank 0")
 
 
 def home() -> Path:
@@ -289,12 +268,3 @@ def secrets(name_parts: Collection[str]) -> dict[str, str]:
         if value and is_secret:
             found[name] = value
     return found
-
-
-def snapshot() -> Mapping[str, str]:
-    """Declared variables that are set now, secrets masked; for reports and bug reports."""
-    return {
-        variable.name: "***" if variable.secret else os.environ[variable.name]
-        for variable in _declared.values()
-        if os.environ.get(variable.name)
-    }

@@ -168,11 +168,6 @@ def outside_plugins(kind: str) -> tuple[Row, ...]:
     return tuple(row for of_kind, row in outside_rows() if of_kind == kind)
 
 
-def register_outside(kind: str, name: str, target: str) -> None:
-    """`register_row` of a row without facts."""
-    register_row(kind, Row(name=name, target=target))
-
-
 def external_modules() -> dict[str, str]:
     """Modules that register rows when they are imported, with who lists each, in their order."""
     installed = {entry.value: _owner(entry) for entry in _entries() if _names_module(entry)}
@@ -262,9 +257,6 @@ def load_row(row: Row, path: str) -> Any:
             f"{row.name} cannot be loaded from {row.target} ({reason_of(error)}); "
             + (remedy if row.is_ours else f"repair or remove {row.source}"),
         ) from error
-
-
-load_outside = load_row
 
 
 def _import(name: str) -> ModuleType:

@@ -7,8 +7,9 @@ first. Does not promise whitening across the batch: that belongs to an estimator
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import AdvantageInputs, advantage_part
+from engines.algorithms.parts import AdvantageInputs, find_part
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.plugins import ADVANTAGES
 from engines.errors import NonFiniteError
 
 
@@ -43,7 +44,7 @@ def advantages(algorithm: AlgorithmConfig, scores_B: Tensor, group_index_B: Tens
         first = int((~finite_B).nonzero()[0])
         group = int(group_index_B[first])
         raise NonFiniteError(f"score of sample {first} (group {group}) is {float(scores_B[first])}")
-    part = advantage_part(algorithm.adv_estimator)
+    part = find_part(ADVANTAGES, algorithm.adv_estimator)
     return part.function(
         AdvantageInputs(
             scores_B=scores_B.to(torch.float64),

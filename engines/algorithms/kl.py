@@ -8,7 +8,8 @@ of k2, whose expectation is the gradient of the KL.
 
 from torch import Tensor
 
-from engines.algorithms.parts import kl_part
+from engines.algorithms.parts import find_part
+from engines.config.plugins import KL_ESTIMATORS
 
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
@@ -49,7 +50,7 @@ def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor
     Raises:
         UnknownPluginError: no such estimator.
     """
-    value_T = kl_part(name.removesuffix("+")).function(logprobs_T, ref_logprobs_T)
+    value_T = find_part(KL_ESTIMATORS, name.removesuffix("+")).function(logprobs_T, ref_logprobs_T)
     if not name.endswith("+"):
         return value_T
     gradient_T = k2(logprobs_T, ref_logprobs_T)

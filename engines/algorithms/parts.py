@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
 from engines.config.options import own_options
-from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
+from engines.config.plugins import AlgorithmRow
 from engines.types import TokenBatch
 from infra.plugin_table import PluginTable
 from infra.plugins import load_row
@@ -76,18 +76,14 @@ class TokenLoss:
     token_metrics: Mapping[str, Tensor]
 
 
-AdvantageFn = Callable[[AdvantageInputs], Tensor]
-PolicyLossFn = Callable[[PolicyLossInputs], TokenLoss]
-KLFn = Callable[[Tensor, Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class Part:
     """A part that was looked up.
 
     Attributes:
         row: its facts.
-        function: `AdvantageFn`, `PolicyLossFn` or `KLFn`.
+        function: of `AdvantageInputs` to advantages; of `PolicyLossInputs` to a `TokenLoss`; or
+            of the logprobs of policy and reference to a KL for each token.
     """
 
     row: AlgorithmRow
@@ -99,23 +95,7 @@ class Part:
 
 
 @cache
-def advantage_part(name: str) -> Part:
-    """The advantage estimator of that name; raises as `PluginTable.find` and `load_row` do."""
-    return _part(ADVANTAGES, name)
-
-
-@cache
-def policy_loss_part(name: str) -> Part:
-    """The policy loss of that name; raises as `PluginTable.find` and `load_row` do."""
-    return _part(POLICY_LOSSES, name)
-
-
-@cache
-def kl_part(name: str) -> Part:
-    """The KL estimator of that name; raises as `PluginTable.find` and `load_row` do."""
-    return _part(KL_ESTIMATORS, name)
-
-
-def _part(table: PluginTable[AlgorithmRow], name: str) -> Part:
+def find_part(table: PluginTable[AlgorithmRow], name: str) -> Part:
+    """A part by its name; raises as `PluginTable.find` and `load_row` do."""
     row = table.find(name)
     return Part(row, load_row(row, table.setting))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, token_mean
 from engines.algorithms.kl import kl_estimate
-from engines.algorithms.parts import PolicyLossInputs, TokenLoss, policy_loss_part
+from engines.algorithms.parts import PolicyLossInputs, TokenLoss, find_part
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.plugins import POLICY_LOSSES
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 
@@ -39,7 +40,7 @@ class PolicyObjective:
     @property
     def required_columns(self) -> frozenset[str]:
         """Columns the batch must carry."""
-        row = policy_loss_part(self.algorithm.loss_mode).row
+        row = find_part(POLICY_LOSSES, self.algorithm.loss_mode).row
         reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
         return frozenset({*row.columns, "loss_mask", *reference})
 
@@ -73,7 +74,7 @@ class PolicyObjective:
     def _policy_loss(
         self, outputs: ModelOutputs, old_logprobs_T: Tensor, mask_T: Tensor, batch: TokenBatch
     ) -> TokenLoss:
-        part = policy_loss_part(self.algorithm.loss_mode)
+        part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         return part.function(
             PolicyLossInputs(
                 logprobs_T=outputs.logprobs_T,

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engines.data.read.packing import partition_balanced
 from engines.errors import WorkerError
+from engines.training.step.balance import balanced_partition
 from engines.types import RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -77,9 +77,9 @@ def split_plan(value: object, num_parts: int) -> Parts:
         TypeError: the value is neither.
     """
     if isinstance(value, TokenBatch):
-        return partition_balanced(value.lengths_B.tolist(), num_parts)
+        return balanced_partition(value.lengths_B.tolist(), num_parts)
     if isinstance(value, list | tuple):
-        return partition_balanced([_weight(item) for item in value], num_parts)
+        return balanced_partition([_weight(item) for item in value], num_parts)
     raise TypeError(f"cannot split a {type(value).__name__} over ranks")
 
 

@@ -20,6 +20,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
+from engines.rollout.collect import collect
 from engines.rollout.create import create_rollout_engine
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
@@ -28,7 +29,6 @@ from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.detection import detect
-from infra.errors import DeadlineError
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,7 @@ class PolicyWorker:
             RolloutError: a sample came back twice or not at all.
         """
         engine, rollout = self._served()
-        timeout_s = rollout.timeout_s
-        sampling = asyncio.wait_for(_drain(engine, requests), timeout_s)
-        try:
-            return self._loop.run_until_complete(sampling)
-        except TimeoutError as error:
-            raise DeadlineError(f"{len(requests)} prompts to be sampled", timeout_s) from error
+        return self._loop.run_until_complete(collect(engine, requests, rollout.timeout_s))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
@@ -238,25 +233,3 @@ def _load(engine: BaseEngine, source: ModelSource, *, optimizer: bool) -> None:
     engine.initialize(load_weights=source.checkpoint_dir is None)
     if source.checkpoint_dir is not None:
         engine.load_checkpoint(source.checkpoint_dir, optimizer=optimizer)
-
-
-async def _drain(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest]
-) -> list[list[Completion]]:
-    """Completions by request and seed, whatever the order they finish in."""
-    by_id = {request.request_id: place for place, request in enumerate(requests)}
-    slots: list[list[Completion | None]] = [[None] * request.num_samples for request in requests]
-    async for completion in engine.generate(requests):
-        row = slots[by_id[completion.request_id]]
-        if row[completion.sample_index] is not None:
-            raise RolloutError(
-                f"{completion.request_id} sample {completion.sample_index} came back twice"
-            )
-        row[completion.sample_index] = completion
-    finished = [[completion for completion in row if completion is not None] for row in slots]
-    for request, row in zip(requests, finished, strict=True):
-        if len(row) != request.num_samples:
-            raise RolloutError(
-                f"{request.request_id}: {len(row)} of {request.num_samples} samples came back"
-            )
-    return finished

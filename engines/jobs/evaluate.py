@@ -4,6 +4,7 @@ Promises: a policy is read from its committed checkpoint, whatever backend and n
 wrote it, so it scores what the model merged from it scores.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,7 @@ from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_wi
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import generate_all
+from engines.rollout.collect import collect
 from engines.rollout.create import create_rollout_engine
 from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
@@ -57,7 +57,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             sender.send_weights(served.weights, served.num_steps)
 
         def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-            return generate_groups(engine, requests, config.rollout.timeout_s)
+            return asyncio.run(collect(engine, requests, config.rollout.timeout_s))
 
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
@@ -113,14 +113,6 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
             f"{metrics['num_problems']:.0f} held-out problems"
         )
     return evaluation
-
-
-def generate_groups(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float
-) -> list[list[Completion]]:
-    """Completions by request, in the order of its seeds."""
-    flat = iter(generate_all(engine, requests, timeout_s))
-    return [[next(flat) for _ in range(request.num_samples)] for request in requests]
 
 
 def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

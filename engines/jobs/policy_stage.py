@@ -1,6 +1,5 @@
 """What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
 
-import json
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +10,7 @@ from engines.config.rules import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
-from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
+from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy_files import CHECKPOINT_DIR, write_policy
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
@@ -39,26 +38,6 @@ def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
         tokenizer = cast(ChatTokenizer, load_tokenizer(hf_dir))
     check_vocabulary(hf_dir, len(tokenizer))
     return tokenizer
-
-
-def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
-    """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
-
-    Args:
-        hf_dir: of the model.
-        num_tokens: of its tokenizer, added ones included.
-
-    Raises:
-        ConfigError: the model has fewer.
-    """
-    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    vocab_size = config.get("text_config", config)["vocab_size"]
-    if num_tokens > vocab_size:
-        raise ConfigError(
-            "model.path",
-            f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
-            f"{vocab_size}; use the tokenizer of these weights, or resize their embeddings",
-        )
 
 
 def prompts_within(

@@ -11,7 +11,6 @@ Does not promise that the rest of the rows is as good as the first.
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.sources import first_rl_row, first_sft_row
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
-from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary
 from engines.errors import RewardError
 from engines.rewards.base import ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
@@ -115,7 +114,7 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     if not (directory / "tokenizer.json").exists():
         return None
     tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
-    _check_vocabulary(directory, tokenizer)
+    check_vocabulary(directory, tokenizer.max_token_id + 1)
     return tokenizer
 
 
@@ -131,19 +130,6 @@ def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
             "training.lora.target_modules",
             f"got {missing[0]!r}; the model has no such module; need some of: "
             f"{', '.join(sorted(modules))}",
-        )
-
-
-def _check_vocabulary(directory: Path, tokenizer: DirectoryTokenizer) -> None:
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    text_config: Mapping[str, object] = config.get("text_config") or config
-    size = text_config.get("vocab_size")
-    if isinstance(size, int) and tokenizer.max_token_id >= size:
-        raise ConfigError(
-            "model.path",
-            f"{directory}: the tokenizer has ids up to {tokenizer.max_token_id}, the model's "
-            f"vocabulary ends at {size - 1}; use the tokenizer that belongs to the weights, or "
-            "resize the model's embeddings",
         )
 
 

@@ -6,13 +6,12 @@ code runs to find that out.
 
 import ast
 import sys
-from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
 from engines.config.options import check_reward
-from engines.config.plugins import REWARDS
+from engines.config.plugins import REWARDS, RewardRow
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
 from infra.plugins import load_target
@@ -20,29 +19,14 @@ from infra.plugins import load_target
 _FIELD = REWARDS.setting
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    """Where a reward function is, and how it may be run.
-
-    Attributes:
-        target: `module:function` or `/absolute/file.py:function`.
-        in_process: it is pure, fast and cannot hang, so it needs no process of its own.
-        memory_limit_bytes: address space of its process; None sets no limit.
-    """
-
-    target: str
-    in_process: bool = False
-    memory_limit_bytes: int | None = None
-
-
-def resolve(config: RewardConfig) -> RewardFunction:
+def resolve(config: RewardConfig) -> RewardRow:
     """The function that a configuration names, checked without running it.
 
     Args:
         config: its `function` and `kwargs`.
 
     Returns:
-        Where the function is.
+        Where the function is, and how it may be run; of a file, `/absolute/file.py:function`.
 
     Raises:
         UnknownPluginError: no function has that name.
@@ -51,10 +35,10 @@ def resolve(config: RewardConfig) -> RewardFunction:
     """
     row = check_reward(config)
     if row is not None:
-        return RewardFunction(row.target, row.in_process, row.memory_limit_bytes)
+        return row
     assert config.file is not None  # noqa: S101 - no row means a file
     name = config.function_in_file
-    return RewardFunction(f"{_check_file(config.file, name)}:{name}")
+    return RewardRow(name=config.function, target=f"{_check_file(config.file, name)}:{name}")
 
 
 def load(target: str) -> ComputeScore:

@@ -1,4 +1,4 @@
-"""A synchronous front of a rollout engine, for callers without an event loop.
+"""All samples of a batch of requests, from inside an event loop or outside of one.
 
 Promises: every sample of every request, or an error by the deadline; the order is that of the
 requests and their seeds, whatever finished first.
@@ -13,10 +13,10 @@ from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
 
-def generate_all(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float = 1800.0
-) -> list[Completion]:
-    """Sample every request and wait for all of it. Not for code inside an event loop.
+async def collect(
+    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float
+) -> list[list[Completion]]:
+    """Sample every request and wait for all of it.
 
     Args:
         engine: the engine.
@@ -24,30 +24,40 @@ def generate_all(
         timeout_s: deadline of the whole batch, beside the engine's own.
 
     Returns:
-        One completion per sample, in the order of (request, sample index).
+        For each request its completions, in the order of its seeds.
 
     Raises:
-        RolloutError: the engine refused a request, or lost a sample.
+        RolloutError: the engine refused a request, or lost or doubled a sample.
         DeadlineError: samples are unfinished at the deadline.
     """
-    completions = asyncio.run(_collect(engine, requests, timeout_s))
-    place = {request.request_id: index for index, request in enumerate(requests)}
-    completions.sort(key=lambda c: (place[c.request_id], c.sample_index))
+    found: list[Completion] = []
     wanted = [(r.request_id, index) for r in requests for index in range(r.num_samples)]
-    if [(c.request_id, c.sample_index) for c in completions] != wanted:
-        raise RolloutError(f"asked for {len(wanted)} samples, got {len(completions)}, not the same")
-    return completions
-
-
-async def _collect(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float
-) -> list[Completion]:
-    completions: list[Completion] = []
     try:
         async with asyncio.timeout(timeout_s):
             async for completion in engine.generate(requests):
-                completions.append(completion)
+                found.append(completion)
     except TimeoutError:
-        num_missing = sum(r.num_samples for r in requests) - len(completions)
-        raise DeadlineError(f"{num_missing} samples", timeout_s) from None
-    return completions
+        raise DeadlineError(f"{len(wanted) - len(found)} samples", timeout_s) from None
+    place = {request.request_id: index for index, request in enumerate(requests)}
+    found.sort(key=lambda c: (place[c.request_id], c.sample_index))
+    if [(c.request_id, c.sample_index) for c in found] != wanted:
+        raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
+    ordered = iter(found)
+    return [[next(ordered) for _ in request.seeds] for request in requests]
+
+
+def generate_all(
+    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float = 1800.0
+) -> list[Completion]:
+    """As `collect`, in one list. Not for code inside an event loop.
+
+    Args:
+        engine: the engine.
+        requests: what to sample.
+        timeout_s: deadline of the whole batch.
+
+    Returns:
+        One completion per sample, in the order of (request, sample index).
+    """
+    rows = asyncio.run(collect(engine, requests, timeout_s))
+    return [completion for row in rows for completion in row]

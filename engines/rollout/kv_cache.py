@@ -32,29 +32,25 @@ class KVCache:
         self._max_length = max_length
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._num_rows = 0
-        self._length = 0
+        self.length = 0
+        """Positions allocated per row."""
 
     @property
     def size_bytes(self) -> int:
         """Memory held now."""
         return sum(t.numel() * t.element_size() for kv in self._layers if kv for t in kv)
 
-    @property
-    def length(self) -> int:
-        """Positions allocated per row."""
-        return self._length
-
     def reserve(self, num_rows: int, length: int) -> None:
         """Make room for `num_rows` rows of `length` positions; keeps what is stored."""
-        if num_rows <= self._num_rows and length <= self._length:
+        if num_rows <= self._num_rows and length <= self.length:
             return
         if num_rows > self._num_rows:
             num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
-        if length > self._length:
-            length = max(length, min(self._length * 3 // 2, self._max_length))
+        if length > self.length:
+            length = max(length, min(self.length * 3 // 2, self._max_length))
             length = -(-length // LENGTH_STEP) * LENGTH_STEP
         self._num_rows = max(num_rows, self._num_rows)
-        self._length = max(length, self._length)
+        self.length = max(length, self.length)
         for index, layer in enumerate(self._layers):
             if layer is not None:
                 self._layers[index] = (self._grown(layer[0]), self._grown(layer[1]))
@@ -101,7 +97,7 @@ class KVCache:
     def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
         """(B * G,) int64: where `append` puts position `position_B` of each row and head."""
         row_head = torch.arange(position_B.numel() * num_kv_heads, device=position_B.device)
-        return row_head * self._length + position_B.repeat_interleave(num_kv_heads)
+        return row_head * self.length + position_B.repeat_interleave(num_kv_heads)
 
     def move(self, source_rows: Sequence[int], target_rows: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of some rows over others."""
@@ -130,12 +126,12 @@ class KVCache:
     def free(self) -> None:
         """Drop all buffers."""
         self._layers = [None] * len(self._layers)
-        self._num_rows = self._length = 0
+        self._num_rows = self.length = 0
 
     def _empty(self, like_BGLD: Tensor) -> Tensor:
         _, heads, _, width = like_BGLD.shape
         # Zeros, because masked garbage still enters the weighted sum with weight 0: 0 * NaN is NaN.
-        return like_BGLD.new_zeros((self._num_rows, heads, self._length, width))
+        return like_BGLD.new_zeros((self._num_rows, heads, self.length, width))
 
     def _grown(self, buffer: Tensor) -> Tensor:
         rows, _, length, _ = buffer.shape

@@ -30,7 +30,7 @@ from engines.training.step.micro_batches import MicroBatch
 from engines.training.step.schedule import learning_rate
 from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch, TrainMetrics
+from engines.types import ModelOutputs, TokenBatch, TrainMetrics
 
 Mode = Literal["train", "eval"]
 
@@ -213,30 +213,6 @@ class BaseEngine(EngineBackend):
         if values:
             return ModelOutputs(torch.zeros(batch.num_tokens), None, columns[0])
         return ModelOutputs(columns[0], columns[1] if entropy else None)
-
-    def forward_step(
-        self, micro_batch: TokenBatch, loss_fn: LossFn, counts: GlobalCounts
-    ) -> tuple[ModelOutputs, LossOutput]:
-        """Forward pass and loss of one micro-batch; the loss carries no data-parallel factor.
-
-        Positions outside of `loss_mask` are not computed: their log-probability is 0.
-
-        Args:
-            micro_batch: on any device.
-            loss_fn: see `LossFn`.
-            counts: denominators of the step.
-
-        Returns:
-            The outputs and what the loss function made of them.
-
-        Raises:
-            EngineError: the model is cut into pipeline stages; only whole steps can run.
-        """
-        if self.pipeline_group is not None:
-            raise EngineError("a pipeline has no single forward step; call train_batch")
-        batch = micro_batch.to(self.spec.platform.device())
-        outputs = self._forward(batch, entropy=bool(getattr(loss_fn, "needs_entropy", False)))
-        return outputs, loss_fn(outputs, batch, counts)
 
     def optimizer_step(self) -> float:
         """Clip, check and step.

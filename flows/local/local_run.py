@@ -63,7 +63,7 @@ def run_locally(
             raise ConfigError("--force", f"got {label!r}; need one of {', '.join(labels)}")
     cluster = LazyCluster(recipe.home)
     if not planner.all_hit:
-        cluster.start_in_background()
+        cluster.start()
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))

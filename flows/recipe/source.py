@@ -8,13 +8,13 @@ Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 RECIPES_DIR = Path(__file__).resolve().parents[1] / "recipes"
 MAX_FILE_BYTES = 256 * 1024
@@ -66,9 +66,7 @@ def find_recipe(name_or_path: str) -> Path:
         return path.resolve()
     names = recipe_names()
     if name_or_path not in names:
-        nearest = get_close_matches(name_or_path, names, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "or give the path of a .yaml file"
-        raise ConfigError("recipe", f"no {name_or_path!r}; known: {', '.join(names)}; {hint}")
+        raise ConfigError("recipe", unknown_name(name_or_path, [*names, "path/to/recipe.yaml"]))
     return RECIPES_DIR / f"{name_or_path}.yaml"
 
 

@@ -26,10 +26,6 @@ class LazyCluster:
         self._given_up = threading.Event()
         self._starting: Future[Cluster] | None = None
 
-    def start_in_background(self) -> None:
-        """Begin to start it; returns at once."""
-        self._start()
-
     def jobs(self) -> RayJobs:
         """The job client of the running cluster; starts the cluster if nobody did.
 
@@ -40,7 +36,7 @@ class LazyCluster:
             ServiceError: the cluster could not be started.
             DeadlineError: it did not start in time.
         """
-        return RayJobs(_result(self._start()))
+        return RayJobs(_result(self.start()))
 
     def release(self, *, with_jobs: bool = False) -> None:
         """End the cluster if nobody else uses it and no job runs on it; twice is as good as once.
@@ -59,7 +55,8 @@ class LazyCluster:
             # Whoever needed it was told. If its end failed, its guard tries again.
             _log.debug("the cluster was not released: %s", error)
 
-    def _start(self) -> Future[Cluster]:
+    def start(self) -> Future[Cluster]:
+        """Begin to start it, if nobody did; returns at once."""
         with self._lock:
             if self._starting is None:
                 self._starting = Future()

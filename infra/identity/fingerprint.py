@@ -157,11 +157,6 @@ def installed_libraries(
     return {name: _installed_version(name) for name in distributions}
 
 
-def sources_digest(modules: Sequence[str]) -> str:
-    """sha256 of the source closure of `modules`."""
-    return sha256_json(source_closure(modules))
-
-
 def environment_digest(
     distributions: Sequence[str],
     outside: Mapping[str, Any] | None = None,

@@ -32,7 +32,7 @@ class JobRequest(NamedTuple):
     """Variables on top of the cluster's environment. Everyone who may list jobs can read them:
     no secrets."""
     metadata: Mapping[str, str]
-    """Travels with the job; `RayJobs.find` searches it."""
+    """Travels with the job; shown by Ray's own tools."""
     cwd: Path | None = None
     """Working directory; by default the caller's, if the job's host has it."""
 
@@ -46,9 +46,6 @@ class JobStatus:
         state: one of Ray's states.
         message: Ray's words; for a failed job the tail of its log.
         exit_code: of the entry point, -9 after SIGKILL; None while it runs or if stopped.
-        error_type: Ray's class of failure, if any.
-        started_at: seconds since the epoch when it was accepted.
-        ended_at: seconds since the epoch, None while it runs.
         metadata: as submitted.
     """
 
@@ -56,20 +53,12 @@ class JobStatus:
     state: JobState
     message: str
     exit_code: int | None
-    error_type: str | None
-    started_at: float | None
-    ended_at: float | None
     metadata: Mapping[str, str]
 
     @property
     def is_terminal(self) -> bool:
         """Whether the job has ended."""
         return self.state not in {JobState.PENDING, JobState.RUNNING}
-
-
-def was_submitted(job: Mapping[str, Any]) -> bool:
-    """Drivers that connected by themselves are listed too, without a submission id."""
-    return bool(job.get("submission_id"))
 
 
 def parse_status(job: Mapping[str, Any]) -> JobStatus:
@@ -79,12 +68,5 @@ def parse_status(job: Mapping[str, Any]) -> JobStatus:
         state=JobState(job["status"]),
         message=redact(job.get("message") or ""),
         exit_code=job.get("driver_exit_code"),
-        error_type=job.get("error_type"),
-        started_at=_seconds(job.get("start_time")),
-        ended_at=_seconds(job.get("end_time")),
         metadata=dict(job.get("metadata") or {}),
     )
-
-
-def _seconds(milliseconds: int | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000

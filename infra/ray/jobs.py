@@ -7,20 +7,13 @@ Does not promise: that Ray's status is the truth about the work. The stage's log
 
 import shlex
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.errors import DeadlineError, JobSubmitError
+from infra.errors import JobSubmitError
 from infra.ray.api import RayResponseError, RayUnreachableError
 from infra.ray.cluster import Cluster
-from infra.ray.job_types import (
-    JobRequest,
-    JobStatus,
-    parse_status,
-    was_submitted,
-)
+from infra.ray.job_types import JobRequest, JobStatus, parse_status
 from infra.redact import redact
 from infra.waiting import wait_for
 
@@ -29,7 +22,6 @@ SUBMIT_DEADLINE_S = 30.0
 NO_AGENT = "No available agent"
 ALREADY_EXISTS = "already exists"
 STOP_DEADLINE_S = 15.0
-MAX_POLL_S = 1.0
 
 
 class RayJobs:
@@ -40,8 +32,7 @@ class RayJobs:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._api = cluster.api
+        self.api = cluster.api
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         """Submit one job, unless there is one of that name.
@@ -56,7 +47,6 @@ class RayJobs:
         Raises:
             JobSubmitError: Ray refused the job or cannot be reached.
         """
-        request = JobRequest(*request)
         body: dict[str, Any] = {
             "entrypoint": _entrypoint(request),
             "submission_id": submission_id,
@@ -68,7 +58,7 @@ class RayJobs:
         ends_at = time.monotonic() + SUBMIT_DEADLINE_S
         while True:
             try:
-                self._api.call("POST", "/api/jobs/", body)
+                self.api.call("POST", "/api/jobs/", body)
             except (RayResponseError, RayUnreachableError) as error:
                 if ALREADY_EXISTS in str(error):
                     return False
@@ -82,7 +72,7 @@ class RayJobs:
     def look(self, submission_id: str) -> JobStatus | None:
         """What Ray says about a job now; None if it knows none of that name."""
         try:
-            return parse_status(self._api.call("GET", f"/api/jobs/{submission_id}"))
+            return parse_status(self.api.call("GET", f"/api/jobs/{submission_id}"))
         except RayResponseError as error:
             if error.status == 404:
                 return None
@@ -102,49 +92,12 @@ class RayJobs:
         """
         status = self.look(submission_id)
         if status is None:
-            raise JobSubmitError(f"Ray at {self._cluster.jobs_url} knows no job {submission_id}")
+            raise JobSubmitError(f"Ray at {self.api.url} knows no job {submission_id}")
         return status
-
-    def find(self, metadata: Mapping[str, str]) -> list[JobStatus]:
-        """The submitted jobs whose metadata holds all of these entries."""
-        jobs = [
-            parse_status(job) for job in self._api.call("GET", "/api/jobs/") if was_submitted(job)
-        ]
-        return [job for job in jobs if metadata.items() <= dict(job.metadata).items()]
-
-    def follow(self, submission_id: str, deadline_s: float) -> Iterator[JobStatus]:
-        """Yield the status at growing intervals, up to and including the last one.
-
-        Args:
-            submission_id: of the job.
-            deadline_s: how long the job may take from now on, in seconds.
-
-        Yields:
-            JobStatus: each one that was read.
-
-        Raises:
-            DeadlineError: the job still runs.
-            JobSubmitError: there is no such job, or Ray cannot be reached.
-        """
-        ends_at = time.monotonic() + deadline_s
-        poll_s = 0.1
-        while True:
-            status = self.status(submission_id)
-            yield status
-            if status.is_terminal:
-                return
-            if time.monotonic() >= ends_at:
-                raise DeadlineError(f"job {submission_id} to end", deadline_s)
-            time.sleep(poll_s)
-            poll_s = min(poll_s * 1.3, MAX_POLL_S)
-
-    def wait(self, submission_id: str, deadline_s: float) -> JobStatus:
-        """The last status of a job; raises as `follow` does."""
-        return deque(self.follow(submission_id, deadline_s), maxlen=1).pop()
 
     def logs(self, submission_id: str) -> str:
         """Everything the job printed, secrets masked."""
-        answer = self._api.call("GET", f"/api/jobs/{submission_id}/logs")
+        answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
         return redact(str(answer.get("logs", "")))
 
     def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
@@ -165,7 +118,7 @@ class RayJobs:
             DeadlineError: it has not ended, as a job that cannot be scheduled does not.
             JobSubmitError: there is no such job, or Ray cannot be reached.
         """
-        self._api.call("POST", f"/api/jobs/{submission_id}/stop")
+        self.api.call("POST", f"/api/jobs/{submission_id}/stop")
 
         def ended() -> JobStatus | None:
             status = self.status(submission_id)

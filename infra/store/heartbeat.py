@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
 import zlib
@@ -191,7 +192,7 @@ class Heartbeat:
         self.step: int | None = None
         self._deadline_s: float | None = None
         self._path, self._every_s = path, every_s
-        self._on_stall, self._stacks = on_stall, stacks
+        self._on_stall, self._stacks = on_stall, stacks or sys.stderr
         self._deadlines_s = deadlines_s or {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -262,14 +263,7 @@ class Heartbeat:
             self._seen, self._changed_at = state, now
             if deadline_s is not None:
                 with contextlib.suppress(ValueError):  # stderr is no file, as in some tests
-                    _dump_later(deadline_s, self._stacks)
+                    faulthandler.dump_traceback_later(deadline_s, file=self._stacks)
         elif deadline_s is not None and now - self._changed_at > deadline_s + self._every_s:
             on_stall, self._on_stall = self._on_stall, None
             on_stall(Stall(self.phase, self.step, deadline_s))
-
-
-def _dump_later(seconds: float, stacks: IO[str] | None) -> None:
-    if stacks is None:
-        faulthandler.dump_traceback_later(seconds)
-    else:
-        faulthandler.dump_traceback_later(seconds, file=stacks)

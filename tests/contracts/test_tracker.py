@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
-from engines.config.plugins import TRACKERS
-from infra.plugins import register_outside
+from engines.config.plugins import TRACKERS, register_plugin
 from infra.store.stage_spec import Artifact
 from infra.tracking.tracker import (
     MetricPoint,
@@ -35,7 +34,7 @@ from infra.tracking.tracker import (
     TrackerSettings,
 )
 
-register_outside("tracker", "json-lines", "rlhf.testing.json_lines_tracker:JsonLinesTracker")
+register_plugin("tracker", "json-lines", "rlhf.testing.json_lines_tracker:JsonLinesTracker")
 
 Read = Callable[[Any, str], dict[str, Any]]
 POINTS = [MetricPoint("train/loss", 1.0 / step, step, 1000 + step) for step in range(1, 6)]
@@ -91,8 +90,8 @@ def read(name: str, request: pytest.FixtureRequest) -> Read:
 def test_making_one_imports_nothing_heavy_and_writes_nothing(name: str, tmp_path: Path) -> None:
     code = (
         "import sys, json; from pathlib import Path; from infra.tracking.tracker import *; "
-        "from engines.config.plugins import TRACKERS; from infra.plugins import register_outside; "
-        "register_outside('tracker', 'json-lines', "
+        "from engines.config.plugins import TRACKERS, register_plugin; "
+        "register_plugin('tracker', 'json-lines', "
         "'rlhf.testing.json_lines_tracker:JsonLinesTracker'); "
         f"t = TRACKERS.load({name!r})(TrackerSettings(Path({str(tmp_path)!r}))); "
         "heavy = {'mlflow', 'wandb', 'torch', 'pandas', 'sqlalchemy'} & set(sys.modules); "

@@ -18,7 +18,7 @@ from engines.config.stages import PromoteConfig, PromoteStageConfig
 from infra import env
 from infra.host import servers
 from infra.ray.cluster import ensure_cluster
-from infra.ray.job_types import JobState
+from infra.ray.job_types import JobState, JobStatus
 from infra.ray.jobs import RayJobs
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import Holder
@@ -86,8 +86,22 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
     for request in requests:
         entries = store.attempts.entries(request.fingerprint)
         assert [entry.kind for entry in entries] == ["held", "committed"]
-        (job,) = two_homes[0].find({"fingerprint": request.fingerprint})
-        assert two_homes[0].wait(job.submission_id, 60).state == JobState.SUCCEEDED
+        assert _the_one_job(two_homes[0], request.fingerprint).state == JobState.SUCCEEDED
+
+
+def _the_one_job(jobs: RayJobs, fingerprint: str) -> JobStatus:
+    """The last status of a stage's job, after a look that there is one only."""
+    (name,) = [
+        job["submission_id"]
+        for job in jobs.api.call("GET", "/api/jobs/")
+        if (job["metadata"] or {}).get("fingerprint") == fingerprint
+    ]
+
+    def ended() -> JobStatus | None:
+        status = jobs.status(name)
+        return status if status.is_terminal else None
+
+    return wait_for(ended, f"{name} to end", 60)
 
 
 def test_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from infra.host import servers
 from infra.host.loopback_http import online_workers
 from infra.host.processes import ProcessRecord, is_alive
 from infra.ray.cluster import ensure_cluster
-from infra.ray.jobs import RayJobs
 from infra.services.commands import WORK_POOL
 from infra.services.stack import (
     down,
@@ -107,7 +106,7 @@ def test_a_second_up_changes_nothing(running: Path) -> None:
 def test_a_run_uses_the_head_and_does_not_end_it(running: Path) -> None:
     cluster = ensure_cluster(running)
     assert not cluster.started
-    assert RayJobs(cluster).find({}) == []
+    assert cluster.api.call("GET", "/api/jobs/") == []
     assert cluster.release() is False
     assert is_alive(_records(running)["ray"])
 

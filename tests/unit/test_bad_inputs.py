@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES
+from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 from infra.plugins import Row
@@ -230,8 +231,8 @@ def test_rl_settings_do_not_matter_without_rl() -> None:
         ("1: a\n", "r.yaml:1: key 1 is not text; quote it"),
         (
             "extends: quickstar\n",
-            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart; "
-            "did you mean quickstart?",
+            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart, "
+            "path/to/recipe.yaml; did you mean quickstart?",
         ),
         ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
@@ -312,12 +313,12 @@ def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
 
 def model_error(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"])
+        preflight(load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"]))
     return str(caught.value)
 
 
 def test_model_directories_that_are_none(tmp_path: Path) -> None:
-    # Rows 27 and 29, by file names alone.
+    # Rows 27 and 29.
     assert model_error(tmp_path / "no" / "such" / "model") == (
         f"model.path: {tmp_path}/no/such/model does not exist (cwd is {Path.cwd()})"
     )
@@ -326,16 +327,16 @@ def test_model_directories_that_are_none(tmp_path: Path) -> None:
         (run / name).mkdir(parents=True)
     (run / "step_20" / "config.json").write_text("{}")
     assert model_error(run) == (
-        f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20; "
-        f"pass {run}/step_20"
+        f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20 "
+        f"(a run? pass {run}/step_20)"
     )
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_text("{}")
     (pickled / "pytorch_model.bin").write_bytes(b"")
     assert model_error(pickled) == (
-        f"model.path: {pickled} holds only pytorch_model.bin (pickle can run code); need "
-        "safetensors; convert it with transformers' save_pretrained on a machine that may run it"
+        f"model.path: {pickled} holds only pytorch_model.bin (pickle can run code); "
+        "refused; convert it to safetensors with save_pretrained on a machine you can lose"
     )
 
 

@@ -39,7 +39,7 @@ def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
         messages: the prompt, the last one from the user.
 
     Returns:
-        The text that `render_prompt` tokenizes.
+        The text that `render_prompts` tokenizes.
 
     Raises:
         ConfigError: there is no chat template, or it fails.
@@ -47,26 +47,21 @@ def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
     return _render(tokenizer, messages, add_generation_prompt=True).text
 
 
-def render_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Token ids of a prompt, ending with the opening of the assistant's turn.
+def render_prompts(
+    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
+) -> list[tuple[int, ...]]:
+    """Token ids of prompts, each ending with the opening of the assistant's turn.
 
     Args:
         tokenizer: with a chat template.
-        messages: the prompt, the last one from the user.
+        prompts: the last message of each from the user.
 
     Returns:
-        At least one id for every template in use.
+        Ids of each prompt.
 
     Raises:
         ConfigError: there is no chat template, or it fails.
     """
-    return render_prompts(tokenizer, [messages])[0]
-
-
-def render_prompts(
-    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
-) -> list[tuple[int, ...]]:
-    """Token ids of many prompts; see `render_prompt`."""
     texts = [prompt_text(tokenizer, messages) for messages in prompts]
     return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
 

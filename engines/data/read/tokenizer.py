@@ -150,6 +150,26 @@ def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[in
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
+def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
+    """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
+
+    Args:
+        hf_dir: of the model.
+        num_tokens: of its tokenizer, added ones included.
+
+    Raises:
+        ConfigError: the model has fewer.
+    """
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    size = (config.get("text_config") or config).get("vocab_size", num_tokens)
+    if num_tokens > size:
+        raise ConfigError(
+            "model.path",
+            f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
+            f"{size}; use the tokenizer of these weights, or resize their embeddings",
+        )
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     try:

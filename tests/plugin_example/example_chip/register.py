@@ -33,3 +33,4 @@ register_plugin("kl_loss_type", "example_kl", "example_chip.algorithm:example_kl
 register_plugin("rollout", "example_rollout", "example_chip.parts:ExampleRollout")
 register_plugin("reward", "example_reward", "example_chip.parts:compute_score")
 register_plugin("preprocessor", "flashcards", "example_chip.parts:Flashcards")
+register_plugin("tracker", "example_tracker", "example_chip.tracker:SqliteTracker")

@@ -154,5 +154,4 @@ def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> di
 
 
 def _gathered(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    del module, args
     return output.full_tensor() if isinstance(output, DTensor) else output

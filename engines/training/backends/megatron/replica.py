@@ -194,7 +194,6 @@ def _buffers(chunk: Any) -> list[Any]:
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Reduce gradients; what they are divided by is in the loss already."""
-    del num_tokens
     finalize_model_grads(model, None, **options)
 
 

@@ -39,7 +39,6 @@ class PackedAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        del config
 
     def forward(
         self,
@@ -64,7 +63,6 @@ class PackedAttention(Module):
         Returns:
             (1, T, heads, head_dim).
         """
-        del kwargs
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         out, _ = packed_attention(self, q, k, v, None, packing=attention_masks, scaling=scale)
         return out

@@ -115,7 +115,6 @@ class Vision:
         runs here, between the embedding and the first decoder layer, as it does with images; its
         features count zero times, which gives each of its weights a gradient of 0.
         """
-        del module
         kwargs = dict(kwargs)
         if not kwargs.pop(_DUMMY, False):
             return args, kwargs

@@ -23,6 +23,7 @@ from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
+from engines.rollout import sampling
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
@@ -58,18 +59,32 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stacks() -> Iterator[list[list[str]]]:
-    """The project's files on the stack of each optimizer step, innermost first."""
-    root = Path(engines.__file__).parents[1]
+    """The engines' files on the stack of each optimizer step, innermost first."""
     seen: list[list[str]] = []
-
-    def look(*_: Any) -> None:
-        files = [Path(frame.filename) for frame in reversed(traceback.extract_stack())]
-        own = [str(file.relative_to(root)) for file in files if file.is_relative_to(root)]
-        seen.append(list(dict.fromkeys(name for name in own if name.startswith("engines/"))))
-
-    handle = register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append(_files_on_the_stack()))
     yield seen
     handle.remove()
+
+
+@pytest.fixture
+def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The engines' files on the stack of each draw of tokens, innermost first."""
+    seen: list[list[str]] = []
+    draw = sampling._sample_chunk
+
+    def spy(*arguments: Any) -> Any:
+        seen.append(_files_on_the_stack())
+        return draw(*arguments)
+
+    monkeypatch.setattr(sampling, "_sample_chunk", spy)
+    return seen
+
+
+def _files_on_the_stack() -> list[str]:
+    root = Path(engines.__file__).parents[1]
+    files = [Path(frame.filename) for frame in reversed(traceback.extract_stack())]
+    own = [str(file.relative_to(root)) for file in files if file.is_relative_to(root)]
+    return list(dict.fromkeys(name for name in own if name.startswith("engines/")))
 
 
 @pytest.fixture

@@ -54,6 +54,21 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
     ]
 
 
+def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_stacks) -> None:
+    """In one process; a group of Ray actors adds `rank_process.py`."""
+    run_round("odd_length")
+    assert sampling_stacks
+    for files in sampling_stacks:
+        assert files[: files.index("engines/trainers/rl.py") + 1] == [
+            "engines/rollout/sampling.py",
+            "engines/rollout/running_batch.py",
+            "engines/rollout/transformers_engine.py",
+            "engines/controller/policy_worker.py",
+            "engines/controller/in_process.py",
+            "engines/trainers/rl.py",
+        ]
+
+
 def test_equal_rewards_give_no_gradient_and_are_counted(run_round) -> None:
     for metrics in run_round("always"):
         assert metrics["actor/grad_norm"] == 0

@@ -14,7 +14,6 @@ from infra.identity import fingerprint
 from infra.identity.fingerprint import (
     environment_digest,
     source_closure,
-    sources_digest,
     stage_fingerprint,
 )
 from infra.store.stage_spec import Artifact
@@ -103,12 +102,12 @@ def test_closure_of_a_package_that_cannot_be_imported(package: Path) -> None:
 
 
 def test_an_edit_changes_the_digest_of_those_who_reach_it_only(package: Path) -> None:
-    main, near = sources_digest(["toy.main"]), sources_digest(["toy.a"])
+    main, near = source_closure(["toy.main"]), source_closure(["toy.a"])
     (package / "sub/deep.py").write_text("thing = 2\n")
-    assert sources_digest(["toy.main"]) != main
-    assert sources_digest(["toy.a"]) == near
+    assert source_closure(["toy.main"]) != main
+    assert source_closure(["toy.a"]) == near
     (package / "sub/deep.py").write_text("thing = 1\n")
-    assert sources_digest(["toy.main"]) == main
+    assert source_closure(["toy.main"]) == main
     (package / "near.py").write_text("from . import unused\n")
     assert {"toy.unused"} <= set(source_closure(["toy.main"]))
 

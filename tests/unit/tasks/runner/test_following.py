@@ -49,7 +49,7 @@ class Jobs:
         code = 137 if state == JobState.FAILED else None
         if state is None:
             return None
-        return JobStatus(submission_id, state, "", code, None, time.time(), None, {})
+        return JobStatus(submission_id, state, "", code, {})
 
     status = look
 

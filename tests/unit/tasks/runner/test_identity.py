@@ -282,9 +282,10 @@ def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
 
 FINGERPRINTS = """
 import sys
-from infra.identity.fingerprint import sources_digest
+from infra.identity.fingerprint import source_closure
+from infra.store.canonical import sha256_json
 for module in sys.argv[1:]:
-    print(sources_digest([module]))
+    print(sha256_json(source_closure([module])))
 """
 
 

@@ -12,7 +12,7 @@ from engines.data.read.chat import (
     end_of_turn_id,
     prompt_text,
     render_conversations,
-    render_prompt,
+    render_prompts,
     render_sft,
 )
 from engines.data.read.rows import Message
@@ -68,7 +68,7 @@ def test_ids_and_mask_by_hand(directory: Path) -> None:
     tokenizer = load(directory)
     # Ids: pad 0, end 1, unk 2, system 3, user 4, assistant 5, then the sorted characters:
     # newline 6, space 7, + 8, digits 9..18, = 19, a 20, b 21, c 22.
-    assert render_prompt(tokenizer, [USER]) == (4, 10, 8, 11, 19, 5)
+    assert render_prompts(tokenizer, [[USER]])[0] == (4, 10, 8, 11, 19, 5)
     rendered = render_sft(tokenizer, [USER, ANSWER])
     assert rendered.input_ids == (4, 10, 8, 11, 19, 5, 12, 9, 1)
     assert rendered.loss_mask == (0, 0, 0, 0, 0, 0, 1, 1, 1)
@@ -102,7 +102,7 @@ def test_training_and_rollout_see_one_prompt(
         for message in (Message("user", question), Message("assistant", answer))
     ]
     rendered = render_sft(tokenizer, chat)
-    prompt = render_prompt(tokenizer, chat[:-1])
+    prompt = render_prompts(tokenizer, [chat[:-1]])[0]
     assert rendered.input_ids[: len(prompt)] == prompt
     assert sum(rendered.loss_mask[len(prompt) :]) == len(chat[-1].content) + 1
     assert sum(rendered.loss_mask) == sum(len(answer) + 1 for _, answer in turns)
@@ -143,4 +143,4 @@ def test_no_template(directory: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((directory / name).read_bytes())
     with pytest.raises(ConfigError, match=r"no chat template; set model\.chat_template"):
-        render_prompt(load(tmp_path), [USER])
+        render_prompts(load(tmp_path), [[USER]])[0]

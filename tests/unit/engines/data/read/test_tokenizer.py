@@ -7,7 +7,7 @@ import pytest
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.data.read.chat import render_prompt, render_sft
+from engines.data.read.chat import render_prompts, render_sft
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer, template_source
 from infra.errors import ConfigError
@@ -91,4 +91,4 @@ def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
         opened = theirs.apply_chat_template(
             dicts[:1], tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        assert list(render_prompt(ours, chat[:1])) == opened
+        assert list(render_prompts(ours, [chat[:1]])[0]) == opened
