@@ -185,6 +185,7 @@ class StageContext:
         except BaseException as error:
             self._others_wait = follower.others_wait
             self._recorder.stage_ended(request, end_status(error), of)
+            error.add_note(request.label)
             raise
         log = self._storage.attempts.entries(request.fingerprint)
         self._followed.add(log[record.attempt].holder.ray_job)
