@@ -4,11 +4,7 @@ Promises: a platform that is asked for by name and absent is refused before anyt
 Does not promise: what another machine of a cluster has; its jobs ask again.
 """
 
-import subprocess
-import sys
-
-from pydantic import ValidationError
-
+from flows.child import ask
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.survey_report import FoundPlatform, SurveyReport
@@ -79,23 +75,4 @@ def check_platform(requested: str) -> None:
 
 
 def _ask(*arguments: str) -> SurveyReport:
-    try:
-        ended = subprocess.run(
-            # -P: what lies in the current directory is not installed.
-            [sys.executable, "-P", "-m", "hardware.survey", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_DEADLINE_S,
-            env=env.child_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ServiceError(f"the platform probe took over {PROBE_DEADLINE_S:g} s") from None
-    lines = ended.stdout.splitlines()
-    if ended.returncode != 0 or not lines:
-        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ServiceError(f"the platform probe failed: {last}")
-    try:
-        return SurveyReport.model_validate_json(lines[-1])
-    except ValidationError:
-        raise ServiceError(f"the platform probe answered {lines[-1]!r}") from None
+    return ask("the platform probe", PROBE_DEADLINE_S, SurveyReport, "hardware.survey", *arguments)

@@ -6,17 +6,12 @@ recipe that names nothing of the user's costs no process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
-import subprocess
-import sys
-
-from pydantic import ValidationError
-
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS
+from flows.child import ask
 from flows.platform_probe import check_platform
 from flows.recipe.recipe import Recipe
-from infra import env
-from infra.errors import ConfigError, ServiceError
+from infra.errors import ConfigError
 
 DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
@@ -38,7 +33,16 @@ def preflight(recipe: Recipe) -> Recipe:
     check_platform(recipe.hardware.platform)
     look = look_of(recipe)
     if look is not None:
-        seen = _ask(look)
+        answer = ask(
+            "the look at what the recipe names",
+            DEADLINE_S,
+            Answer,
+            "engines.jobs.preflight",
+            question=look.model_dump_json(),
+        )
+        seen = answer.look
+        if seen is None:
+            raise ConfigError(answer.path or "recipe", str(answer.problem))
         recipe = recipe.model_copy(update={"model": seen.model, "data": seen.data})
     return recipe
 
@@ -54,30 +58,3 @@ def look_of(recipe: Recipe) -> Look | None:
         lora=recipe.training.lora,
         reward=None if own else recipe.rl.reward,
     )
-
-
-def _ask(look: Look) -> Look:
-    try:
-        ended = subprocess.run(
-            # -P: what lies in the current directory is not installed.
-            [sys.executable, "-P", "-m", "engines.jobs.preflight"],
-            input=look.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=env.child_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ServiceError(
-            f"the look at what the recipe names took over {DEADLINE_S:g} s"
-        ) from None
-    lines = ended.stdout.splitlines()
-    try:
-        answer = Answer.model_validate_json(lines[-1] if lines else "")
-    except ValidationError:
-        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ServiceError(f"the look at what the recipe names failed: {last}") from None
-    if answer.look is None:
-        raise ConfigError(answer.path or "recipe", str(answer.problem))
-    return answer.look
