@@ -123,8 +123,7 @@ def _platform_and_plugins() -> Iterator[Check]:
         return
     try:
         found = platform_of(report)
-        label = f" {found.label}" if found.label else ""
-        yield Check("platform", "ok", f"{found.name}{label} ({found.reason})")
+        yield Check("platform", "ok", f"{found.device} {found.label} ({found.reason})")
     except PipelineError as error:
         yield Check("platform", "error", str(error))
     checks = (

@@ -1,10 +1,11 @@
-"""A question to a child process: torch and the user's code are not for the control plane.
+"""Asks a child process what this one must not load itself: torch, a plugin, a user's reward.
 
-Promises: an answer of the expected form, or one line that says why there is none.
+Promises: an answer of the stated type, or one line within the deadline.
 """
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,38 +13,32 @@ from pydantic import BaseModel, ValidationError
 from infra import env
 from infra.errors import ServiceError
 
-Answer = TypeVar("Answer", bound=BaseModel)
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 def ask(
-    what: str,
-    deadline_s: float,
-    answer: type[Answer],
-    module: str,
-    *arguments: str,
-    question: str = "",
-) -> Answer:
-    """Run a module and read the last line that it prints.
+    answer: type[AnswerT], what: str, deadline_s: float, command: Sequence[str], text: str = ""
+) -> AnswerT:
+    """Run one of our modules to its end.
 
     Args:
-        what: is done, in words, for the error.
+        answer: what its last line is, as JSON.
+        what: it does, for errors.
         deadline_s: for all of it.
-        answer: form of that line, as JSON.
-        module: to run.
-        *arguments: of its command line.
-        question: what it reads.
+        command: the module and its arguments.
+        text: its standard input.
 
     Returns:
         The answer.
 
     Raises:
-        ServiceError: there is none.
+        ServiceError: it gave none in time.
     """
     try:
         ended = subprocess.run(
             # -P: what lies in the current directory is not installed.
-            [sys.executable, "-P", "-m", module, *arguments],
-            input=question,
+            [sys.executable, "-P", "-m", *command],
+            input=text,
             capture_output=True,
             text=True,
             timeout=deadline_s,

@@ -1,44 +1,102 @@
-"""Asks for this machine's accelerator in a child process: torch is not for the control plane.
+"""Which device the jobs will compute on: asked once, in a child process, since torch answers.
 
-Promises: a platform that is asked for by name and absent is refused before anything is started.
-Does not promise: what another machine of a cluster has; its jobs ask again.
+Promises: a plan names the device that its stages count with; a machine is asked once per boot,
+installation and choice of visible devices, and the answer kept in the home.
+Does not promise: what another machine of a cluster has. A recipe for one names it, and jobs refuse
+to start on another.
 """
 
+import contextlib
+import sysconfig
+from pathlib import Path
+from platform import node
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from engines.config.plugins import TABLES
+from engines.config.training import HardwareConfig
 from flows.child import ask
 from infra import env
 from infra.errors import ConfigError, ServiceError
+from infra.identity.fingerprint import outside_code, source_closure
+from infra.store.atomic import atomic_write_bytes
+from infra.store.canonical import sha256_json
 from infra.survey_report import FoundPlatform, SurveyReport
 
 PROBE_DEADLINE_S = 120.0
 AUTO = "auto"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def probe_platform(requested: str) -> FoundPlatform:
+def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
+    """The platform and the device that a recipe's setting leads to.
+
+    Args:
+        hardware: of the recipe; what it states in full is not asked for.
+        home: where this machine's answer is kept.
+
+    Returns:
+        Both of them named.
+
+    Raises:
+        ConfigError: the platform is unknown or not available, or the devices are another machine's.
+    """
+    if hardware.platform != AUTO and hardware.device_kind and not env.RLHF_PLATFORM.get():
+        TABLES["platform"].find(hardware.platform)
+        return hardware
+    if urlsplit(env.RAY_ADDRESS.get() or "//localhost").hostname not in _LOOPBACK:
+        raise ConfigError(
+            "hardware.device_kind",
+            "missing; the devices of the cluster at RAY_ADDRESS are not asked from here; set it "
+            "and hardware.platform to what `rlhf doctor` says on a node there",
+        )
+    found = _surveyed(hardware.platform, home)
+    if hardware.device_kind not in (None, found.label):
+        raise ConfigError(
+            "hardware.device_kind",
+            f"got {hardware.device_kind!r}; {found.name} has {found.label!r} here; remove it",
+        )
+    return HardwareConfig(platform=found.name, device_kind=found.label)
+
+
+def _surveyed(requested: str, home: Path) -> FoundPlatform:
+    platforms, installed = TABLES["platform"], Path(sysconfig.get_path("purelib"))
+    probes = ["hardware.survey", *(row.module for row in platforms.rows)]
+    visible = [v for v in env.child_environment().items() if v[0].endswith("VISIBLE_DEVICES")]
+    depends_on = {
+        "requested": [requested, env.RLHF_PLATFORM.get()],
+        "host": [node(), _BOOT_ID.read_text("utf-8") if _BOOT_ID.exists() else ""],
+        "installed": [str(installed), installed.stat().st_mtime_ns],
+        "probes": [source_closure(probes, packages=()), outside_code(platforms.outside())],
+        "visible": sorted(visible),
+    }
+    kept = home / "survey" / f"{sha256_json(depends_on)}.json"
+    with contextlib.suppress(OSError, ValidationError):
+        return FoundPlatform.model_validate_json(kept.read_bytes())
+    found = platform_of(survey_machine(requested))
+    with contextlib.suppress(OSError):  # a plan needs no home
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(kept, found.model_dump_json(indent=2).encode())
+    return found
+
+
+def survey_machine(*requested: str) -> SurveyReport:
     """The platform that a job would choose here.
 
     Args:
-        requested: a platform's name, or `auto`.
+        *requested: a platform's name, or `auto`; nothing is `auto`, with what comes of loading
+            every plugin.
 
     Returns:
-        The platform, and why it was chosen.
-
-    Raises:
-        ConfigError: it is unknown, or not available.
-        ServiceError: torch does not start.
-    """
-    return platform_of(_ask(requested))
-
-
-def survey_machine() -> SurveyReport:
-    """The platform that `auto` leads to, and what comes of loading every plugin.
-
-    Returns:
-        The report of a child process that loaded them all.
+        The report of a child process.
 
     Raises:
         ServiceError: torch does not start, or a plugin takes the process down.
     """
-    return _ask()
+    command = ["hardware.survey", *requested]
+    return ask(SurveyReport, "the platform probe", PROBE_DEADLINE_S, command)
 
 
 def platform_of(report: SurveyReport) -> FoundPlatform:
@@ -58,21 +116,3 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
     if report.refusal is None:
         raise ServiceError("the platform probe gave no answer")
     raise ConfigError(report.refusal.path, report.refusal.problem)
-
-
-def check_platform(requested: str) -> None:
-    """Refuse a platform that was asked for by name and is not here; `auto` asks for nothing.
-
-    Args:
-        requested: a platform's name, or `auto`.
-
-    Raises:
-        ConfigError: it is unknown, or not available.
-    """
-    on_this_machine = env.RAY_ADDRESS.get() is None
-    if on_this_machine and (requested != AUTO or env.RLHF_PLATFORM.get()):
-        probe_platform(requested)
-
-
-def _ask(*arguments: str) -> SurveyReport:
-    return ask("the platform probe", PROBE_DEADLINE_S, SurveyReport, "hardware.survey", *arguments)

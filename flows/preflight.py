@@ -9,7 +9,7 @@ Does not promise: what only the whole data or the weights can tell.
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS
 from flows.child import ask
-from flows.platform_probe import check_platform
+from flows.platform_probe import resolve_hardware
 from flows.recipe.recipe import Recipe
 from infra.errors import ConfigError
 
@@ -24,27 +24,22 @@ def preflight(recipe: Recipe) -> Recipe:
         recipe: its fields agree with each other.
 
     Returns:
-        The recipe that runs: what it names on the hub has its commit.
+        The recipe that runs: on a known device, and what it names on the hub has its commit.
 
     Raises:
         ConfigError: names the field and what to do.
         ServiceError: the look itself failed.
     """
-    check_platform(recipe.hardware.platform)
+    hardware = resolve_hardware(recipe.hardware, recipe.home)
+    recipe = recipe.model_copy(update={"hardware": hardware})
     look = look_of(recipe)
-    if look is not None:
-        answer = ask(
-            "the look at what the recipe names",
-            DEADLINE_S,
-            Answer,
-            "engines.jobs.preflight",
-            question=look.model_dump_json(),
-        )
-        seen = answer.look
-        if seen is None:
-            raise ConfigError(answer.path or "recipe", str(answer.problem))
-        recipe = recipe.model_copy(update={"model": seen.model, "data": seen.data})
-    return recipe
+    if look is None:
+        return recipe
+    what, command = "the look at what the recipe names", ["engines.jobs.preflight"]
+    answer = ask(Answer, what, DEADLINE_S, command, look.model_dump_json())
+    if answer.look is None:
+        raise ConfigError(answer.path or "recipe", str(answer.problem))
+    return recipe.model_copy(update={"model": answer.look.model, "data": answer.look.data})
 
 
 def look_of(recipe: Recipe) -> Look | None:

@@ -29,6 +29,7 @@ class PlatformBase(ABC):
     """One kind of accelerator, or the CPU.
 
     Attributes:
+        name: of its row in the table of platforms; set by whoever makes it.
         device_name: torch's device type (`cpu`, `cuda`, `npu`, ...).
         vendor_name: who makes it; two vendors may share a device type.
         communication_backend: torch.distributed backend of its devices' collectives.
@@ -40,6 +41,7 @@ class PlatformBase(ABC):
         supports_ipc: whether two processes can share one device allocation.
     """
 
+    name: str = ""
     device_name: str
     vendor_name: str
     communication_backend: str

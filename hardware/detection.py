@@ -7,7 +7,10 @@ Promises: a platform asked for by name and not available is an error, never anot
 name with two owners is refused; a plugin that does not load costs one line and nobody else.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
+from platform import machine
 
 from hardware.base import Availability, PlatformBase
 from hardware.platforms import PLATFORMS
@@ -16,6 +19,7 @@ from infra.errors import ConfigError
 from infra.plugins import import_external_modules, load_row, reason_of
 
 _SETTING = PLATFORMS.setting
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def names() -> list[str]:
@@ -39,13 +43,15 @@ def create(name: str) -> PlatformBase:
     """
     row = PLATFORMS.find(name)
     found = load_row(row, _SETTING)
-    if row.is_ours:
-        return found()
     try:
-        return found()
-    except Exception as error:  # noqa: BLE001  plugin boundary
+        platform: PlatformBase = found()
+    except Exception as error:  # plugin boundary
+        if row.is_ours:
+            raise
         problem = f"{name} of {row.source} does not start ({reason_of(error)})"
         raise ConfigError(_SETTING, problem) from error
+    platform.name = name
+    return platform
 
 
 def availability(name: str) -> Availability:
@@ -99,6 +105,35 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
             return create(name), f"{name}: {found.reason}{why_not}"
         refused[name] = found.reason
     raise ConfigError(_SETTING, f"nothing to run on: {_not(refused)}")
+
+
+def check_planned(platform: PlatformBase, name: str, device_kind: str | None) -> None:
+    """Refuse to compute on another device than a stage was planned for, and so counts.
+
+    Args:
+        platform: of this process, its device chosen.
+        name: of the planned one.
+        device_kind: the planned device's; None, where nothing was planned, takes every one.
+
+    Raises:
+        ConfigError: the platform or the device is another one.
+    """
+    if device_kind is None:
+        return
+    found = platform.device_label()
+    if (platform.name, found) != (name, device_kind):
+        raise ConfigError(
+            "hardware.device_kind",
+            f"got {platform.name} ({found}) where {name} ({device_kind}) was planned; run on that, "
+            "or set hardware.platform and hardware.device_kind to this and run again",
+        )
+
+
+def processor() -> str:
+    """Model of the host's processor; its architecture where the system tells no more."""
+    text = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
+    found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return found[1] if found else machine()
 
 
 def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:

@@ -38,19 +38,16 @@ PLATFORMS = PluginTable(
 """In the order of probing."""
 
 
-def device_modules(library: str | None = None) -> tuple[str, ...]:
-    """The modules of this project that decide what a device computes.
-
-    Which platform a job will find is not known to whoever plans it: those of all platforms count.
+def repair_modules(platform: str, library: str | None) -> tuple[str, ...]:
+    """The modules of this project that let a library run on a platform (`hardware.cpu_megatron`).
 
     Args:
-        library: training backend whose repairs for a platform (`cpu_megatron`) count too.
+        platform: name of a row.
+        library: training backend; None has no repairs.
 
     Returns:
-        Module names, sorted.
+        Module names; beside that of the platform itself.
     """
-    modules = {row.module for row in PLATFORMS.rows}
-    repairs = {f"{module}_{library}" for module in modules if library}
     here = Path(__file__)
-    found = {name for name in repairs if here.with_name(f"{name.partition('.')[2]}.py").exists()}
-    return tuple(sorted(modules | found))
+    names = [f"{row.module}_{library}" for row in PLATFORMS.rows if row.name == platform]
+    return tuple(n for n in names if here.with_name(f"{n.partition('.')[2]}.py").exists())

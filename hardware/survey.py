@@ -1,8 +1,8 @@
 """What this machine has, as one line of JSON for a parent process that must not import torch.
 
-    python -m hardware.survey NAME     the platform that `NAME` (or `auto`) leads to
-    python -m hardware.survey          the same for `auto`, opened to read its product name, and
-                                       every plugin of other people, loaded
+    python -m hardware.survey NAME     the platform that `NAME` (or `auto`) leads to, opened to
+                                       read its product name
+    python -m hardware.survey          the same for `auto`, and every plugin of other people, loaded
 
 Promises: a plugin that does not load is reported, and nothing else suffers from it.
 """
@@ -25,12 +25,11 @@ def main() -> None:
     sys.stdout.write(f"\n{report.model_dump_json()}\n")
 
 
-def find_platform(requested: str, *, open_device: bool = False) -> SurveyReport:
-    """The platform that a job would choose here.
+def find_platform(requested: str) -> SurveyReport:
+    """The platform that a job would choose here, and its device.
 
     Args:
         requested: a platform's name, or `auto`.
-        open_device: also ask the device for its product name.
 
     Returns:
         The platform, or why there is none.
@@ -39,21 +38,21 @@ def find_platform(requested: str, *, open_device: bool = False) -> SurveyReport:
         platform, reason = detect(requested)
     except ConfigError as error:
         return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
-    label = None
-    if open_device:
-        try:
-            label = platform.device_label()
-        except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
-            problem = f"{reason}; the device does not open: {reason_of(error)}"
-            return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
-    found = FoundPlatform(name=platform.device_name, reason=reason, label=label)
+    try:
+        label = platform.device_label()
+    except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
+        problem = f"{reason}; the device does not open: {reason_of(error)}"
+        return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
+    found = FoundPlatform(
+        name=platform.name, device=platform.device_name, reason=reason, label=label
+    )
     return SurveyReport(platform=found)
 
 
 def survey() -> SurveyReport:
     """The platform of this machine, and what comes of loading every plugin."""
     plugins = tuple(_look_at(kind, row) for kind, row in outside_rows())
-    return find_platform("auto", open_device=True).model_copy(update={"plugins": plugins})
+    return find_platform("auto").model_copy(update={"plugins": plugins})
 
 
 def _look_at(kind: str, row: Row) -> FoundPlugin:

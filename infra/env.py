@@ -58,25 +58,6 @@ class EnvVar:
             )
         return value
 
-    def get_int(self) -> int | None:
-        """Its value as an integer.
-
-        Returns:
-            The number; None if it is unset and has no default.
-
-        Raises:
-            ConfigError: it is not one.
-        """
-        value = self.get()
-        if value is None:
-            return None
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(
-                f"environment.{self.name}", f"got {value!r}; need an integer"
-            ) from None
-
     def get_bool(self) -> bool:
         """Its value as a switch: 1/true/yes/on, or 0/false/no/off.
 
@@ -102,7 +83,6 @@ RLHF_ENGINE_VENDOR = EnvVar("RLHF_ENGINE_VENDOR", None, "vendor name that picks 
 RLHF_USE_EXTERNAL_MODULES = EnvVar(
     "RLHF_USE_EXTERNAL_MODULES", None, "comma-separated modules that register plugins on import"
 )
-RLHF_STAGE_THREADS = EnvVar("RLHF_STAGE_THREADS", None, "CPU threads of a job's process")
 RLHF_DEBUG = EnvVar("RLHF_DEBUG", None, "1 prints the traceback of user errors too")
 RLHF_PROCESS_MARK = EnvVar(
     "RLHF_PROCESS_MARK", None, "names the family of a process that we started; set by us"

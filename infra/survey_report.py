@@ -7,16 +7,18 @@ class FoundPlatform(BaseModel):
     """The accelerator that jobs on this machine would use.
 
     Attributes:
-        name: device type.
+        name: of the platform.
+        device: torch device type.
         reason: why it was chosen, in one line.
-        label: product name; None when the device was not opened.
+        label: product name of the device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    device: str
     reason: str
-    label: str | None = None
+    label: str
 
 
 class Refusal(BaseModel):

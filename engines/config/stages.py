@@ -26,15 +26,13 @@ from engines.config.sections import (
     RLConfig,
     SFTConfig,
 )
-from engines.config.training import TrainingConfig
-from hardware.platforms import device_modules
+from engines.config.training import HardwareConfig, TrainingConfig
+from hardware.platforms import repair_modules
 
 
 class Runtime(StrictModel):
     """What a job needs to run but that cannot change its output; outside the fingerprint."""
 
-    platform: str = "auto"
-    num_threads: int | None = None
     heartbeat_s: float = Field(default=2.0, gt=0)
     progress_deadlines_s: dict[str, float] = {}
     """By phase, instead of the deadline that the phase declares itself."""
@@ -132,7 +130,17 @@ class PreprocessStageConfig(StageConfig):
         return {**sources, **_model(self.model)}
 
 
-class TrainingStageConfig(StageConfig):
+class ComputingStageConfig(StageConfig):
+    """What the stages share whose numbers depend on the device that computes them."""
+
+    hardware: HardwareConfig = HardwareConfig()
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """The platform; before a plan has resolved it, `auto` is none."""
+        yield "platform", self.hardware.platform
+
+
+class TrainingStageConfig(ComputingStageConfig):
     """What the stages that train a policy share."""
 
     model: ModelConfig
@@ -145,12 +153,14 @@ class TrainingStageConfig(StageConfig):
         return job_interpreter(self.training.backend, "training.backend")
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The training backend."""
+        """And the training backend."""
+        yield from super().plugins()
         yield "backend", self.training.backend
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """And what the devices compute with."""
-        return (*super().plugin_modules(), *device_modules(self.training.backend))
+        """And what the backend needs on this platform."""
+        repairs = repair_modules(self.hardware.platform, self.training.backend)
+        return (*super().plugin_modules(), *repairs)
 
     def check(self) -> None:
         """The backend has the layout."""
@@ -233,12 +243,8 @@ class MergeStageConfig(StageConfig):
         """The training backend."""
         yield "backend", self.backend
 
-    def plugin_modules(self) -> tuple[str, ...]:
-        """And what the devices compute with."""
-        return (*super().plugin_modules(), *device_modules(self.backend))
 
-
-class EvaluateStageConfig(StageConfig):
+class EvaluateStageConfig(ComputingStageConfig):
     """A policy or the merged model, and the evaluation rows, to scores."""
 
     stage = "evaluate"
@@ -246,6 +252,8 @@ class EvaluateStageConfig(StageConfig):
     """Label of the stage whose policy it is; empty for the merged model."""
     backend: str | None = None
     """The training backend that wrote the policy's checkpoint; null for the merged model."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads; in a recipe `training.num_threads`."""
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig
@@ -261,15 +269,16 @@ class EvaluateStageConfig(StageConfig):
         return job_interpreter(self.backend, "training.backend") if self.backend else None
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The training backend, the rollout engine and the reward."""
+        """And the training backend, the rollout engine and the reward."""
+        yield from super().plugins()
         if self.backend:
             yield "backend", self.backend
         yield "rollout", self.rollout.engine
         yield "reward", self.reward.function
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """And what the devices compute with."""
-        return (*super().plugin_modules(), *device_modules(self.backend))
+        """And what the backend needs on this platform."""
+        return (*super().plugin_modules(), *repair_modules(self.hardware.platform, self.backend))
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """A reward file."""

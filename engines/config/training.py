@@ -100,8 +100,9 @@ class TrainingConfig(StrictModel):
     """`aot_eager` makes the graphs and runs them as they are: to find out what compiles."""
     use_liger: bool = False
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one rank; null divides the machine's cores by the ranks."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one rank. They change the order of sums and so the last digits: the machine's
+    cores are never counted."""
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     options: dict[str, Any] = {}
     """Options of the chosen backend, validated by the backend's own schema in preflight."""
@@ -146,3 +147,6 @@ class HardwareConfig(StrictModel):
 
     platform: str = "auto"
     """`auto` probes in a stated order and says what it chose; a name is an order, never a hint."""
+    device_kind: str | None = None
+    """Product name of the devices, of a CPU its architecture; null asks this machine. Jobs refuse
+    to start on another."""

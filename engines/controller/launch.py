@@ -4,7 +4,6 @@ Ray is imported only when more than one rank is asked for.
 """
 
 import functools
-import os
 import sys
 import threading
 from concurrent.futures import Future
@@ -45,12 +44,11 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         return InProcessGroup(worker)
     connect_ray()
     platform, _ = detect(spec.platform)
-    num_threads = training.num_threads or max(1, (os.cpu_count() or 1) // training.num_workers)
     timeout_s = training.collective_timeout_s
     options = RayGroupOptions(
         world_size=training.num_workers,
         backend=platform.process_group_backend,
-        num_threads=num_threads,
+        num_threads=training.num_threads,
         log_dir=log_dir,
         resources=platform.ray_resource_options(1),
         collective_timeout_s=timeout_s,

@@ -28,7 +28,7 @@ from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.in_process import InProcessCheckpointEngine
-from hardware.detection import detect
+from hardware.detection import check_planned, detect
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class PolicySpec:
         temperature: of the distribution that logprobs speak of.
         platform: name for `hardware.detection.detect`.
         seed: of whatever the backend draws.
+        device_kind: of `hardware.detection.check_planned`.
     """
 
     policy: ModelSource
@@ -73,6 +74,7 @@ class PolicySpec:
     temperature: float
     platform: str
     seed: int
+    device_kind: str | None = None
 
 
 class PolicyWorker:
@@ -84,6 +86,7 @@ class PolicyWorker:
         if self._platform.device_count() > 1:
             # Ray shows a rank its own device, where it knows the vendor's variable.
             self._platform.set_device(rank() % self._platform.device_count())
+        check_planned(self._platform, spec.platform, spec.device_kind)
         self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None
         self._rollout: RolloutEngine | None = None

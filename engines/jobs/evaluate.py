@@ -40,7 +40,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     with RewardScorer(local_reward(context, config.reward)) as rewards:
         with context.clock("load"):
-            platform = prepare_torch(context.runtime)
+            platform = prepare_torch(config.hardware, config.num_threads, context.journal.log)
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)
             prompts = prompts_within(

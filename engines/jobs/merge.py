@@ -3,6 +3,7 @@
 from engines.checkpoint.engine_state import read_scalars
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.stages import MergeStageConfig
+from engines.config.training import HardwareConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.training.backends.merging import extract_adapter, merge_checkpoint
@@ -12,7 +13,8 @@ from infra.errors import ConfigError
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     """Write the policy's weights, or its adapter alone, as safetensors and configuration."""
     config = context.config
-    prepare_torch(context.runtime)
+    # No device is asked: the same on every machine.
+    prepare_torch(HardwareConfig(platform="cpu"), 1, context.journal.log)
     policy_dir = context.input("policy")
     written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend
     if written_by != config.backend:

@@ -11,7 +11,6 @@ Does not promise that the rest of the rows is as good as the first.
 
 import json
 import sys
-from pathlib import Path
 from typing import TypeVar
 
 from engines.checkpoint.model_directory import check_model_directory, stored_tensor_names
@@ -104,8 +103,8 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     Raises:
         ConfigError: a file is missing or damaged, or the adapter's targets match nothing.
     """
-    directory = Path(model.path).expanduser() if model.path else None
-    if directory is None or not directory.is_dir():
+    directory = local_path(model.path)
+    if directory is None:
         return None
     check_model_directory(directory, max_length=model.max_length)
     names = stored_tensor_names(directory)

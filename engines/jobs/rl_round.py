@@ -32,7 +32,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
-            prepare_torch(context.runtime, config.training)
+            prepare_torch(config.hardware, config.training.num_threads, context.journal.log)
             dataset = load_dataset(context.input("dataset"))
             policy, reference = _sources(context)
             hf_dir = context.attempt_dir / "hf"
@@ -55,7 +55,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                             total_num_steps=config.round * rl.num_steps_per_round,
                             rollout=config.rollout,
                             temperature=rl.sampling.temperature,
-                            platform=context.runtime.platform,
+                            platform=config.hardware.platform,
+                            device_kind=config.hardware.device_kind,
                             seed=spec.seed,
                         ),
                         context.attempt_dir,

@@ -19,7 +19,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     with ExitStack() as stack:
         with context.clock("load"):
-            prepare_torch(context.runtime, config.training)
+            prepare_torch(config.hardware, config.training.num_threads, context.journal.log)
             dataset = load_dataset(context.input("dataset"))
             source = initial_source(
                 config.model,
@@ -45,7 +45,8 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                             total_num_steps=config.sft.num_steps,
                             rollout=None,
                             temperature=1.0,
-                            platform=context.runtime.platform,
+                            platform=config.hardware.platform,
+                            device_kind=config.hardware.device_kind,
                             seed=spec.seed,
                         ),
                         context.attempt_dir,

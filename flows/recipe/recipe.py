@@ -87,7 +87,7 @@ class Recipe(StrictModel):
 
     @property
     def run_name(self) -> str:
-        """Name of this run: equal recipes share it, whatever machine or directory they use."""
+        """Name of this run: equal recipes share it, whatever directory they use."""
         identity = self.model_dump(mode="json", exclude={"location"})
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
 
@@ -115,6 +115,7 @@ class Recipe(StrictModel):
             training=self.training,
             sft=self.sft,
             checkpoint=self.checkpoint,
+            hardware=self.hardware,
         )
 
     def rl_round_stage(self, number: int) -> RLRoundStageConfig:
@@ -126,6 +127,7 @@ class Recipe(StrictModel):
             rollout=self.rollout,
             rl=self.rl,
             checkpoint=self.checkpoint,
+            hardware=self.hardware,
         )
 
     def merge_stage(self) -> MergeStageConfig:
@@ -149,6 +151,8 @@ class Recipe(StrictModel):
         limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
         return EvaluateStageConfig(
             of=of,
+            hardware=self.hardware,
+            num_threads=self.training.num_threads,
             backend=self.training.backend if of else None,
             evaluation=self.evaluation.model_copy(update={"max_new_tokens": limit}),
             rollout=self.rollout,

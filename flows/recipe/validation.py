@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.config.data import SourceConfig
 from engines.config.options import (
     check_backend,
     check_parts,
@@ -43,7 +42,7 @@ def check_recipe(recipe: Recipe) -> None:
     for stage in recipe.stages():
         stage.check()
     _check_data(recipe)
-    _check_model(recipe)
+    _check_path("model.path", recipe.model.path or "")
     if recipe.sft is None and recipe.rl.num_rounds == 0:
         raise ConfigError(
             "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
@@ -98,7 +97,7 @@ def _check_data(recipe: Recipe) -> None:
                     path, "missing; the recipe has a stage that reads it; add a source"
                 )
             for index, source in enumerate(sources):
-                _check_source(f"{path}.{index}.path", source)
+                _check_path(f"{path}.{index}.path", source.path)
     elif data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
         raise ConfigError(
             "evaluation.num_problems",
@@ -107,20 +106,13 @@ def _check_data(recipe: Recipe) -> None:
         )
 
 
-def _check_source(path: str, source: SourceConfig) -> None:
-    """A source that is written as a file must be one; anything else may be a hub id."""
-    file = Path(source.path).expanduser()
-    if file.is_dir():
-        if not any(each.suffix in DATA_SUFFIXES for each in file.rglob("*")):
-            raise ConfigError(path, f"{source.path} holds no .parquet, .json or .jsonl file")
-        return
-    if looks_like_path(source.path) and not file.is_file():
-        near = sorted(each.name for each in file.parent.glob("*") if each.suffix in DATA_SUFFIXES)
-        similar = ", ".join(near[:NUM_SIMILAR_FILES]) or "no data files"
-        raise ConfigError(
-            path,
-            f"{source.path} does not exist (cwd is {Path.cwd()}; beside it: {similar})",
-        )
+def _check_path(setting: str, text: str) -> None:
+    """What is written as a path must be one; anything else may be a hub id."""
+    path = Path(text).expanduser()
+    if looks_like_path(text) and not path.exists():
+        near = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATA_SUFFIXES)
+        beside = f"; beside it: {', '.join(near[:NUM_SIMILAR_FILES])}" if near else ""
+        raise ConfigError(setting, f"{text} does not exist (cwd is {Path.cwd()}{beside})")
 
 
 def looks_like_path(text: str) -> bool:
@@ -131,10 +123,3 @@ def looks_like_path(text: str) -> bool:
         or path.suffix in DATA_SUFFIXES
         or len(path.parts) > 2
     )
-
-
-def _check_model(recipe: Recipe) -> None:
-    """A path that leads nowhere; what a directory holds is looked at by `flows.preflight`."""
-    path = recipe.model.path
-    if path and looks_like_path(path) and not Path(path).expanduser().is_dir():
-        raise ConfigError("model.path", f"{path} does not exist (cwd is {Path.cwd()})")

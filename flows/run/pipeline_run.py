@@ -139,7 +139,7 @@ def open_run(recipe: Recipe, force: Mapping[str, str]) -> Iterator[PipelineRun]:
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
-        runtime=Runtime(platform=recipe.hardware.platform),
+        runtime=Runtime(),
         orchestrated=flow_run is not None,
         seed=recipe.seed,
         force=force,

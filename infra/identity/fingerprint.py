@@ -185,7 +185,7 @@ def environment_digest(
 def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
     """What identifies the code of other people that a stage may run; empty without any.
 
-    That is the parts that its configuration names, platforms (`auto` may choose one), and modules
+    That is the parts that its configuration names, and modules
     that are imported and register nothing: they may change anything. A module that registers
     parts counts for those who name one of them. A version alone would miss an editable
     installation: the sources of each one's own package that its module reaches count too. A module
@@ -202,7 +202,7 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
     outside = outside_rows()
     registrars = {row.registrar for _, row in outside}
     asked = {(row.name, row.target) for row in named}
-    rows = [r for kind, r in outside if kind == "platform" or (r.name, r.target) in asked]
+    rows = [row for _, row in outside if (row.name, row.target) in asked]
     silent = {module for module in external_modules() if module not in registrars}
     modules = silent | {row.module for row in rows} | {r.registrar for r in rows if r.registrar}
     if not modules:

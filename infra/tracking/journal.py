@@ -87,11 +87,6 @@ class Journal:
         for record in (*earlier, *records):
             self._remember(record)
 
-    @property
-    def last_step(self) -> int | None:
-        """The largest step with metrics; None before the first."""
-        return max(self._recorded, default=None)
-
     def metrics(self, step: int, values: Mapping[str, float]) -> bool:
         """Record the metrics of a step.
 

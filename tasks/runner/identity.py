@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
+from infra import env
 from infra.identity.fingerprint import (
     environment_digest,
     installed_libraries,
@@ -84,13 +85,14 @@ class StageRequest:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of everything above and of the code and libraries that would run."""
+        chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
         return stage_fingerprint(
             stage=self.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sha256_json([self.config.plugin_targets(), self.sources]),
+            sources_digest=sha256_json([self.config.plugin_targets(), self.sources, *chosen]),
             environment_digest=self.environment,
         )
 

@@ -117,8 +117,6 @@ def forwarded_environment() -> dict[str, str]:
         env.RLHF_ENGINE_DEVICE,
         env.RLHF_ENGINE_VENDOR,
         env.RLHF_FAULTS,
-        env.RLHF_PLATFORM,
-        env.RLHF_STAGE_THREADS,
         env.RLHF_USE_EXTERNAL_MODULES,
         env.HF_ENDPOINT,
         env.HF_HOME,

@@ -109,7 +109,6 @@ class Bench:
             inputs=dict(inputs),
             seed=3,
             store_uri=str(self.root / "store"),
-            runtime={"platform": "cpu", "num_threads": 1},
         )
 
     def start(self, spec: StageSpec) -> "subprocess.Popen[str]":

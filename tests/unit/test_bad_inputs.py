@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES
-from flows.preflight import preflight
+from engines.jobs.preflight import look
+from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 from infra.plugins import Row
@@ -296,8 +297,9 @@ def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     recipe = tmp_path / "r.yaml"
     recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "empty"})
-    with pytest.raises(ConfigError, match="holds no .parquet, .json or .jsonl file"):
-        load_recipe(str(recipe))
+    seen = look_of(load_recipe(str(recipe), ["sft=null", "data.sft=[]"]))
+    with pytest.raises(ConfigError, match=r"data.rl.0.path: no .parquet, .json, .jsonl file under"):
+        look(seen)
 
 
 def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
 
 def model_error(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        preflight(load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"]))
+        look(look_of(load_recipe("quickstart", ["model.init=pretrained", f"model.path={path}"])))
     return str(caught.value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.platform_probe import platform_of, probe_platform
+from flows.platform_probe import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.survey_report import SurveyReport
@@ -109,6 +109,6 @@ def test_a_broken_external_module_is_said_once(tmp_path: Path) -> None:
 def test_the_probe_passes_on_what_the_registry_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RLHF_PLATFORM", raising=False)
     with pytest.raises(ConfigError, match="hardware.platform: no 'nvidai'; known: .*, auto"):
-        probe_platform("nvidai")
+        platform_of(survey_machine("nvidai"))
     with pytest.raises(ServiceError, match="gave no answer"):
         platform_of(SurveyReport())

@@ -30,7 +30,8 @@ rl: {sampling: {max_new_tokens: 8}}
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     turn = {"role": "assistant", "content": "2"}
     (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": [*ROW["prompt"], turn]}) + "\n")  # type: ignore[misc]
     (tmp_path / "rl.jsonl").write_text(json.dumps(ROW) + "\n")

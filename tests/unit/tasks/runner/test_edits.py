@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[4]
 RL = {"rl_round"}
 TRAIN = {"sft", *RL}
 MEASURE = {"evaluate"}
-TORCH = {*TRAIN, "merge", *MEASURE}
+DEVICE = {*TRAIN, *MEASURE}
+TORCH = {*DEVICE, "merge"}
 """The stages that name a training backend, too: a policy is evaluated where it was trained."""
 
 NOTHING = (
@@ -77,8 +78,9 @@ STAGES = {
     "engines/data/prepare/arithmetic.py": {"preprocess"},
     "engines/data/prepare/tokenizer_training.py": {"preprocess"},
     "engines/training/backends/fsdp/engine.py": TORCH,
-    "hardware/cpu.py": TORCH,
-    "hardware/nvidia.py": TORCH,
+    "hardware/cpu.py": DEVICE,
+    "hardware/nvidia.py": set(),  # the plan knows that it is not here
+    "hardware/accelerator.py": set(),
     "hardware/cpu_megatron.py": set(),
     "hardware/cpu_torchtitan.py": set(),
     "engines/training/backends/megatron/weights.py": set(),
@@ -89,7 +91,7 @@ STAGES = {
 MEGATRON = {
     "engines/training/backends/megatron/weights.py": TORCH,
     "engines/training/backends/megatron/engine.py": TORCH,
-    "hardware/cpu_megatron.py": TORCH,
+    "hardware/cpu_megatron.py": DEVICE,
     "hardware/cpu_torchtitan.py": set(),
     "engines/training/backends/fsdp/engine.py": set(),
     "engines/algorithms/grpo.py": RL,
@@ -129,7 +131,8 @@ class Fingerprints:
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fingerprints]:
-    quickstart = load_recipe("quickstart", ["rl.num_rounds=1"])
+    planned = ["rl.num_rounds=1", "hardware={platform: cpu, device_kind: x86_64}"]
+    quickstart = load_recipe("quickstart", planned)
     return {
         backend: Fingerprints(
             # No extra is needed to name the backend's sources.

@@ -97,9 +97,11 @@ def run(
 
 
 def two_rounds(*overrides: str) -> Recipe:
-    return load_recipe("quickstart", ["rl.num_rounds=2", *overrides])
+    return load_recipe("quickstart", ["rl.num_rounds=2", HARDWARE, *overrides])
 
 
+HARDWARE = "hardware={platform: cpu, device_kind: x86_64}"
+"""What a plan makes of `auto`."""
 MEASURING = ["evaluate_sft", "evaluate_rl_round_1", "evaluate_rl_round_2", "evaluate"]
 ALL = [
     "preprocess",
@@ -133,7 +135,9 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
         (["merge.dtype=bfloat16"], ALL[7:]),
         (["promote.min_value=0.1"], ["promote"]),
         (["location.experiment=other"], []),
-        (["hardware.platform=cpu"], []),
+        (["hardware.platform=nvidia"], ALL[1:]),
+        (["hardware.device_kind=another"], ALL[1:]),
+        (["training.num_threads=1"], ALL[1:]),
         (["checkpoint={every_num_steps: 7, num_keep: 3, async_save: true, timeout_s: 9}"], []),
         (["rollout.timeout_s=9", "training.collective_timeout_s=9"], []),
         (["rl.reward.num_workers=2"], []),
