@@ -4,13 +4,21 @@ Promises: a wait that runs out raises an error that says what it waited for.
 Does not promise: to interrupt a predicate that itself blocks.
 """
 
+import errno
+import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from infra.errors import DeadlineError
 
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+ROOM_DEADLINE_S = 1800.0
+"""How long a job waits for somebody to free space; less than the progress deadline of any phase."""
+ROOM_POLL_S = 1.0
+
 Value = TypeVar("Value")
+_log = logging.getLogger(__name__)
 
 
 def wait_for(
@@ -41,3 +49,29 @@ def wait_for(
         if time.monotonic() >= ends_at:
             raise DeadlineError(what, deadline_s)
         time.sleep(poll_s)
+
+
+def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
+    """Write to a disk that may be full for a while.
+
+    Args:
+        write: called until no full disk stops it; other errors end the wait.
+        what: is written, in words.
+
+    Returns:
+        What it gave.
+
+    Raises:
+        DeadlineError: nobody freed space within `ROOM_DEADLINE_S`.
+    """
+
+    def written() -> tuple[Value] | None:
+        try:
+            return (write(),)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            _log.warning("waiting for room on the disk of %s: %s", what, error)
+            return None
+
+    return wait_for(written, f"room on the disk of {what}", ROOM_DEADLINE_S, ROOM_POLL_S)[0]

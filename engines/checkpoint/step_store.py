@@ -12,6 +12,7 @@ Does not promise: several writers at once. One process saves, whoever wrote the 
                          manifest.json    last
 """
 
+import errno
 import json
 import logging
 import re
@@ -31,6 +32,7 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
+from infra.waiting import when_there_is_room
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
@@ -96,12 +98,14 @@ class StepCheckpoints:
             The published checkpoint.
 
         Raises:
-            OSError: the disk is full or fails; what was there before is untouched.
+            DeadlineError: the disk had no room for as much as the newest one takes.
+            OSError: the disk fails, or became full meanwhile; what was there before is untouched.
         """
         if state.step != step:
             raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
         make_directories(self._root)
         remove_abandoned(self._root)
+        when_there_is_room(self._check_room, str(self._root))
         tmp = temporary_sibling(self._root / f"step-{step:08d}")
         try:
             (tmp / CHECKPOINT_DIR).mkdir(parents=True)
@@ -184,6 +188,18 @@ class StepCheckpoints:
             return verify_directory(directory).digest
         except (ArtifactNotFoundError, ArtifactCorruptError):
             return None
+
+    def _check_room(self) -> None:
+        """Before the ranks begin: what they write together they cannot write again."""
+        newest = [
+            path for step in self.steps()[-1:] for path in self._directories(step)[-1].rglob("*")
+        ]
+        needed, free = (
+            sum(path.stat().st_size for path in newest),
+            shutil.disk_usage(self._root).free,
+        )
+        if free <= needed:
+            raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
 
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
         """Give a complete checkpoint its name; other content of that step goes afterwards."""

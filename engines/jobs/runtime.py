@@ -44,6 +44,7 @@ from infra.store.stage_spec import CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.store.work_channel import JobProblem, WorkChannel
 from infra.tracking.journal import Journal, read_journal
+from infra.waiting import when_there_is_room
 
 EXIT_FAILURE = 1
 LOAD_DEADLINE_S = 3600.0
@@ -186,20 +187,21 @@ def _run(
         output = body(context)
         context.heartbeat.enter("publish", PUBLISH_DEADLINE_S)
         with clock("save"):
-            artifact = storage.publish(context.output_dir, output.kind, output.digests)
-        standing = storage.commit(
-            attempt,
-            CommitRecord(
-                fingerprint=spec.fingerprint,
-                stage=spec.stage,
-                artifact=artifact,
-                attempt=spec.attempt,
-                metrics=output.metrics,
-                seconds={**clock.seconds, "total": _process_age_s()},
-                committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            ),
+            artifact = when_there_is_room(
+                lambda: storage.publish(context.output_dir, output.kind, output.digests),
+                storage.uri,
+            )
+        record = CommitRecord(
+            fingerprint=spec.fingerprint,
+            stage=spec.stage,
+            artifact=artifact,
+            attempt=spec.attempt,
+            metrics=output.metrics,
+            seconds={**clock.seconds, "total": _process_age_s()},
+            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-    logger.info("stage %s committed %s", spec.stage, standing.artifact.digest)
+        when_there_is_room(lambda: storage.commit(attempt, record), storage.uri)
+    logger.info("stage %s committed %s", spec.stage, artifact.digest)
 
 
 def _open_context(

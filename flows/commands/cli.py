@@ -6,7 +6,6 @@ expected errors are their text and exit code 1; `--debug` adds the traceback.
 """
 
 import argparse
-import errno
 import importlib
 import os
 import sys
@@ -18,6 +17,7 @@ from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
 from infra.host.signals import OrderlyEnd
 from infra.redact import redact
+from infra.waiting import FULL_DISK
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -125,9 +125,10 @@ def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     text = str(error)
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = error.filename or "a disk of this run (home, store or temporary directory)"
-        text = f"{place} is full; free space there, then the same command resumes"
+        stage = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        text = f"{stage}{place} is full; free space there, then the same command resumes"
     sys.stderr.write(f"{redact(text)}\n")
     return exit_code
 

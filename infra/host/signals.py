@@ -29,7 +29,6 @@ class OrderlyEnd:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
-        self._number = 0
 
     def install(self) -> None:
         """Handle from now on what ends a command; signals that are ignored stay so."""
@@ -45,9 +44,8 @@ class OrderlyEnd:
         if self._asked_at is not None and now - self._asked_at < END_LIMIT_S:
             sys.stderr.write("ending already; a moment\n")
             return
-        self._number = number
         if frame is not None and frame.f_code.co_filename.startswith(IMPORT_SYSTEM):
-            self._ask_again()
+            _ask_again(number)
             return
         self._asked_at = now
         if number == signal.SIGINT:
@@ -56,12 +54,12 @@ class OrderlyEnd:
 
     def _repeat(self, ignored: "sys.UnraisableHookArgs") -> None:
         """Raise once more what Python ignored, as in a finalizer or the callback of a weakref."""
-        ends = (KeyboardInterrupt, SystemExit)
-        if self._asked_at is None or not issubclass(ignored.exc_type, ends):
+        if self._asked_at is not None and ignored.exc_type in {KeyboardInterrupt, SystemExit}:
+            self._asked_at = None
+            _ask_again(signal.SIGINT if ignored.exc_type is KeyboardInterrupt else signal.SIGTERM)
+        else:
             sys.__unraisablehook__(ignored)
-            return
-        self._asked_at = None
-        self._ask_again()
 
-    def _ask_again(self) -> None:
-        threading.Timer(ASK_AGAIN_S, os.kill, (os.getpid(), self._number)).start()
+
+def _ask_again(number: int) -> None:
+    threading.Timer(ASK_AGAIN_S, os.kill, (os.getpid(), number)).start()

@@ -25,7 +25,8 @@ from infra.ray.api import RayApi, RayUnreachableError, existing_token
 from infra.ray.embedded import NAME, head_command, is_ready, open_api, unfinished_jobs
 from infra.waiting import wait_for
 
-UNRESPONSIVE_DEADLINE_S = 20.0
+UNRESPONSIVE_DEADLINE_S = 60.0
+"""A head whose leader runs may be mute so long where load is high; replacing it ends its jobs."""
 JOB_END_GRACE_S = 3.0
 NUM_STARTS = 3
 

@@ -2,7 +2,8 @@
 
 Promises: a record that was returned from survives any kill and any power loss (fsync before
 return); opening cuts a torn tail; a metric of a step is recorded once, so a stage that resumes
-from an older checkpoint and repeats steps doubles nothing; times never run backwards.
+from an older checkpoint and repeats steps doubles nothing; times never run backwards; a full disk
+delays a record and does not end the job.
 Each attempt of a stage appends to a segment of its own; `read_journal` gives what counts of all
 of them, which the stage's log says, to any number of readers.
 Does not promise: two writers of one segment.
@@ -25,6 +26,7 @@ from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import journal_segments
 from infra.store.storage import Storage
+from infra.waiting import when_there_is_room
 
 NOTHING_READ: Mapping[int, int] = {}
 RecordKind = Literal["metrics", "progress", "log"]
@@ -137,8 +139,14 @@ class Journal:
         self.close()
 
     def _append(self, record: JournalRecord) -> None:
-        """Write one record durably, or leave the file as it was and raise."""
+        """Write one record durably; waits for room on a full disk."""
         line = record.to_line()
+        when_there_is_room(lambda: self._write(line), str(self._path))
+        self._end += len(line)
+        self._remember(record)
+
+    def _write(self, line: bytes) -> None:
+        """Write one line durably, or leave the file as it was and raise."""
         fault("journal.before_write")
         try:
             written = 0
@@ -150,8 +158,6 @@ class Journal:
             # Half a line in the middle of the file would be damage that no reader forgives.
             os.ftruncate(self._descriptor, self._end)
             raise
-        self._end += len(line)
-        self._remember(record)
 
     def _remember(self, record: JournalRecord) -> None:
         self._time_ms = max(self._time_ms, record.time_ms)

@@ -179,6 +179,7 @@ class StageContext:
         except BaseException as error:
             self._others_wait = follower.others_wait
             self._recorder.stage_ended(request, end_status(error), of)
+            error.add_note(request.label)
             raise
         self._recorder.stage_finished(request, record, self._generation(record))
         page.close()

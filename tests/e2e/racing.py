@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from engines.config.stages import Runtime
+from infra.ray.cluster import Cluster
 from infra.ray.jobs import RayJobs
 from infra.store.storage import open_storage
 from tasks.runner.following import JobFollower
@@ -23,12 +24,12 @@ class Followers:
     """Processes that follow what they are told to.
 
     Args:
-        homes: the job client of each home; the followers take turns.
+        homes: the cluster as each home sees it; the followers take turns.
         store_uri: of all.
         num_followers: how many.
     """
 
-    def __init__(self, homes: Sequence[RayJobs], store_uri: str, num_followers: int) -> None:
+    def __init__(self, homes: Sequence[Cluster], store_uri: str, num_followers: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([JobFollower.__module__])  # one import for all of them
         # Kept: its semaphores end with their first owner.
@@ -67,22 +68,28 @@ class Followers:
         return answers
 
 
-def _serve(end: Connection, barrier: Barrier, jobs: RayJobs, store_uri: str) -> None:
+def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> JobFollower:
+    """A follower of a stage that keeps to itself what it sees."""
+    store = open_storage(store_uri)
+    return JobFollower(
+        label=request.label,
+        fingerprint=request.fingerprint,
+        force="",
+        follower=uuid.uuid4().hex,
+        submission=Submission(request=request, storage=store, runtime=runtime, metadata={}),
+        storage=store,
+        page=RunPage(request.label),
+        say=lambda text: None,
+    )
+
+
+def _serve(end: Connection, barrier: Barrier, cluster: Cluster, store_uri: str) -> None:
     while True:
         request: StageRequest = end.recv()
-        store = open_storage(store_uri)
-        follower = JobFollower(
-            label=request.label,
-            fingerprint=request.fingerprint,
-            force="",
-            follower=uuid.uuid4().hex,
-            submission=Submission(request=request, storage=store, runtime=Runtime(), metadata={}),
-            storage=store,
-            page=RunPage(request.label),
-            say=lambda text: None,
-        )
+        follower = new_follower(request, store_uri, Runtime())
         barrier.wait(ROUND_DEADLINE_S)
         try:
-            end.send(follower.follow(jobs, lambda record: None).model_dump_json())
+            record = follower.follow(RayJobs(cluster), lambda record: None)
+            end.send(record.model_dump_json())
         except Exception as error:  # noqa: BLE001  the process boundary
             end.send(f"{type(error).__name__}: {error}")

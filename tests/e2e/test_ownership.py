@@ -1,35 +1,37 @@
-"""Who owns a stage, with real jobs: races on one Ray, and a holder that is stopped in publish."""
+"""Who owns a stage, with real jobs: races, a full disk, and a holder that is stopped in publish."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from racing import Followers
+from racing import Followers, new_follower
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig
+from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
 from infra import env
 from infra.host import servers
-from infra.ray.cluster import ensure_cluster
-from infra.ray.job_types import JobState, JobStatus
+from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.jobs import RayJobs
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, StageSpec
 from infra.store.storage import LocalStorage, Storage, open_storage
 from infra.waiting import wait_for
+from tasks.runner import following
 from tasks.runner.identity import StageRequest
 
 NUM_ROUNDS = int(os.environ.get("RACE_ROUNDS", "20"))
 NUM_FOLLOWERS = 10
 NUM_LANES = 2
+DISK_FULL_S = float(os.environ.get("DISK_FULL_S", "6"))
 CONFIG = PromoteStageConfig(promote=PromoteConfig())
 
 
@@ -46,24 +48,25 @@ def inputs(store: Storage, scratch: Path) -> dict[str, Artifact]:
     return published
 
 
-@pytest.fixture
-def two_homes(tmp_path: Path) -> Iterator[list[RayJobs]]:
-    """Job clients of two homes that share one Ray."""
+@pytest.fixture(scope="module")
+def two_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster]]:
+    """One Ray as two homes see it."""
     names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
     before = {name: os.environ.pop(name, None) for name in names}
-    home = tmp_path / "first"
+    homes = tmp_path_factory.mktemp("homes")
+    home = homes / "first"
     try:
         first = ensure_cluster(home)
-        yield [RayJobs(first), RayJobs(ensure_cluster(tmp_path / "second", first.jobs_url))]
+        yield [first, ensure_cluster(homes / "second", first.jobs_url)]
     finally:
         servers.end(home, "ray")
         for name, value in before.items():
             env.set_for_process(name, value)
 
 
-@pytest.mark.stacks
+@pytest.mark.slow
 def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
-    two_homes: list[RayJobs], tmp_path: Path
+    two_homes: list[Cluster], tmp_path: Path
 ) -> None:
     uri = str(tmp_path / "store")
     store = open_storage(uri)
@@ -86,22 +89,66 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
     for request in requests:
         entries = store.attempts.entries(request.fingerprint)
         assert [entry.kind for entry in entries] == ["held", "committed"]
-        assert _the_one_job(two_homes[0], request.fingerprint).state == JobState.SUCCEEDED
+
+    bodies = sorted((request.fingerprint, "SUCCEEDED") for request in requests)
+
+    def states() -> list[tuple[str, str]]:
+        jobs = two_homes[0].api.call("GET", "/api/jobs/")
+        found = sorted((job["metadata"]["fingerprint"], job["status"]) for job in jobs)
+        return [state for state in found if state[0] in dict(bodies)]
+
+    wait_for(lambda: states() == bodies, "one job a round to end well", 60)
 
 
-def _the_one_job(jobs: RayJobs, fingerprint: str) -> JobStatus:
-    """The last status of a stage's job, after a look that there is one only."""
-    (name,) = [
-        job["submission_id"]
-        for job in jobs.api.call("GET", "/api/jobs/")
-        if (job["metadata"] or {}).get("fingerprint") == fingerprint
-    ]
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
-    def ended() -> JobStatus | None:
-        status = jobs.status(name)
-        return status if status.is_terminal else None
 
-    return wait_for(ended, f"{name} to end", 60)
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
+    two_homes: list[Cluster], small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As 90 s of a full disk are to the 60 s of silence after which a job counts as dead.
+    monkeypatch.setattr(following, "HEARTBEAT_STALE_S", DISK_FULL_S * 2 / 3)
+    # Time to fill the disk between the job's look and its write.
+    faults = "journal.before_write=sleep:3,storage.before_publish=sleep:3"
+    monkeypatch.setenv("RLHF_FAULTS", faults)
+    store = LocalStorage(small_disk / "store")
+    request = StageRequest(CONFIG, inputs(store, small_disk / "inputs"), seed=0)
+    attempt = Path(store.uri) / "work" / request.fingerprint / "attempt-0"
+    filler = small_disk / "filler"
+
+    def fill(until: Callable[[], bool]) -> None:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(512))
+        time.sleep(DISK_FULL_S)
+        assert not until()
+        filler.unlink()
+        wait_for(until, "the job to go on", 60)
+
+    follower = new_follower(request, store.uri, Runtime(heartbeat_s=DISK_FULL_S / 45))
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(follower.follow, RayJobs(two_homes[0]), lambda record: None)
+        journal = attempt / "journal.jsonl"
+        decided = attempt / "output" / "decision.json"
+        wait_for(decided.exists, "the job to write its output", 120)
+        fill(lambda: journal.stat().st_size > 0)
+        fill(lambda: store.lookup(request.fingerprint) is not None)
+        assert done.result(60) == store.lookup(request.fingerprint)
+    kinds = [entry.kind for entry in store.attempts.entries(request.fingerprint)]
+    assert kinds == ["held", "committed"]
 
 
 def test_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:

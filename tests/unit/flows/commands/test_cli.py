@@ -1,5 +1,6 @@
 """The command line: fast, and plain about errors."""
 
+import errno
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands import recipes
 from flows.commands.cli import main
 from infra import env
 
@@ -95,3 +97,17 @@ def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path
     ended = started("run", "hardware.platform=brought_by_bad_module")
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"{line}hardware.platform: no 'brought_by_bad_module'; known: ")
+
+
+def test_a_full_disk_is_one_line_that_names_the_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(arguments: object) -> int:
+        error = OSError(errno.ENOSPC, "No space left on device", "/store/work")
+        error.add_note("rl_round_2")
+        raise error
+
+    monkeypatch.setattr(recipes, "main", full)
+    assert main(["recipes"]) == 1
+    line = "rl_round_2: /store/work is full; free space there, then the same command resumes"
+    assert capsys.readouterr().err.splitlines() == [line]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra import env, faults
-from infra.errors import JournalError
+from infra import env, faults, waiting
+from infra.errors import DeadlineError, JournalError
 from infra.tracking.journal import Journal, JournalRecord, read_records
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -225,10 +226,24 @@ def test_a_full_disk_leaves_whole_lines(
     with Journal(path) as journal:
         journal.metrics(1, {"a": 1.0})
         monkeypatch.setenv("RLHF_FAULTS", f"{point}=enospc")
-        with pytest.raises(OSError, match="injected"):
+        monkeypatch.setattr(waiting, "ROOM_DEADLINE_S", 0.0)
+        with pytest.raises(DeadlineError, match=r"waiting for room on the disk of .*journal.jsonl"):
             journal.metrics(2, {"a": 2.0})
         assert journal.metrics(2, {"a": 2.0})
     assert [r.step for r in read_records(path)[0]] == [1, 2]
+
+
+@pytest.mark.parametrize("point", ["journal.before_write", "journal.after_write"])
+def test_a_record_waits_for_room(path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    monkeypatch.setattr(waiting, "ROOM_POLL_S", 0.01)
+    with Journal(path) as journal:
+        monkeypatch.setenv("RLHF_FAULTS", f"{point}=enospc")
+        assert journal.metrics(1, {"a": 1.0})
+        monkeypatch.setenv("RLHF_FAULTS", f"{point}=eio")
+        monkeypatch.setattr(faults, "_passes", Counter())
+        with pytest.raises(OSError, match="injected"):
+            journal.metrics(2, {"a": 2.0})
+    assert [r.step for r in read_records(path)[0]] == [1]
 
 
 def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
