@@ -34,13 +34,17 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
     data = preprocess(run, recipe.preprocess_stage()).artifact
     policy = None
     if recipe.sft:
-        policy = sft(run, recipe.sft_stage(), dataset=data).artifact
-        evaluate(run, recipe.evaluate_stage("sft"), dataset=data, policy=policy)
+        scores = recipe.evaluate_stage("sft")
+        policy = sft(run, recipe.sft_stage(), dataset=data, then=scores).artifact
+        evaluate(run, scores, dataset=data, policy=policy)
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
-        policy = rl_round(run, stage, dataset=data, policy=policy, reference=reference).artifact
-        evaluate(run, recipe.evaluate_stage(stage.label), dataset=data, policy=policy)
+        scores = recipe.evaluate_stage(stage.label)
+        policy = rl_round(
+            run, stage, dataset=data, policy=policy, reference=reference, then=scores
+        ).artifact
+        evaluate(run, scores, dataset=data, policy=policy)
     if policy is None:
         raise ValueError("the recipe trains nothing")
     model = merge(run, recipe.merge_stage(), policy=policy).artifact

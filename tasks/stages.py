@@ -25,9 +25,12 @@ def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
 
 
 @stage_task
-def sft(run: StageRunner, config: SFTStageConfig, dataset: Artifact) -> StageResult:
+def sft(
+    run: StageRunner, config: SFTStageConfig, dataset: Artifact, then: EvaluateStageConfig
+) -> StageResult:
     """Supervised rows to a `policy`: sharded weights, optimizer, and the tokenizer beside them."""
-    return run.run(stage_request(config, run.seed, dataset=dataset))
+    after = stage_request(then, run.seed, dataset=dataset)
+    return run.run(stage_request(config, run.seed, after, dataset=dataset))
 
 
 @stage_task
@@ -37,14 +40,16 @@ def rl_round(
     dataset: Artifact,
     policy: Artifact | None,
     reference: Artifact | None,
+    then: EvaluateStageConfig,
 ) -> StageResult:
     """One round of RL, `policy` to `policy`; without one it starts from the model itself.
 
     The reference, the policy that RL started from, is an input only where a KL loss needs it.
     """
     reference = reference if config.rl.algorithm.use_kl_loss else None
+    after = stage_request(then, run.seed, dataset=dataset)
     return run.run(
-        stage_request(config, run.seed, dataset=dataset, policy=policy, reference=reference)
+        stage_request(config, run.seed, after, dataset=dataset, policy=policy, reference=reference)
     )
 
 

@@ -129,5 +129,7 @@ def context_length(model_dir: Path) -> int:
     return int(config.get("text_config", config)["max_position_embeddings"])
 
 
+JOB = (EvaluateStageConfig, evaluate)
+
 if __name__ == "__main__":
-    run_job(EvaluateStageConfig, evaluate)
+    run_job(*JOB)

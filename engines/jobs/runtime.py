@@ -7,15 +7,21 @@ died still finishes its stage; if another attempt took over, this one ends fence
 nothing; a job that fails, or whose phase made no progress within its deadline, leaves its error
 in the stage's channel, and its exit code: 2 with one line for a `ConfigError`, 143 after
 SIGTERM, 1 for anything else.
+A stage that waits for this one's output alone is claimed before that is committed, and run by
+this process afterwards: an attempt, an end and an error of its own, as from a process of its own.
+What cannot be claimed is left to such a process.
 Does not import torch: two of the six stages never need it.
 """
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,7 +29,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
 from pydantic import ValidationError
@@ -32,15 +38,16 @@ from engines.config.base import StrictModel
 from engines.config.stages import Runtime, StageConfig
 from engines.trainers.phases import PhaseClock
 from infra import env
-from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError
+from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError, PipelineError
 from infra.field_errors import to_config_error
-from infra.identity.fingerprint import refuse_changed_code
+from infra.identity.fingerprint import next_fingerprint, refuse_changed_code
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
 from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat, Stall
-from infra.store.stage_log import Attempt, generation
-from infra.store.stage_spec import CommitRecord, StageSpec
+from infra.store.process_stamp import own_stamp
+from infra.store.stage_log import Attempt, Holder, generation
+from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.store.work_channel import JobProblem, WorkChannel
 from infra.tracking.journal import Journal, read_journal
@@ -139,14 +146,28 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     end_output = redact_output()
     _configure_logging()
+    began_at = min(time.time(), psutil.Process().create_time())
+    code, claimed = _run_attempt(sys.argv, began_at, (config_type, body))
+    if claimed is not None:
+        gc.collect()  # the engines of the stage before
+        # What is saved is the imports: all else is as in a process of its own.
+        code, _ = _run_attempt(claimed.job_argv[2:], time.time())
+    end_output()
+    raise SystemExit(code)
+
+
+def _run_attempt(
+    argv: list[str], began_at: float, job: tuple[type[Any], Body[Any]] | None = None
+) -> tuple[int, StageSpec | None]:
+    """One attempt with its end told: its exit code, and the claimed stage that follows."""
     report: Callable[[JobProblem], None] | None = None
     try:
-        storage, fingerprint, attempt = _read_arguments(sys.argv)
+        storage, fingerprint, attempt = _read_arguments(argv)
         channel = storage.channel(fingerprint)
         spec = channel.read_specification(attempt)
         report = partial(channel.write_error, attempt)
-        _run(storage, channel, spec, config_type, body)
-        code, problem = 0, None
+        config_type, body = job or importlib.import_module(spec.job_module).JOB
+        return 0, _run(storage, channel, spec, config_type, body, began_at)
     except ConfigError as error:
         code, problem = EXIT_USER_ERROR, error
         if env.RLHF_DEBUG.get_bool():
@@ -158,10 +179,10 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     except Exception as error:  # noqa: BLE001  the process boundary: recorded, then exit 1
         code, problem = EXIT_FAILURE, error
         sys.stderr.write(redact(traceback.format_exc()))
-    if problem is not None and report is not None:
-        report(_described(problem, code))
-    end_output()
-    raise SystemExit(code)
+    if report is not None:
+        message = redact(str(problem))
+        report(JobProblem(type=type(problem).__name__, message=message, exit_code=code))
+    return code, None
 
 
 def _run(
@@ -170,7 +191,8 @@ def _run(
     spec: StageSpec,
     config_type: type[Config],
     body: Body[Config],
-) -> None:
+    began_at: float,
+) -> StageSpec | None:
     """The life of a job between reading its specification and committing its output."""
     config = _validate(config_type, spec.config, "config")
     config.check()
@@ -181,7 +203,7 @@ def _run(
     attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)
     storage.attempts.check(attempt)
     clock = PhaseClock()
-    clock.add("load", _process_age_s())
+    clock.add("load", time.time() - began_at)
     with ExitStack() as stack:
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
         output = body(context)
@@ -191,6 +213,7 @@ def _run(
                 lambda: storage.publish(context.output_dir, output.kind, output.digests),
                 storage.uri,
             )
+        claimed = _claim(storage, spec.then, attempt, artifact) if spec.then else None
         record = CommitRecord(
             fingerprint=spec.fingerprint,
             stage=spec.stage,
@@ -198,11 +221,40 @@ def _run(
             attempt=spec.attempt,
             adopted=spec.adopted,
             metrics=output.metrics,
-            seconds={**clock.seconds, "total": _process_age_s()},
+            seconds={**clock.seconds, "total": time.time() - began_at},
             committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         when_there_is_room(lambda: storage.commit(attempt, record), storage.uri)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
+    return claimed
+
+
+def _claim(
+    storage: Storage, stage: NextStage, before: Attempt, output: Artifact
+) -> StageSpec | None:
+    """Hold the first attempt of the next stage, before anyone can see the output and ask for a job.
+
+    None where it is done, or another's, or needs other code than this process has, or where the
+    store fails: none of that may cost the output.
+    """
+    fingerprint = next_fingerprint(stage, output)
+    made = {output.kind: output.model_copy(update={"fingerprint": before.fingerprint})}
+    claimed = stage.spec.model_copy(
+        update={"fingerprint": fingerprint, "inputs": stage.spec.inputs | made}
+    )
+    try:
+        refuse_changed_code(claimed.sources, claimed.libraries)
+        storage.attempts.check(before)
+        ray_job = storage.attempts.entries(before.fingerprint)[before.number].holder.ray_job
+        holder = Holder(id=claimed.holder, process=own_stamp(), ray_job=ray_job)
+        storage.attempts.hold(fingerprint, holder, claimed.attempt)
+        storage.channel(fingerprint).write_specification(claimed)
+        if before.fingerprint in storage.attempts.followed_by(stage.follower):
+            storage.attempts.join(fingerprint, stage.follower)  # until it does so itself
+    except (PipelineError, OSError) as error:
+        logger.info("stage %s is left to a job of its own: %s", claimed.stage, error)
+        return None
+    return claimed
 
 
 def _open_context(
@@ -278,15 +330,6 @@ def _terminate(signum: int, frame: object) -> NoReturn:
     # A second signal would interrupt that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
-
-
-def _described(problem: BaseException, code: int) -> JobProblem:
-    return JobProblem(type=type(problem).__name__, message=redact(str(problem)), exit_code=code)
-
-
-def _process_age_s() -> float:
-    """Seconds since this process started, imports included."""
-    return max(0.0, datetime.now(UTC).timestamp() - psutil.Process().create_time())
 
 
 def _configure_logging() -> None:

@@ -29,6 +29,7 @@ def prepare_torch(
     platform, reason = detect(hardware.platform)
     check_planned(platform, hardware.platform, hardware.device_kind)
     torch.set_num_threads(num_threads)
+    platform.empty_cache()  # of a stage that this process ran before
     # What was imported lives as long as the process: a full collection, which may come in the
     # middle of any step, would look through its 400,000 objects (0.2 s) and free none.
     gc.freeze()

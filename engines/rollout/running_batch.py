@@ -68,11 +68,6 @@ class RunningBatch:
         """The running samples, in row order."""
         return self._samples
 
-    @property
-    def cache_size_bytes(self) -> int:
-        """Memory of the key-value cache."""
-        return self._cache.size_bytes
-
     @torch.inference_mode()
     def join(self, prefixes: Sequence[Prefix], next_waiting: Sample | None) -> list[Sample]:
         """Take samples in and draw the next token of each.

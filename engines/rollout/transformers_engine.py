@@ -71,11 +71,6 @@ class TransformersEngine(RolloutEngine):
         """Samples in the running batch now."""
         return len(self._batch.samples)
 
-    @property
-    def num_waiting(self) -> int:
-        """Samples in line now."""
-        return len(self._scheduler.waiting)
-
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class. Requests are checked at the call, not at the first completion.
 

@@ -22,14 +22,14 @@ from infra.errors import ConfigError
 from infra.job_environments import installed_distributions
 from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
-from infra.store.stage_spec import Artifact, some
+from infra.store.stage_spec import Artifact, NextStage, some
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FILE_PREFIX = "file:"
 
 
-def stage_fingerprint(
+def stage_identity(
     stage: str,
     schema_version: int,
     config: Any,
@@ -37,32 +37,36 @@ def stage_fingerprint(
     seed: int,
     sources_digest: str,
     environment_digest: str,
-) -> str:
-    """The fingerprint of one stage.
+) -> dict[str, Any]:
+    """What makes a stage the stage it is.
 
     Args:
         stage: its name.
         schema_version: of the stage; raised when its output changes its layout.
-        config: the resolved configuration; a pydantic model or plain JSON values.
+        config: what counts of the resolved configuration, as plain JSON values.
         inputs: by name; only their digests count, not where they lie or who made them.
         seed: of all randomness in the stage.
         sources_digest: of `sources_digest`.
         environment_digest: of `environment_digest`.
 
     Returns:
-        sha256, 64 hex digits.
+        Plain JSON values; their sha256 is the fingerprint.
     """
-    return sha256_json(
-        {
-            "stage": stage,
-            "schema_version": schema_version,
-            "config": config,
-            "inputs": {name: artifact.digest for name, artifact in inputs.items()},
-            "seed": seed,
-            "sources": sources_digest,
-            "environment": environment_digest,
-        }
-    )
+    return {
+        "stage": stage,
+        "schema_version": schema_version,
+        "config": config,
+        "inputs": {name: artifact.digest for name, artifact in inputs.items()},
+        "seed": seed,
+        "sources": sources_digest,
+        "environment": environment_digest,
+    }
+
+
+def next_fingerprint(stage: NextStage, output: Artifact) -> str:
+    """The fingerprint of a stage whose last input was just made."""
+    inputs = {**stage.identity["inputs"], output.kind: output.digest}
+    return sha256_json({**stage.identity, "inputs": inputs})
 
 
 def source_closure(

@@ -36,6 +36,8 @@ class Holder(BaseModel):
     """Unlike any other holder's."""
     process: str
     """Stamp of the process that asked (`infra.store.process_stamp`)."""
+    ray_job: str = "none"
+    """Ray's name of the job that runs it, perhaps after the stage before; `none`: no job of Ray."""
 
 
 class LogEntry(BaseModel):

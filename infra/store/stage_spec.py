@@ -102,11 +102,26 @@ class StageSpec(BaseModel):
     """Versions by distribution, the same."""
     runtime: dict[str, Any] = {}
     """`engines.config.stages.Runtime`: what cannot change the output."""
+    then: "NextStage | None" = None
+    """What the job's process runs after this, as a process of its own would."""
 
     @property
     def job_argv(self) -> list[str]:
         """How the interpreter of the job runs it: its options and arguments."""
         return ["-P", "-m", self.job_module, self.store_uri, self.fingerprint, str(self.attempt)]
+
+
+class NextStage(BaseModel):
+    """A stage that waits for nothing but the output of another, and names it by its kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: StageSpec
+    """Of its first attempt; the output is not among the inputs, nor in the fingerprint."""
+    identity: dict[str, Any]
+    """What its fingerprint is made of, but for the output's digest."""
+    follower: str
+    """Who waits for it."""
 
 
 class CommitRecord(BaseModel):

@@ -32,7 +32,7 @@ from infra.store.storage import Storage
 from infra.tracking.journal import Journal, read_journal
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
-UNNAMED = "code of other distributions"
+UNNAMED = "the device, or code of other distributions"
 _DIGITS = 12
 
 
@@ -191,7 +191,7 @@ def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrai
     """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
     work, spec = _open_generation(storage, fingerprint), _specification(storage, fingerprint)
     steps = step_directories(work[1]) if work else {}
-    if work is None or not steps or spec is None or spec.stage != request.stage:
+    if work is None or not steps or spec is None or spec.stage != request.config.stage:
         return None
     changes = list(_changes(spec, request))
     if any(change.field == "round" for change in changes):

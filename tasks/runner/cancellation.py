@@ -8,7 +8,6 @@ from prefect.exceptions import TerminationSignal
 
 from infra.ray.jobs import RayJobs
 from infra.store.storage import Storage
-from tasks.runner.submission import job_name
 
 STOP_DEADLINE_S = 20.0
 
@@ -57,8 +56,7 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
         log = attempts.entries(fingerprint)
         if attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
             continue
-        stage = storage.channel(fingerprint).read_specification(log[-1].number).stage
-        name = job_name(stage, fingerprint, storage, log[-1].number)
+        name = log[-1].holder.ray_job
         status = jobs.look(name)
         if status is not None and not status.is_terminal:
             jobs.stop(name, STOP_DEADLINE_S)

@@ -85,6 +85,7 @@ class JobFollower:
         page: where a person looks.
         say: tells whoever watches the run what happens to the job.
         on_stand: called when an attempt stands for the work, before it is waited for.
+        ours: whether a job that this run followed began the stage: what it did so far is news.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class JobFollower:
         page: RunPage,
         say: Callable[[str], None],
         on_stand: Callable[[], None],
+        ours: bool = False,
     ) -> None:
         self._label = label
         self._fingerprint = fingerprint
@@ -109,6 +111,7 @@ class JobFollower:
         self._channel = storage.channel(fingerprint)
         self._page = page
         self._watcher, self._on_stand = say, on_stand
+        self._ours = ours
         self._positions: dict[int, int] = {}
         self.others_wait = False
         """Whether a cancelled job goes on because someone else follows it."""
@@ -129,7 +132,8 @@ class JobFollower:
         """
         self._storage.attempts.join(self._fingerprint, self._follower)
         try:
-            self._skip_history()
+            if not self._ours:
+                self._skip_history()
             while True:
                 # A late starter may find that it is done: it must not begin another attempt.
                 record = self._storage.lookup(self._fingerprint, self._force)
@@ -137,6 +141,7 @@ class JobFollower:
                 if job is not None:
                     record = self._wait(jobs, job, on_record)
                 if record is not None:
+                    self._pump(record.attempt, on_record)
                     self._storage.attempts.leave(self._fingerprint, self._follower)
                     return record
         except BaseException as error:
@@ -155,12 +160,12 @@ class JobFollower:
             last = log[-1] if log else None
             attached = last is not None and last.kind == "held" and not self._is_over(jobs, last)
             attempt = last.number if last is not None and attached else len(log)
-            name = self._submission.submission_id(attempt)
             try:
                 if not attached:
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # someone was faster
+            name = self._storage.attempts.entries(self._fingerprint)[attempt].holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {name}")
             self._on_stand()
             return _Job(attempt, name, attached, self._watch(attempt))
@@ -173,7 +178,7 @@ class JobFollower:
         if beat is not None and is_dead(beat.process):
             return True
         try:
-            status = jobs.look(self._submission.submission_id(held.number))
+            status = jobs.look(held.holder.ray_job)
         except JobError:
             return False
         if status is None:
@@ -187,10 +192,9 @@ class JobFollower:
         """Wait for the commit; None if somebody has to stand for the work anew."""
         status_at = time.monotonic() + STATUS_EVERY_S
         while True:
-            self._pump(job, on_record)
+            self._pump(job.attempt, on_record)
             log = self._storage.attempts.entries(self._fingerprint)
             if len(log) > job.attempt + 1:
-                self._pump(job, on_record)
                 return self._storage.lookup(self._fingerprint, self._force)
             self._listen(job)
             if time.monotonic() >= status_at:
@@ -264,9 +268,9 @@ class JobFollower:
         if steps:
             self._say(f"earlier attempts reached step {max(steps)}")
 
-    def _pump(self, job: _Job, on_record: Callable[[JournalRecord], None]) -> None:
+    def _pump(self, attempt: int, on_record: Callable[[JournalRecord], None]) -> None:
         records, self._positions = read_journal(
-            self._storage, self._fingerprint, self._positions, job.attempt
+            self._storage, self._fingerprint, self._positions, attempt
         )
         for record in records:
             self._page.show(record)
@@ -280,12 +284,11 @@ class JobFollower:
         problem = None
         while problem is None and time.monotonic() < deadline:
             if len(self._storage.attempts.entries(self._fingerprint)) > job.attempt + 1:
-                self._pump(job, on_record)
                 return self._storage.lookup(self._fingerprint, self._force)
             problem = self._channel.read_error(job.attempt)
             if problem is None:
                 time.sleep(POLL_S)
-        self._pump(job, on_record)
+        self._pump(job.attempt, on_record)
         raise self._failure(jobs, job, problem)
 
     def _failure(self, jobs: RayJobs, job: _Job, problem: JobProblem | None) -> Exception:
@@ -316,7 +319,7 @@ class JobFollower:
         log = self._storage.attempts.entries(self._fingerprint)
         if not log or log[-1].kind != "held":
             return
-        name = self._submission.submission_id(log[-1].number)
+        name = log[-1].holder.ray_job
         self.others_wait = num_others > 0
         if self.others_wait:
             self._say(f"cancelled; {name} goes on: {num_others} others wait for it")

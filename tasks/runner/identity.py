@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from engines.config.plugins import PluginKind, named_rows
 from engines.config.stages import StageConfig
@@ -17,7 +18,7 @@ from infra.identity.fingerprint import (
     environment_digest,
     installed_libraries,
     outside_code,
-    stage_fingerprint,
+    stage_identity,
 )
 from infra.identity.scripts import script_artifact
 from infra.store.artifacts import external_artifact
@@ -41,26 +42,19 @@ class StageRequest:
         config: the stage.
         inputs: artifacts by the name the job knows them by.
         seed: the run's seed.
+        then: a stage that waits for nothing but this one's output, which it knows by its kind; not
+            part of what this stage is.
     """
 
     config: StageConfig
     inputs: Mapping[str, Artifact]
     seed: int
-
-    @property
-    def stage(self) -> str:
-        """Kind of stage (`rl_round`)."""
-        return self.config.stage
+    then: "StageRequest | None" = None
 
     @property
     def label(self) -> str:
         """Name of this stage within the run (`rl_round_3`)."""
         return self.config.label
-
-    @property
-    def job_module(self) -> str:
-        """The job's main module."""
-        return self.config.job_module
 
     @property
     def interpreter(self) -> Path | None:
@@ -70,7 +64,7 @@ class StageRequest:
     @cached_property
     def sources(self) -> dict[str, str]:
         """sha256 by module of our code that can change what the job yields."""
-        return numeric_sources([self.job_module, *self.config.plugin_modules()])
+        return numeric_sources([self.config.job_module, *self.config.plugin_modules()])
 
     @property
     def libraries(self) -> dict[str, str | None]:
@@ -83,11 +77,11 @@ class StageRequest:
         return environment_of(frozenset(self.config.plugins()), self.interpreter)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """sha256 of everything above and of the code and libraries that would run."""
+    def identity(self) -> dict[str, Any]:
+        """All of the above that counts, and the code and libraries that would run."""
         chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
-        return stage_fingerprint(
-            stage=self.stage,
+        return stage_identity(
+            stage=self.config.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
             inputs=self.inputs,
@@ -95,6 +89,11 @@ class StageRequest:
             sources_digest=sha256_json([self.config.plugin_targets(), self.sources, *chosen]),
             environment_digest=self.environment,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the identity."""
+        return sha256_json(self.identity)
 
 
 @cache
@@ -111,12 +110,15 @@ def environment_of(named: frozenset[tuple[PluginKind, str]], interpreter: Path |
     return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named_rows(named)), interpreter)
 
 
-def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> StageRequest:
+def stage_request(
+    config: StageConfig, seed: int, then: StageRequest | None = None, **inputs: Artifact | None
+) -> StageRequest:
     """A stage with its inputs: what other stages made, and what it reads from outside.
 
     Args:
         config: the stage.
         seed: the run's seed.
+        then: what waits for nothing but its output.
         **inputs: artifacts by the name the job knows them by; None is no input.
 
     Returns:
@@ -132,4 +134,4 @@ def stage_request(config: StageConfig, seed: int, **inputs: Artifact | None) -> 
         )
         for name, source in config.external_inputs(given.keys()).items()
     }
-    return StageRequest(config, {**given, **outside}, seed)
+    return StageRequest(config, {**given, **outside}, seed, then)

@@ -93,6 +93,7 @@ class StageContext:
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self._others_wait = False
+        self._followed: set[str] = set()
         self.results: list[StageResult] = []
 
     @property
@@ -127,15 +128,17 @@ class StageContext:
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
+        log = self._storage.attempts.entries(request.fingerprint)
+        # A job that this run followed may have gone on with this stage, even to its commit.
+        ours = bool(log) and log[-1].holder.ray_job in self._followed
         record = self._storage.lookup(request.fingerprint, force)
-        reused = record is not None
-        if record is None:
-            record = self._compute(request, force)
+        of = current_generation(log if record is None else log[: record.attempt + 1])
+        reused = record is not None and not ours
+        if record is None or ours:
+            record = self._compute(request, force, of, ours)
         else:
             self._storage.verify(record.artifact, "size")
-            self._recorder.stage_reused(
-                request, record, self._generation(request, record.attempt)[0]
-            )
+            self._recorder.stage_reused(request, record, of)
             RunPage(request.label).log(
                 f"{request.label} {request.fingerprint[:12]} is committed: "
                 f"{record.artifact.digest[:12]} is reused"
@@ -154,7 +157,7 @@ class StageContext:
         self._observer.stage_finished(result)
         return result
 
-    def _compute(self, request: StageRequest, force: str) -> CommitRecord:
+    def _compute(self, request: StageRequest, force: str, of: int, ours: bool) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
         asked = request.label in self._adopt
@@ -163,9 +166,9 @@ class StageContext:
             storage=self._storage,
             runtime=self._runtime,
             metadata=self._metadata,
+            follower=self._follower,
             adopts=find_adoptable(self._storage, request) if asked else None,
         )
-        of = 0
 
         def on_stand() -> None:
             nonlocal of
@@ -188,6 +191,7 @@ class StageContext:
             page=page,
             say=lambda text: self._observer.message(request.label, text),
             on_stand=on_stand,
+            ours=ours,
         )
 
         try:
@@ -197,6 +201,8 @@ class StageContext:
             self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
             error.add_note(request.label)
             raise
+        log = self._storage.attempts.entries(request.fingerprint)
+        self._followed.add(log[record.attempt].holder.ray_job)
         self._recorder.stage_finished(request, record, self._generation(request, record.attempt)[0])
         page.close()
         return record

@@ -16,7 +16,7 @@ from infra.ray.jobs import RayJobs
 from infra.redact import redact
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import StageSpec
+from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from tasks.runner.adoption import HalfTrained, copy_adopted_steps, link_adopted
@@ -33,6 +33,7 @@ class Submission:
         storage: where its log is, and where the job publishes.
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
+        follower: who waits for the stage.
         adopts: work that the next entry of the log begins with, unless someone else makes it.
     """
 
@@ -43,6 +44,7 @@ class Submission:
         storage: Storage,
         runtime: Runtime,
         metadata: Mapping[str, str],
+        follower: str,
         adopts: HalfTrained | None = None,
     ) -> None:
         self._request = request
@@ -51,10 +53,12 @@ class Submission:
         self._adopts = adopts
         self._adopts_at = len(storage.attempts.entries(request.fingerprint))
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
+        self._follower = follower
 
     def submission_id(self, attempt: int) -> str:
         """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
-        return job_name(self._request.stage, self._request.fingerprint, self._storage, attempt)
+        stage, fingerprint = self._request.config.stage, self._request.fingerprint
+        return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
         """Claim an attempt, and submit its job.
@@ -69,37 +73,38 @@ class Submission:
             JobSubmitError: Ray did not take the job; the attempt is over.
             ArtifactError: what is to be adopted does not verify.
         """
-        holder = Holder(id=uuid.uuid4().hex, process=own_stamp())
-        request, adopted = self._request, None
+        name, request = self.submission_id(attempt), self._request
+        holder = Holder(id=uuid.uuid4().hex, process=own_stamp(), ray_job=name)
+        adopted = None
         if self._adopts is not None and attempt == self._adopts_at:
             adopted = link_adopted(self._adopts, self._storage, request.fingerprint, attempt)
         self._storage.attempts.hold(request.fingerprint, holder, attempt, force, adopted)
         channel = self._storage.channel(request.fingerprint)
         try:
-            spec = self._specification(attempt, holder)
+            spec = self._specification(request, attempt, holder.id)
             channel.write_specification(spec)
             job = JobRequest(
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata=self._metadata,
             )
-            if not jobs.submit(self.submission_id(attempt), job):
-                raise JobSubmitError(f"a job {self.submission_id(attempt)} already exists")
+            if not jobs.submit(name, job):
+                raise JobSubmitError(f"a job {name} already exists")
         except BaseException as error:
             message = f"was not submitted: {redact(str(error))}"
             problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
             channel.write_error(attempt, problem)
             raise
 
-    def _specification(self, attempt: int, holder: Holder) -> StageSpec:
-        request = self._request
+    def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
+        after = request.then
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
-            stage=request.stage,
-            job_module=request.job_module,
+            stage=request.config.stage,
+            job_module=request.config.job_module,
             fingerprint=request.fingerprint,
             attempt=attempt,
-            holder=holder.id,
+            holder=holder,
             config=request.config.model_dump(mode="json"),
             inputs=dict(request.inputs),
             adopted=copy_adopted_steps(self._storage, request, attempt),
@@ -108,12 +113,14 @@ class Submission:
             libraries=request.libraries,
             store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
+            then=None
+            if after is None or after.interpreter != request.interpreter
+            else NextStage(
+                spec=self._specification(after, 0, uuid.uuid4().hex),
+                identity=after.identity,
+                follower=self._follower,
+            ),
         )
-
-
-def job_name(stage: str, fingerprint: str, storage: Storage, attempt: int) -> str:
-    """Ray's name of an attempt's job."""
-    return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{storage.name}-a{attempt}"
 
 
 def forwarded_environment() -> dict[str, str]:

@@ -70,13 +70,15 @@ class Followers:
 
 def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> JobFollower:
     """A follower of a stage that keeps to itself what it sees."""
-    store = open_storage(store_uri)
+    store, name = open_storage(store_uri), uuid.uuid4().hex
     return JobFollower(
         label=request.label,
         fingerprint=request.fingerprint,
         force="",
-        follower=uuid.uuid4().hex,
-        submission=Submission(request=request, storage=store, runtime=runtime, metadata={}),
+        follower=name,
+        submission=Submission(
+            request=request, storage=store, runtime=runtime, metadata={}, follower=name
+        ),
         storage=store,
         page=RunPage(request.label),
         say=lambda text: None,

@@ -21,9 +21,12 @@ import pytest
 
 from engines.config.stages import RLRoundStageConfig, Runtime, SFTStageConfig
 from infra import env
+from infra.identity.fingerprint import next_fingerprint
 from infra.ray.job_types import JobRequest
+from infra.store.heartbeat import Beat
+from infra.store.process_stamp import is_dead
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
+from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord, read_journal
 from infra.waiting import wait_for
@@ -32,7 +35,7 @@ from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 from tasks.runner.submission import Submission
 
 JOB_DEADLINE_S = 240.0
-HOLDER = Holder(id="test", process="test")
+HOLDER = Holder(id="test", process="test", ray_job="sft-a0")
 MODEL = {
     "init": "random",
     "max_length": 32,
@@ -234,6 +237,7 @@ def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference:
         storage=store,
         runtime=Runtime(platform="cpu", num_threads=1),
         metadata={},
+        follower="me",
         adopts=work,
     ).submit(Processes(bench), 0, "")  # type: ignore[arg-type]
     record = store.lookup(request.fingerprint)
@@ -375,6 +379,108 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
         content = json.loads((decision / "decision.json").read_text())
         assert content["promoted"] is promoted
         assert content["model_digest"] == model.digest
+
+
+@pytest.mark.parametrize("training", [{}, {"lora": {"rank": 4}}])
+def test_an_evaluation_after_training_is_that_of_a_job_of_its_own(
+    training: dict[str, Any], reference: Reference
+) -> None:
+    """The training's process goes on with it once its policy is committed."""
+    bench, inputs = reference.bench, {"dataset": reference.dataset}
+    config = {**SFT, "training": {"num_threads": 1, **training}, "sft": {"num_steps": 2}}
+    spec = bench.spec("sft", config, inputs)
+    store = open_storage(spec.store_uri)
+    store.attempts.join(spec.fingerprint, "run")
+    after = _evaluation_after(bench, {**EVALUATE, "backend": "fsdp2"}, inputs)
+    trained = bench.run(spec.model_copy(update={"then": after}))
+    name = next_fingerprint(after, trained.artifact)
+    warm = store.lookup(name)
+    assert warm is not None
+    [held, committed] = store.attempts.entries(name)
+    assert held.holder.process == _beat(spec).process, "one process did both"
+    assert committed.holder.ray_job == "sft-a0"
+    assert {spec.fingerprint, name} <= {*store.attempts.followed_by("run")}
+    told = store.channel(name).read_specification(0)
+    assert told.inputs["policy"].fingerprint == spec.fingerprint
+    cold = bench.run(bench.spec("evaluate", told.config, told.inputs))
+    assert warm.artifact.digest == cold.artifact.digest
+    assert warm.metrics == cold.metrics
+    assert warm.seconds["load"] < cold.seconds["load"]
+
+
+@pytest.mark.parametrize("why", ["committed", "other code", "damaged log"])
+def test_an_evaluation_that_cannot_be_claimed_is_left_alone_and_costs_no_policy(
+    why: str, reference: Reference
+) -> None:
+    bench, inputs = reference.bench, {"dataset": reference.dataset}
+    spec = bench.spec("sft", {**SFT, "sft": {"num_steps": 1}}, inputs)
+    spec = spec.model_copy(update={"fingerprint": _digest(why)})
+    after = _evaluation_after(bench, {**EVALUATE, "backend": "fsdp2"}, inputs, name=why)
+    if why == "other code":
+        spec_of_other_code = after.spec.model_copy(update={"sources": {"engines.types": "0" * 64}})
+        after = after.model_copy(update={"spec": spec_of_other_code})
+    known = bench.run(spec.model_copy(update={"fingerprint": _digest(f"{why} before")}))
+    store, name = open_storage(spec.store_uri), next_fingerprint(after, known.artifact)
+    if why == "committed":
+        held = store.attempts.hold(name, HOLDER, 0)
+        store.commit(held, known.model_copy(update={"fingerprint": name}))
+    elif why == "damaged log":
+        (Path(spec.store_uri) / "stages" / name).mkdir()
+        (Path(spec.store_uri) / "stages" / name / "0").write_text("{")
+    trained = bench.run(spec.model_copy(update={"then": after}))
+    assert trained.artifact.digest == known.artifact.digest
+    assert store.channel(name).read_beat(0) is None, "nobody began it"
+    if why != "damaged log":
+        assert len(store.attempts.entries(name)) == (2 if why == "committed" else 0)
+
+
+def test_an_evaluation_that_fails_after_training_leaves_the_policy(reference: Reference) -> None:
+    bench, inputs = reference.bench, {"dataset": reference.dataset}
+    broken = {**EVALUATE, "backend": "fsdp2", "rollout": {"engine": "none"}}
+    after = _evaluation_after(bench, broken, inputs)
+    spec = bench.spec("sft", {**SFT, "sft": {"num_steps": 1}}, inputs)
+    process = bench.start(spec.model_copy(update={"then": after}))
+    output, _ = process.communicate(timeout=JOB_DEADLINE_S)
+    assert process.returncode == 2, output
+    store = open_storage(spec.store_uri)
+    trained = store.lookup(spec.fingerprint)
+    assert trained is not None
+    assert store.channel(spec.fingerprint).read_error(0) is None
+    problem = store.channel(next_fingerprint(after, trained.artifact)).read_error(0)
+    assert problem is not None
+    assert (problem.exit_code, "rollout.engine" in problem.message) == (2, True)
+
+
+def test_a_job_killed_between_the_claim_and_its_commit_leaves_an_attempt_that_is_over(
+    reference: Reference,
+) -> None:
+    """The policy is trained again to the same bytes; its evaluation is left to the next attempt."""
+    inputs = {"dataset": reference.dataset}
+    bench = Bench(reference.bench.root, {"RLHF_FAULTS": "storage.before_commit=kill"})
+    spec = bench.spec("sft", {**SFT, "sft": {"num_steps": 3}}, inputs)
+    after = _evaluation_after(bench, {**EVALUATE, "backend": "fsdp2"}, inputs)
+    spec = spec.model_copy(update={"then": after})
+    process = bench.start(spec)
+    output, _ = process.communicate(timeout=JOB_DEADLINE_S)
+    assert process.returncode == -signal.SIGKILL, output
+    again = reference.bench.run(spec.model_copy(update={"attempt": 1}))
+    store, name = open_storage(spec.store_uri), next_fingerprint(after, again.artifact)
+    [held] = store.attempts.entries(name)
+    assert is_dead(held.holder.process)
+    assert store.channel(name).read_beat(0) is None
+
+
+def _evaluation_after(
+    bench: Bench, config: dict[str, Any], inputs: Mapping[str, Artifact], name: str = ""
+) -> NextStage:
+    identity = {"config": [name, config], "inputs": {n: a.digest for n, a in inputs.items()}}
+    return NextStage(spec=bench.spec("evaluate", config, inputs), identity=identity, follower="run")
+
+
+def _beat(spec: StageSpec) -> Beat:
+    beat = open_storage(spec.store_uri).channel(spec.fingerprint).read_beat(spec.attempt)
+    assert beat is not None
+    return beat
 
 
 def test_equal_runs_publish_equal_bytes(reference: Reference, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_caller_that_goes_away_leaves_nothing_behind(long_lab):
         async for _ in stream:
             break
         await stream.aclose()
-        return engine.num_running, engine.num_waiting
+        return engine.num_running, len(engine._scheduler.waiting)
 
     assert run(scenario()) == (0, 0)
     assert len(generate_all(engine, requests)) == 5  # and the ids are free again
@@ -238,7 +238,7 @@ def test_deadline_of_the_engine(long_lab):
         with pytest.raises(DeadlineError, match="6 samples of 3 requests"):
             await collect(engine, long_lab.requests(3, 2))
         await engine.resume()
-        return engine.num_running, engine.num_waiting
+        return engine.num_running, len(engine._scheduler.waiting)
 
     assert run(scenario()) == (0, 0)
 
@@ -248,16 +248,16 @@ def test_deadline_of_the_caller(long_lab):
     asyncio.run(engine.pause())
     with pytest.raises(DeadlineError, match="4 samples"):
         generate_all(engine, long_lab.requests(2, 2), timeout_s=0.05)
-    assert engine.num_waiting == 0
+    assert not engine._scheduler.waiting
 
 
 def test_sleep_frees_memory_and_asks_for_new_weights(long_lab):
     requests = long_lab.requests(2, 2)
     engine = long_lab.engine()
     expected = generate_all(engine, requests)
-    assert engine._batch.cache_size_bytes > 0
+    assert engine._batch._cache.size_bytes > 0
     asyncio.run(engine.sleep())
-    assert engine._batch.cache_size_bytes == 0
+    assert engine._batch._cache.size_bytes == 0
     assert sum(p.numel() for p in engine._model._model.parameters()) == 0
     assert asyncio.run(engine.health()) is False
     with pytest.raises(RolloutError, match="asleep"):

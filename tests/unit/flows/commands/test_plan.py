@@ -45,7 +45,7 @@ def commit_sparse_dataset(home: Path) -> None:
         store.attempts.hold(request.fingerprint, holder, 0),
         CommitRecord(
             fingerprint=request.fingerprint,
-            stage=request.stage,
+            stage=request.config.stage,
             artifact=artifact,
             attempt=0,
             committed_at="2026-01-01T00:00:00+00:00",

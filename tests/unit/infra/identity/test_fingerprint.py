@@ -14,8 +14,9 @@ from infra.identity import fingerprint
 from infra.identity.fingerprint import (
     environment_digest,
     source_closure,
-    stage_fingerprint,
+    stage_identity,
 )
+from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -61,7 +62,7 @@ def test_known_fingerprint() -> None:
         '{"config":{"lr":0.1},"environment":"e","inputs":{"data":"' + "1" * 64 + '"},'
         '"schema_version":1,"seed":0,"sources":"s","stage":"sft"}'
     )
-    assert stage_fingerprint(**BASE) == hashlib.sha256(text.encode()).hexdigest()
+    assert sha256_json(stage_identity(**BASE)) == hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,12 @@ def test_known_fingerprint() -> None:
     ],
 )
 def test_every_part_counts(change: dict[str, Any]) -> None:
-    assert stage_fingerprint(**{**BASE, **change}) != stage_fingerprint(**BASE)
+    assert stage_identity(**{**BASE, **change}) != stage_identity(**BASE)
 
 
 def test_where_an_input_lies_and_who_made_it_do_not_count() -> None:
     moved = Artifact(kind="dataset", uri="/b", digest="1" * 64, fingerprint="9")
-    assert stage_fingerprint(**{**BASE, "inputs": {"data": moved}}) == stage_fingerprint(**BASE)
+    assert stage_identity(**{**BASE, "inputs": {"data": moved}}) == stage_identity(**BASE)
 
 
 def test_closure_of_a_package_that_cannot_be_imported(package: Path) -> None:

@@ -40,7 +40,12 @@ class Work:
         """Claim the next attempt, and submit it; its number."""
         attempt = len(self.storage.attempts.entries(request.fingerprint))
         submission = Submission(
-            request=request, storage=self.storage, runtime=Runtime(), metadata={}, adopts=adopts
+            request=request,
+            storage=self.storage,
+            runtime=Runtime(),
+            metadata={},
+            follower="me",
+            adopts=adopts,
         )
         submission.submit(Jobs(), attempt, "")  # type: ignore[arg-type]
         return attempt

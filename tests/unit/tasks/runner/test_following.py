@@ -23,6 +23,7 @@ from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, JournalRecord
 from tasks.runner import following
+from tasks.runner.cancellation import stop_followed
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.run_page import RunPage
@@ -71,12 +72,15 @@ class Stage:
             storage=self.storage,
             runtime=Runtime(),
             metadata={"flow_run_id": "f"},
+            follower="me",
         )
         self.said: list[str] = []
         self.records: list[JournalRecord] = []
         self.scratch = tmp_path / "scratch"
 
-    def follow(self, jobs: Jobs, *, force: str = "", follower: str = "me") -> CommitRecord:
+    def follow(
+        self, jobs: Jobs, *, force: str = "", follower: str = "me", ours: bool = False
+    ) -> CommitRecord:
         return JobFollower(
             label="promote",
             fingerprint=REQUEST.fingerprint,
@@ -87,11 +91,13 @@ class Stage:
             page=RunPage("promote"),
             say=self.said.append,
             on_stand=lambda: None,
+            ours=ours,
         ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 
-    def hold(self, number: int = 0) -> None:
-        """As another run that submitted a job."""
-        self.storage.attempts.hold(REQUEST.fingerprint, HOLDER, number)
+    def hold(self, number: int = 0, ray_job: str = "another-a0") -> None:
+        """As another run that submitted a job, or as the job of the stage before."""
+        holder = HOLDER.model_copy(update={"ray_job": ray_job})
+        self.storage.attempts.hold(REQUEST.fingerprint, holder, number)
 
     def journal(self, attempt: int = 0) -> Journal:
         return Journal(self.channel.local_dir(attempt) / "journal.jsonl")
@@ -171,7 +177,49 @@ def test_history_is_not_told_again_when_attaching(stage: Stage) -> None:
     stage.follow(Jobs(after(2, work)))
     assert [record.step for record in stage.records] == [8]
     assert stage.said[0] == "earlier attempts reached step 7"
-    assert stage.said[1].startswith("attached to promote-")
+    assert stage.said[1] == "attached to another-a0"
+
+
+def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_name(
+    stage: Stage,
+) -> None:
+    stage.hold(ray_job="sft-a0")
+    asked: list[str] = []
+
+    class Named(Jobs):
+        def look(self, submission_id: str) -> JobStatus | None:
+            asked.append(submission_id)
+            return super().look(submission_id)
+
+    def interrupt() -> JobState:
+        raise KeyboardInterrupt
+
+    jobs = Named(after(2, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        stage.follow(jobs)
+    assert (set(asked), jobs.stopped, jobs.requests) == ({"sft-a0"}, ["sft-a0"], {})
+    stage.storage.attempts.join(REQUEST.fingerprint, "cancelled")
+    jobs = Named(lambda: JobState.RUNNING)
+    stop_followed(stage.storage, jobs, "cancelled")  # type: ignore[arg-type]
+    assert jobs.stopped == ["sft-a0"]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_our_job_went_on_with_is_told_from_its_beginning(
+    stage: Stage, committed: bool
+) -> None:
+    stage.hold(ray_job="sft-a0")
+    with stage.journal() as journal:
+        journal.metrics(7, {"val-core/accuracy": 0.5})
+    if committed:
+        stage.commit()
+
+    def work() -> JobState:
+        stage.commit()
+        return JobState.SUCCEEDED
+
+    stage.follow(Jobs(after(1, work)), ours=True)
+    assert [record.step for record in stage.records] == [7]
 
 
 def test_a_refusal_of_the_job_is_the_same_one_line(stage: Stage) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.stages import Runtime
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.rlhf_pipeline import run_stages
-from infra.identity.fingerprint import source_closure
+from infra.identity.fingerprint import next_fingerprint, source_closure
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
@@ -19,6 +20,7 @@ from tasks.runner import identity
 from tasks.runner.identity import StageRequest
 from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.run import StageResult
+from tasks.runner.submission import Submission
 
 ROOT = Path(__file__).resolve().parents[4]
 KINDS = {
@@ -68,13 +70,13 @@ class CommittingRunner:
         directory.mkdir(parents=True)
         content = "same" if request.label in self._constant else request.fingerprint
         (directory / "content").write_text(f"{request.label} {content}")
-        artifact = self._storage.publish(directory, KINDS[request.stage])
+        artifact = self._storage.publish(directory, KINDS[request.config.stage])
         holder = Holder(id="test", process="test")
         return self._storage.commit(
             self._storage.attempts.hold(request.fingerprint, holder, 0),
             CommitRecord(
                 fingerprint=request.fingerprint,
-                stage=request.stage,
+                stage=request.config.stage,
                 artifact=artifact,
                 attempt=0,
                 committed_at="2026-01-01T00:00:00+00:00",
@@ -148,6 +150,30 @@ def test_a_change_runs_what_it_touches_and_no_more(
 ) -> None:
     run(two_rounds(), storage, tmp_path)
     assert run(two_rounds(*overrides), storage, tmp_path).ran == ran
+
+
+class Accepting:
+    """A job server that takes every job."""
+
+    def submit(self, submission_id: str, request: object) -> bool:
+        return True
+
+
+def test_an_evaluation_after_training_is_that_of_its_own_request(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    runner = run(two_rounds("rl.algorithm.use_kl_loss=true"), storage, tmp_path)
+    for label in ("sft", "rl_round_1", "rl_round_2"):
+        own, request = runner.requests[f"evaluate_{label}"], runner.requests[label]
+        submission = Submission(
+            request=request, storage=storage, runtime=Runtime(), metadata={}, follower="run"
+        )
+        submission.submit(Accepting(), 2, "again")  # type: ignore[arg-type]
+        told = storage.channel(request.fingerprint).read_specification(2).then
+        assert told is not None
+        assert next_fingerprint(told, own.inputs["policy"]) == own.fingerprint
+        assert {**told.spec.inputs, "policy": own.inputs["policy"]} == dict(own.inputs)
+        assert (told.spec.sources, told.spec.libraries) == (own.sources, own.libraries)
 
 
 def test_an_equal_output_stops_the_ripple(storage: LocalStorage, tmp_path: Path) -> None:
@@ -258,7 +284,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
 def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     request = runner.requests["rl_round_1"]
-    closure = source_closure([request.job_module, *request.config.plugin_modules()])
+    closure = source_closure([request.config.job_module, *request.config.plugin_modules()])
     for module in (
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers_engine",
@@ -275,7 +301,7 @@ RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.a
 def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     reached = {
-        label: source_closure([request.job_module, *request.config.plugin_modules()])
+        label: source_closure([request.config.job_module, *request.config.plugin_modules()])
         for label, request in runner.requests.items()
     }
     assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS

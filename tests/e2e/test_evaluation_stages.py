@@ -1,0 +1,78 @@
+"""Evaluations as stages of their own, by the command: where they run, and what they cost."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_pipeline import Home, ran, settings
+
+from infra.store.stage_log import LogEntry
+from infra.store.storage import open_storage
+from infra.tracking.journal import read_records
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = ("flows", "tasks", "engines", "hardware", "infra")
+OF_POLICIES = ["evaluate_sft", "evaluate_rl_round_1"]
+
+
+def num_training_steps(home: Home) -> int:
+    """Steps that all attempts of all stages together have recorded."""
+    journals = (home.path / "store" / "work").glob("*/attempt-*/journal.jsonl")
+    records = [record for path in journals for record in read_records(path)[0]]
+    return sum("training/global_step" in record.values for record in records)
+
+
+def log_of(home: Home, report: dict, label: str) -> list[LogEntry]:
+    """Who held and committed a stage of a run."""
+    [stage] = [stage for stage in report["stages"] if stage["name"] == label]
+    attempts = open_storage(str(home.path / "store")).attempts
+    return [*attempts.entries(stage["fingerprint"])]
+
+
+def digests(report: dict) -> dict[str, str]:
+    return {stage["name"]: stage["digest"] for stage in report["stages"]}
+
+
+def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations_own(
+    tmp_path: Path,
+) -> None:
+    """Forced, an evaluation is a job of its own; before, the training's process ran it."""
+    home = Home(tmp_path / "home")
+    layout = settings("training.num_workers=2", "training.lora={rank: 4}")
+    warm = home.report(home.rlhf("run", *layout))
+    assert set(OF_POLICIES) < set(ran(warm)), "what this run's own job did is not reused"
+    force = [word for label in OF_POLICIES for word in ("--force", label)]
+    cold = home.report(home.rlhf("run", *layout, *force))
+    assert ran(cold) == OF_POLICIES
+    assert digests(cold) == digests(warm)
+    for label in OF_POLICIES:
+        jobs = [entry.holder.ray_job.partition("-")[0] for entry in log_of(home, cold, label)]
+        assert jobs == [*2 * [label[9:].removesuffix("_1")], "evaluate", "evaluate"]
+
+
+def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
+    tmp_path: Path,
+) -> None:
+    tree, home = tmp_path / "tree", Home(tmp_path / "home")
+    for floor in FLOORS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / floor, tree / floor, ignore=ignored)
+    home.environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+    evaluation = tree / "engines" / "trainers" / "evaluation.py"
+    whole = evaluation.read_text()
+    evaluation.write_text(whole.replace("def run(", "def walk("))
+    failed = home.start("run")
+    assert failed.returncode == 1
+    assert "evaluate_sft: job sft-" in failed.stdout + failed.stderr
+    assert num_training_steps(home) == 4
+    evaluation.write_text(whole)
+    repaired = home.report(home.rlhf("run"))
+    assert ran(repaired)[:2] == ["evaluate_sft", "rl_round_1"]
+    assert num_training_steps(home) == 6
+    evaluation.write_text(f"{whole}\n# Edited.\n")
+    edited = home.report(home.rlhf("run"))
+    assert ran(edited) == [*OF_POLICIES, "evaluate"]
+    assert digests(edited) == digests(repaired)
+    assert num_training_steps(home) == 6, "an edit of the evaluation executes no training step"
