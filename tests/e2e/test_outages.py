@@ -40,7 +40,7 @@ def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
     wait_for(trains, "three steps of training", RUN_DEADLINE_S)
 
 
-@pytest.mark.stacks
+@pytest.mark.slow
 def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
     """MLflow is away from the start; the flow is killed, its job commits with nobody watching."""
     home = Home(tmp_path / "outage")
