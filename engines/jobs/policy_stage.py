@@ -60,7 +60,7 @@ def prompts_within(
     check_answer_length("rl.sampling.max_new_tokens", max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    return rl_prompts(rows, tokenizer, max_length - max_new_tokens).prompts
+    return rl_prompts(rows, tokenizer, max_length - max_new_tokens)
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:

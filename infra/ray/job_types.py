@@ -7,7 +7,6 @@ Ray gives us are free of known secrets.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.redact import redact
@@ -33,8 +32,6 @@ class JobRequest(NamedTuple):
     no secrets."""
     metadata: Mapping[str, str]
     """Travels with the job; shown by Ray's own tools."""
-    cwd: Path | None = None
-    """Working directory; by default the caller's, if the job's host has it."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class RayJobs:
 
 
 def _entrypoint(request: JobRequest) -> str:
-    """A shell line that becomes the program, so that its exit code and signals are the job's."""
-    cwd = shlex.quote(str(request.cwd or Path.cwd()))
-    enter = f"cd {cwd}" if request.cwd else f"cd {cwd} 2>/dev/null"
-    separator = " && " if request.cwd else "; "
-    return f"{enter}{separator}exec {shlex.join(request.argv)}"
+    """A shell line that becomes the program, so that its exit code and signals are the job's.
+
+    It works in the caller's directory, if the job's host has it.
+    """
+    return f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {shlex.join(request.argv)}"

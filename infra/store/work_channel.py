@@ -20,6 +20,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.errors import ArtifactCorruptError, ConfigError
+from infra.field_errors import to_config_error
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
@@ -110,9 +111,7 @@ class FileChannel:
         except FileNotFoundError:
             raise ConfigError(str(path), "does not exist; need the specification") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(["spec", *(str(part) for part in first["loc"])])
-            raise ConfigError(where, f"got {first.get('input')!r}; {first['msg']}") from None
+            raise to_config_error(error, StageSpec, "spec") from None
         except ValueError as error:
             raise ConfigError(str(path), f"not JSON ({error})") from None
 

@@ -13,16 +13,15 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MAX_FILES = 12
-LOOK = f"""
+LOOK = """
 import json, sys, traceback
 from pathlib import Path
 
 def look(name):
     files = [Path(frame.filename) for frame in traceback.extract_stack()]
-    own = [file.relative_to({str(ROOT)!r}).as_posix() for file in files
-           if file.is_relative_to({str(ROOT)!r})]
-    found = sorted({{file for file in own if file.split("/")[0] in {PACKAGES!r}}})
-    Path({{root!r}}, name).write_text(json.dumps(found))
+    own = [file.relative_to(ROOT) for file in files if file.is_relative_to(ROOT)]
+    found = [file.as_posix() for file in own if file.parts[0] in PACKAGES]
+    Path(HERE, name).write_text(json.dumps(list(dict.fromkeys(found))))
 """
 COMMAND = """
 import infra.ray.api
@@ -57,7 +56,7 @@ runpy.run_module("engines.jobs.preprocess", run_name="__main__", alter_sys=True)
 def test_few_files_lie_between_the_command_and_the_body_of_a_job(tmp_path: Path) -> None:
     """Those with a frame on the stack where a job is handed to Ray, and where its body works."""
     home = Home(tmp_path / "home")
-    look = LOOK.format(root=str(tmp_path))
+    look = f"ROOT, PACKAGES, HERE = {str(ROOT)!r}, {PACKAGES!r}, {str(tmp_path)!r}\n{LOOK}"
     (tmp_path / "job.py").write_text(look + JOB)
     (tmp_path / "command.py").write_text(look + COMMAND)
     ended = subprocess.run(

@@ -156,14 +156,15 @@ def test_how_a_job_ended_is_told(jobs: RayJobs, tmp_path: Path) -> None:
 
 
 def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
-    jobs: RayJobs, tmp_path: Path
+    jobs: RayJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "with space; and 'quote'"
     directory.mkdir()
+    monkeypatch.chdir(directory)
     code = "import os, sys; print(repr((os.getcwd(), sys.argv[1:], os.environ['GREETING'])))"
     argument = "$HOME `id` \"x\" 'y'"
     argv = [sys.executable, "-c", code, argument]
-    assert jobs.submit("shell", JobRequest(argv, {"GREETING": "a b"}, {}, cwd=directory))
+    assert jobs.submit("shell", JobRequest(argv, {"GREETING": "a b"}, {}))
     assert _ended(jobs, "shell").state == JobState.SUCCEEDED
     assert repr((str(directory), [argument], "a b")) in jobs.logs("shell")
 

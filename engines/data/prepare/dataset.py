@@ -190,7 +190,7 @@ def _drop_overlong(
     def prompts(rows: tuple[RLRow, ...]) -> tuple[RLRow, ...]:
         if not rows:
             return rows
-        kept = rl_prompts(rows, tokenizer, data.max_prompt_length, data.on_overlong).prompts
+        kept = rl_prompts(rows, tokenizer, data.max_prompt_length, data.on_overlong)
         return tuple(prompt.row for prompt in kept)
 
     sft = splits.sft

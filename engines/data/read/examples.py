@@ -8,25 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engines.data.read.chat import render_conversations, render_prompts
+from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
 from engines.data.read.rows import RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
-
-
-@dataclass(frozen=True)
-class SFTExample:
-    """One tokenized conversation.
-
-    Attributes:
-        input_ids: token ids.
-        loss_mask: 1 where the token is trained on, else 0; the first is always 0.
-    """
-
-    input_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,16 +23,10 @@ class SFTExamples:
     Attributes:
         examples: in row order.
         indices: the row of each example.
-        num_overlong: rows left out because they are too long.
-        num_tokens: tokens of all examples.
-        num_loss_tokens: those with loss mask 1.
     """
 
-    examples: tuple[SFTExample, ...]
+    examples: tuple[RenderedConversation, ...]
     indices: tuple[int, ...]
-    num_overlong: int
-    num_tokens: int
-    num_loss_tokens: int
 
 
 @dataclass(frozen=True)
@@ -63,21 +44,6 @@ class RLPrompt:
     prompt_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RLPrompts:
-    """The tokenized RL or evaluation split.
-
-    Attributes:
-        prompts: in row order.
-        num_overlong: rows left out because they are too long.
-        max_length: tokens of the longest prompt kept.
-    """
-
-    prompts: tuple[RLPrompt, ...]
-    num_overlong: int
-    max_length: int
-
-
 def sft_examples(
     rows: Sequence[SFTRow],
     tokenizer: ChatTokenizer,
@@ -93,21 +59,14 @@ def sft_examples(
         on_overlong: `error`, or `drop` and count.
 
     Returns:
-        The examples that fit, in row order, and the number of the others.
+        The examples that fit, in row order.
 
     Raises:
         ConfigError: a conversation is too long, or none is left.
     """
     rendered = render_conversations(tokenizer, [row.messages for row in rows])
     kept = _within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
-    examples = tuple(SFTExample(rendered[i].input_ids, rendered[i].loss_mask) for i in kept)
-    return SFTExamples(
-        examples,
-        indices=tuple(kept),
-        num_overlong=len(rows) - len(kept),
-        num_tokens=sum(len(example.input_ids) for example in examples),
-        num_loss_tokens=sum(sum(example.loss_mask) for example in examples),
-    )
+    return SFTExamples(tuple(rendered[i] for i in kept), tuple(kept))
 
 
 def rl_prompts(
@@ -115,7 +74,7 @@ def rl_prompts(
     tokenizer: ChatTokenizer,
     max_prompt_length: int,
     on_overlong: OnOverlong = "error",
-) -> RLPrompts:
+) -> tuple[RLPrompt, ...]:
     """Tokenize the prompts of RL or evaluation rows.
 
     Args:
@@ -125,7 +84,7 @@ def rl_prompts(
         on_overlong: `error`, or `drop` and count.
 
     Returns:
-        The prompts that fit, in row order, and the number of the others.
+        The prompts that fit, in row order.
 
     Raises:
         ConfigError: a prompt has no token, is too long, or none is left.
@@ -139,11 +98,7 @@ def rl_prompts(
             f"{lengths.index(0)}); need a template that writes the messages; set another",
         )
     kept = _within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
-    return RLPrompts(
-        tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept),
-        num_overlong=len(rows) - len(kept),
-        max_length=max(lengths[i] for i in kept),
-    )
+    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
 
 
 _SFT_LIMIT = ("model.max_length", "conversations")

@@ -7,34 +7,23 @@ Not covered: pipeline, context and expert parallelism, value models and adapters
 Training needs the job environment torchtitan; reading a checkpoint's weights does not.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
-from engines.checkpoint.engine_state import (
-    MODEL_PREFIX,
-    EngineState,
-    load_engine_state,
-    save_engine_state,
-    stage_engine_state,
-)
 from engines.checkpoint.sharded import load_sharded
-from engines.checkpoint.staging import StagingBuffers
 from engines.errors import CheckpointError, EngineError
 from engines.training.backends.torchtitan.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
-from engines.training.backends.transformers.folding import load_folded, stored_weights
+from engines.training.backends.transformers.module_engine import ModuleEngine
 from engines.training.backends.transformers.optimizer import make_adamw
-from engines.training.base import BaseEngine
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
 from engines.training.model.ulysses import predicted_positions
@@ -52,16 +41,12 @@ from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
 
 
-class TorchTitanEngine(BaseEngine):
+class TorchTitanEngine(ModuleEngine[Any]):
     """`BaseEngine` on TorchTitan."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._model: Any = None
-        self._mesh: DeviceMesh | None = None
         self._hub_names: list[str] = []
-        self._optimizer: torch.optim.AdamW | None = None
-        self._staging = StagingBuffers()
         self._wanted: tuple[Tensor, Tensor, bool] | None = None
 
     def initialize(self, *, load_weights: bool = True) -> None:
@@ -92,11 +77,11 @@ class TorchTitanEngine(BaseEngine):
                 "training.backend", f"torchtitan cannot be imported ({error})"
             ) from error
         collectives.limit_waits(training.collective_timeout_s)
-        self._model.lm_head.forward = self._head_forward
+        self.model.lm_head.forward = self._head_forward
         if load_weights:
             self._load_weights()
         if self.spec.optimizer is None:
-            self._model.requires_grad_(False)
+            self.model.requires_grad_(False)
         else:
             named = self._named_parameters()
             decayed = {name for name, parameter in named.items() if parameter.dim() > 1}
@@ -108,16 +93,16 @@ class TorchTitanEngine(BaseEngine):
 
     def _load_weights(self) -> None:
         try:
-            load_sharded(self.spec.hf_dir, self._named_state())
+            load_sharded(self.spec.hf_dir, dict(self._named_state()))
         except CheckpointError as error:
             raise ConfigError("model.path", f"does not fit its own config: {error}") from error
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """By hub name."""
-        return dict(zip(self._hub_names, self._model.parameters(), strict=True))
+        return dict(zip(self._hub_names, self.model.parameters(), strict=True))
 
-    def _named_state(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self._named_parameters().items()}
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.detach()) for name, p in self._named_parameters().items()]
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -129,7 +114,7 @@ class TorchTitanEngine(BaseEngine):
         return 1.0
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:
-        self._model.set_requires_all_reduce(is_last)
+        self.model.set_requires_all_reduce(is_last)
 
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         predicted_N = predicted_positions(batch)
@@ -140,7 +125,7 @@ class TorchTitanEngine(BaseEngine):
         targets_N = batch.input_ids_T[predicted_N.clamp(max=batch.num_tokens - 1)]
         self._wanted = (predicted_N - 1, targets_N, entropy)
         try:
-            columns = self._model(
+            columns = self.model(
                 batch.input_ids_T.unsqueeze(0),
                 positions=batch.position_ids_T.unsqueeze(0),
                 attention_masks=Packing.from_cu_seqlens(batch.cu_seqlens),
@@ -160,7 +145,7 @@ class TorchTitanEngine(BaseEngine):
         if self._wanted is None:
             raise EngineError("the head computes log-probabilities of chosen tokens only")
         rows_N, targets_N, entropy = self._wanted
-        weight, group, first_token = self._model.lm_head.weight, None, 0
+        weight, group, first_token = self.model.lm_head.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
             _, (first_token, _) = compute_local_shape_and_global_offset(
@@ -185,28 +170,17 @@ class TorchTitanEngine(BaseEngine):
 
     def _end_inference(self) -> None:
         # FSDP keeps gathered weights for a backward pass that does not come.
-        for module in self._model.modules():
+        for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _clip_gradients(self, max_norm: float) -> float:
-        return clip_across_meshes(self._model.parameters(), max_norm)
-
-    def _apply_optimizer(self, lr: float) -> None:
-        if self._optimizer is None:
-            raise EngineError("this engine was made without an optimizer: it cannot train")
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-
-    def optimizer_zero_grad(self) -> None:
-        """Free all gradients."""
-        self._model.zero_grad(set_to_none=True)
+        return clip_across_meshes(self.model.parameters(), max_norm)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`. Tensors must not be changed."""
         with self.eval_mode():
-            for name, tensor in self._named_state().items():
+            for name, tensor in self._named_state():
                 yield name, whole_tensor(tensor).detach()
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
@@ -214,67 +188,13 @@ class TorchTitanEngine(BaseEngine):
         with self.eval_mode():
             parts = [
                 HeldPart(local_place(name, tensor), lambda tensor=tensor: local_values(tensor))
-                for name, tensor in self._named_state().items()
+                for name, tensor in self._named_state()
             ]
             yield from stream_parts(owned_parts(parts))
 
-    @classmethod
-    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`."""
-        return stored_weights(checkpoint, hf_dir)
-
-    def to(
-        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
-        grad: bool = True,
-    ) -> None:  # fmt: skip
-        """Move weights (gradients go with them) and optimizer state."""
-        if model:
-            if not grad:
-                self.optimizer_zero_grad()
-            nn.Module.to(self._model, device)
-        if optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.to(device)
-
-    def save_checkpoint(self, path: Path, step: int) -> None:
-        """See `BaseEngine`."""
-        save_engine_state(path, self._state(step), self.spec.platform)
-
-    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
-        """See `BaseEngine`."""
-        return stage_engine_state(path, self._state(step), self.spec.platform, self._staging)
-
-    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
-        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
-        with self.eval_mode():
-            if not optimizer:
-                return load_folded(path, self._named_state(), self.spec)
-            loaded = load_engine_state(path, self._state(0), self.spec.platform)
-        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
-        for state in self._adam().values():
-            state["step"].fill_(float(loaded.num_optimizer_steps))
-        return loaded.step
-
-    def _adam(self) -> dict[str, dict[str, Tensor]]:
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
         """Adam's tensors by hub name."""
         if self._optimizer is None:
             return {}
         states: dict[Any, dict[str, Tensor]] = dict(self._optimizer.state)
         return {name: states[parameter] for name, parameter in self._named_parameters().items()}
-
-    def _state(self, step: int) -> EngineState:
-        tensors = {MODEL_PREFIX + name: tensor for name, tensor in self._named_state().items()}
-        adam = self._adam()
-        for name, values in adam.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{key}.{name}"] = values[key]
-        first = next(iter(adam.values()), None)
-        return EngineState(
-            tensors=tensors,
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=int(first["step"]) if first else 0,
-            backend=self.spec.training.backend,
-        )

@@ -7,28 +7,18 @@ reduces gradients.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.checkpoint.engine_state import (
-    MODEL_PREFIX,
-    EngineState,
-    load_engine_state,
-    save_engine_state,
-    stage_engine_state,
-)
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.model_directory import rotary_limit
-from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
     is_trained_with_adapter,
@@ -41,8 +31,8 @@ from engines.training.backends.transformers.build import (
     build_on_meta,
     enable_activation_checkpointing,
 )
-from engines.training.backends.transformers.folding import load_folded, stored_weights
 from engines.training.backends.transformers.head import LogprobHead, Targets
+from engines.training.backends.transformers.module_engine import ModuleEngine
 from engines.training.backends.transformers.optimizer import (
     decayed_names,
     make_adamw,
@@ -54,7 +44,6 @@ from engines.training.backends.transformers.shards import (
     slots_by_parameter,
 )
 from engines.training.backends.transformers.vision import Vision, sees_images
-from engines.training.base import BaseEngine
 from engines.training.model.attention import Packing
 from engines.training.model.image_layout import ImageLayout
 from engines.training.model.ulysses import SequenceSlice, predicted_positions, slice_sequence
@@ -65,15 +54,11 @@ from engines.types import ModelOutputs, TokenBatch
 _DATA, _ULYSSES = "data", "ulysses"
 
 
-class TransformersModelEngine(BaseEngine):
+class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     """`BaseEngine` over a transformers module."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._model: PreTrainedModel | None = None
-        self._optimizer: torch.optim.AdamW | None = None
-        self._mesh: DeviceMesh | None = None
-        self._staging = StagingBuffers()
         self._names: HubNames | None = None
         self._slots: SlotsByParameter | None = None
         self._head: LogprobHead | None = None
@@ -82,17 +67,6 @@ class TransformersModelEngine(BaseEngine):
     @abstractmethod
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         """Build the model on this rank; when it is sharded, over all ranks."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The transformers module.
-
-        Raises:
-            EngineError: `initialize` was not called.
-        """
-        if self._model is None:
-            raise EngineError("the engine is not initialized: call initialize() first")
-        return self._model
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build the model and, when it trains, its optimizer."""
@@ -205,17 +179,6 @@ class TransformersModelEngine(BaseEngine):
         norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _apply_optimizer(self, lr: float) -> None:
-        if self._optimizer is None:
-            raise EngineError("this engine was made without an optimizer: it cannot train")
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-
-    def optimizer_zero_grad(self) -> None:
-        """Free all gradients."""
-        self.model.zero_grad(set_to_none=True)
-
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
         if self._names is None:
@@ -233,41 +196,10 @@ class TransformersModelEngine(BaseEngine):
             parts = held_parts(named, self._slots, self._adapter_scaling)
             yield from stream_parts(owned_parts(parts))
 
-    @classmethod
-    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`."""
-        return stored_weights(checkpoint, hf_dir)
-
     @property
     def _adapter_scaling(self) -> float:
         lora = self.spec.training.lora
         return lora.alpha / lora.rank if lora is not None else 0.0
-
-    def to(
-        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
-        grad: bool = True,
-    ) -> None:  # fmt: skip
-        """Move weights (gradients go with them) and optimizer state."""
-        if model:
-            if not grad:
-                self.optimizer_zero_grad()
-            torch.nn.Module.to(self.model, device)
-        if optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.to(device)
-
-    def save_checkpoint(self, path: Path, step: int) -> None:
-        """See `BaseEngine`."""
-        with self._state_scope():
-            state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            save_engine_state(path, state, self.spec.platform)
-
-    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
-        """See `BaseEngine`."""
-        with self._state_scope():
-            state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            return stage_engine_state(path, state, self.spec.platform, self._staging)
 
     @torch.no_grad()
     def save_adapter(self, path: Path) -> None:
@@ -291,27 +223,6 @@ class TransformersModelEngine(BaseEngine):
         if self.rank == 0:
             save_peft_adapter(path, whole, lora)
 
-    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
-        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
-        with self._state_scope(), self._loading() as (model, states):
-            if not optimizer:
-                return load_folded(path, dict(model), self.spec)
-            state = self._state_of(model, states, 0)
-            loaded = load_engine_state(path, state, self.spec.platform)
-            for values in states.values():
-                values["step"].fill_(float(loaded.num_optimizer_steps))
-        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
-        return loaded.step
-
-    def _state_scope(self) -> AbstractContextManager[None]:
-        """Scope in which weights and optimizer states can be read and written whole."""
-        return self.eval_mode()
-
-    @contextmanager
-    def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
-        """Scope that yields weights and optimizer states to be filled in place."""
-        yield self._named_state(), self._optimizer_states()
-
     def _named_state(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, sharded as they are held. Collective."""
         return named_state(self.model)
@@ -321,21 +232,3 @@ class TransformersModelEngine(BaseEngine):
         if self._optimizer is None:
             return {}
         return states_by_name(self.model, self._optimizer)
-
-    def _state_of(
-        self, model: list[tuple[str, Tensor]], states: dict[str, dict[str, Tensor]], step: int
-    ) -> EngineState:
-        tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
-        for name, values in states.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{key}.{name}"] = values[key]
-        first = next(iter(states.values()), None)
-        return EngineState(
-            tensors=tensors,
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=int(first["step"]) if first else 0,
-            backend=self.spec.training.backend,
-            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
-        )

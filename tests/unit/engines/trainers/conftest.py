@@ -133,7 +133,7 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
         RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
         for i in range(8)
     ]
-    prompts = rl_prompts(rows, tokenizer, 27).prompts
+    prompts = rl_prompts(rows, tokenizer, 27)
     with ExitStack() as stack:
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))

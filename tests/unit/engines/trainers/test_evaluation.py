@@ -43,7 +43,7 @@ def prompts(tokenizer: DirectoryTokenizer) -> tuple[RLPrompt, ...]:
         RLRow(source, (Message("user", f"{truth}?"),), "", RewardModel("rule", truth))
         for truth, source in zip(TRUTHS, SOURCES, strict=True)
     ]
-    return rl_prompts(rows, tokenizer, 30).prompts
+    return rl_prompts(rows, tokenizer, 30)
 
 
 def evaluate(

@@ -32,7 +32,8 @@ def test_sft_counts(tokenizer: DirectoryTokenizer) -> None:
     result = sft_examples(SFT_ROWS, tokenizer, max_length=10)
     # Three tokens of template: user, assistant, end.
     assert [len(example.input_ids) for example in result.examples] == [7, 10]
-    assert (result.num_tokens, result.num_loss_tokens, result.num_overlong) == (17, 2 + 3, 0)
+    assert [sum(example.loss_mask) for example in result.examples] == [2, 3]
+    assert result.indices == (0, 1)
 
 
 def test_overlong_conversations(tokenizer: DirectoryTokenizer) -> None:
@@ -43,15 +44,14 @@ def test_overlong_conversations(tokenizer: DirectoryTokenizer) -> None:
         "data.on_overlong is 'error'; raise the limit or set data.on_overlong=drop"
     )
     kept = sft_examples(SFT_ROWS, tokenizer, max_length=9, on_overlong="drop")
-    assert (kept.indices, kept.num_overlong) == ((0,), 1)
+    assert kept.indices == (0,)
 
 
 def test_prompts_keep_the_index_of_their_row(tokenizer: DirectoryTokenizer) -> None:
     rows = [rl_row("1" * n) for n in (2, 9, 4)]
-    result = rl_prompts(rows, tokenizer, max_prompt_length=6, on_overlong="drop")
-    assert [(prompt.index, prompt.row) for prompt in result.prompts] == [(0, rows[0]), (2, rows[2])]
-    assert (result.num_overlong, result.max_length) == (1, 6)
-    assert result.prompts[0].prompt_ids == (4, 7, 7, 5)
+    prompts = rl_prompts(rows, tokenizer, max_prompt_length=6, on_overlong="drop")
+    assert [(prompt.index, prompt.row) for prompt in prompts] == [(0, rows[0]), (2, rows[2])]
+    assert prompts[0].prompt_ids == (4, 7, 7, 5)
 
 
 def test_overlong_prompts(tokenizer: DirectoryTokenizer) -> None:

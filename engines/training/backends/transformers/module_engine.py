@@ -1,0 +1,142 @@
+"""Engines of one module and one AdamW, whose checkpoints hold tensors by name.
+
+Promises: one checkpoint format for every backend that keeps plain tensors or DTensors: each
+continues what another stored. A backend brings `_named_state` and `_optimizer_states`.
+Does not promise: anything about the forward pass or about how gradients are reduced.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engines.checkpoint.engine_state import (
+    MODEL_PREFIX,
+    EngineState,
+    load_engine_state,
+    save_engine_state,
+    stage_engine_state,
+)
+from engines.checkpoint.staging import StagingBuffers
+from engines.errors import EngineError
+from engines.training.backends.transformers.folding import load_folded, stored_weights
+from engines.training.base import BaseEngine
+from engines.training.spec import EngineSpec
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ModuleEngine(BaseEngine, Generic[Model]):
+    """`BaseEngine` over one module and, when it trains, its optimizer; `initialize` makes both."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._model: Model | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._mesh: DeviceMesh | None = None
+        self._staging = StagingBuffers()
+
+    @property
+    def model(self) -> Model:
+        """The module.
+
+        Raises:
+            EngineError: `initialize` was not called.
+        """
+        if self._model is None:
+            raise EngineError("the engine is not initialized: call initialize() first")
+        return self._model
+
+    def _apply_optimizer(self, lr: float) -> None:
+        if self._optimizer is None:
+            raise EngineError("this engine was made without an optimizer: it cannot train")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Free all gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+    @classmethod
+    def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`."""
+        return stored_weights(checkpoint, hf_dir)
+
+    def to(
+        self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:  # fmt: skip
+        """Move weights (gradients go with them) and optimizer state."""
+        if model:
+            if not grad:
+                self.optimizer_zero_grad()
+            nn.Module.to(self.model, device)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.to(device)
+
+    def save_checkpoint(self, path: Path, step: int) -> None:
+        """See `BaseEngine`."""
+        with self._state_scope():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            save_engine_state(path, state, self.spec.platform)
+
+    def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
+        """See `BaseEngine`."""
+        with self._state_scope():
+            state = self._state_of(self._named_state(), self._optimizer_states(), step)
+            return stage_engine_state(path, state, self.spec.platform, self._staging)
+
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
+        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        with self._state_scope(), self._loading() as (model, states):
+            if not optimizer:
+                return load_folded(path, dict(model), self.spec)
+            state = self._state_of(model, states, 0)
+            loaded = load_engine_state(path, state, self.spec.platform)
+            for values in states.values():
+                values["step"].fill_(float(loaded.num_optimizer_steps))
+        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
+        return loaded.step
+
+    def _state_scope(self) -> AbstractContextManager[None]:
+        """Scope in which weights and optimizer states can be read and written whole."""
+        return self.eval_mode()
+
+    @contextmanager
+    def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
+        """Scope that yields weights and optimizer states to be filled in place."""
+        yield self._named_state(), self._optimizer_states()
+
+    @abstractmethod
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, sharded as they are held. Collective."""
+
+    @abstractmethod
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """Adam's tensors by parameter name, sharded as they are held. Collective."""
+
+    def _state_of(
+        self, model: list[tuple[str, Tensor]], states: dict[str, dict[str, Tensor]], step: int
+    ) -> EngineState:
+        tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
+        for name, values in states.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.{key}.{name}"] = values[key]
+        first = next(iter(states.values()), None)
+        return EngineState(
+            tensors=tensors,
+            step=step,
+            num_steps=self.num_steps,
+            schedule_step=self._schedule_step,
+            num_optimizer_steps=int(first["step"]) if first else 0,
+            backend=self.spec.training.backend,
+            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
+        )
