@@ -18,8 +18,6 @@ from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.stacks
-
 SHORT = settings("rl.num_rounds=0", "sft.num_steps=150", "checkpoint.every_num_steps=50")
 PREFECT_AWAY_S = 30.0
 
@@ -42,6 +40,7 @@ def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
     wait_for(trains, "three steps of training", RUN_DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
     """MLflow is away from the start; the flow is killed, its job commits with nobody watching."""
     home = Home(tmp_path / "outage")
@@ -92,6 +91,7 @@ def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) 
         stop_all([server], 20.0)
 
 
+@pytest.mark.slow
 def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_path: Path) -> None:
     home = Home(tmp_path / "away")
     command = prefect_server(home.path, pick_port(24_000))
