@@ -85,10 +85,8 @@ def rlhf_pipeline(
     recipe = prepare_recipe(recipe)
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
-    if SURROUNDINGS.get() is None:
-        recipe = preflight(
-            recipe
-        )  # whoever runs the flow in a process of his own has looked before
+    if SURROUNDINGS.get() is None:  # else whoever set them has looked before
+        recipe = preflight(recipe)
     with open_run(recipe, force or {}, adopt or []) as run:
         run_stages(recipe, run.stages)
         return run.finish()

@@ -1,9 +1,9 @@
 """What a child process that may import torch tells its parent, which may not. JSON on a pipe."""
 
-from pydantic import BaseModel, ConfigDict
+from infra.frozen_model import FrozenModel
 
 
-class FoundPlatform(BaseModel):
+class FoundPlatform(FrozenModel):
     """The accelerator that jobs on this machine would use.
 
     Attributes:
@@ -13,15 +13,13 @@ class FoundPlatform(BaseModel):
         label: product name of the device.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: str
     device: str
     reason: str
     label: str
 
 
-class Refusal(BaseModel):
+class Refusal(FrozenModel):
     """Why there is no platform: the parts of a `ConfigError`.
 
     Attributes:
@@ -29,13 +27,11 @@ class Refusal(BaseModel):
         problem: what is wrong and what to do about it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     path: str
     problem: str
 
 
-class FoundPlugin(BaseModel):
+class FoundPlugin(FrozenModel):
     """What came of loading one plugin of other people.
 
     Attributes:
@@ -44,14 +40,12 @@ class FoundPlugin(BaseModel):
         problem: why it does not load; None if it does.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: str
     detail: str
     problem: str | None = None
 
 
-class SurveyReport(BaseModel):
+class SurveyReport(FrozenModel):
     """One answer: a platform or a refusal, and the plugins if they were asked for.
 
     Attributes:
@@ -59,8 +53,6 @@ class SurveyReport(BaseModel):
         refusal: why not, if there is none.
         plugins: in the order of `infra.plugins.outside_rows`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     platform: FoundPlatform | None = None
     refusal: Refusal | None = None

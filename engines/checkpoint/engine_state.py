@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from engines.checkpoint.staging import StagingBuffers
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from hardware.base import PlatformBase
+from infra.frozen_model import FrozenModel
 
 ENGINE_FILE = "engine.json"
 TENSORS_DIR = "tensors"
@@ -51,10 +52,8 @@ class EngineState:
     lora: LoraConfig | None = None
 
 
-class EngineScalars(BaseModel):
+class EngineScalars(FrozenModel):
     """The content of `engine.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = 1
     step: int

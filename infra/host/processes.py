@@ -22,10 +22,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from infra import env
 from infra.errors import DeadlineError, ServiceError
+from infra.frozen_model import FrozenModel
 from infra.host.records import log_tail
 
 # SIGINT that our parent ignores would be ignored by the child for good: a Prefect worker that
@@ -49,10 +49,8 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 """Our own children, kept so that `is_alive` can reap them: a zombie looks alive to others."""
 
 
-class ProcessIdentity(BaseModel):
+class ProcessIdentity(FrozenModel):
     """One process, and never another one that got the same pid later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pid: int
     started: str

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from infra import env
 from infra.errors import ServiceError
 from infra.faults import fault
+from infra.frozen_model import FrozenModel
 from infra.host.loopback_http import answers_ok
 from infra.host.processes import (
     ProcessIdentity,
@@ -64,10 +63,8 @@ class ServerCommand:
     token_path: Path | None = None
 
 
-class ServerRecord(BaseModel):
+class ServerRecord(FrozenModel):
     """`<home>/services/<name>.json`: a server that is about to start, or runs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     mark: str

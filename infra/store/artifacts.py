@@ -17,17 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-)
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError
 
 from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
+from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json, sha256_json
 from infra.store.digest_cache import digest_once
 from infra.store.stage_spec import Artifact
@@ -62,19 +56,15 @@ RelativePath = Annotated[str, AfterValidator(_check_name)]
 Kind = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
 
 
-class FileEntry(BaseModel):
+class FileEntry(FrozenModel, strict=True):
     """Size and digest of one file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     size_bytes: int = Field(ge=0)
     sha256: Sha256
 
 
-class Manifest(BaseModel):
+class Manifest(FrozenModel, strict=True, populate_by_name=True):
     """The list of an artifact's files; written last, so its presence means the rest is there."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
     schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
     kind: Kind

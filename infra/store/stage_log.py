@@ -17,20 +17,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from infra.errors import ArtifactCorruptError, FencedError
 from infra.faults import fault
+from infra.frozen_model import FrozenModel
 from infra.store.atomic import create_exclusively, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.followers import Followers
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
 
 
-class Holder(BaseModel):
+class Holder(FrozenModel):
     """Who asked for an attempt."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
     """Unlike any other holder's."""
@@ -40,10 +39,8 @@ class Holder(BaseModel):
     """Ray's name of the job that runs it, perhaps after the stage before; `none`: no job of Ray."""
 
 
-class LogEntry(BaseModel):
+class LogEntry(FrozenModel):
     """One entry of a stage's log."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = 1
     kind: Literal["held", "committed"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from infra.frozen_model import FrozenModel
 
 NUM_SHOWN = 12
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
@@ -29,14 +29,12 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class Artifact(BaseModel):
+class Artifact(FrozenModel):
     """A handle to an immutable directory in the store.
 
     Equal content has an equal `digest`, whoever made it; who made it stands in the commit
     record of `fingerprint`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str
     """`dataset`, `policy`, `model`, `evaluation`, `promotion` or `external`."""
@@ -52,13 +50,11 @@ class Artifact(BaseModel):
         return Path(self.uri)
 
 
-class Adoption(BaseModel):
+class Adoption(FrozenModel):
     """Whose steps a stage continues that was half-trained under another fingerprint.
 
     The steps up to `step` were computed by that other work, which may itself have adopted some.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     fingerprint: str
     """Of the work that was continued."""
@@ -76,10 +72,8 @@ class Adoption(BaseModel):
         return f"step {self.step} of {self.fingerprint[:12]}, which differs in {differs}"
 
 
-class StageSpec(BaseModel):
+class StageSpec(FrozenModel):
     """Everything a job knows about the stage it runs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = 1
     stage: str
@@ -111,10 +105,8 @@ class StageSpec(BaseModel):
         return ["-P", "-m", self.job_module, self.store_uri, self.fingerprint, str(self.attempt)]
 
 
-class NextStage(BaseModel):
+class NextStage(FrozenModel):
     """A stage that waits for nothing but the output of another, and names it by its kind."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     spec: StageSpec
     """Of its first attempt; the output is not among the inputs, nor in the fingerprint."""
@@ -124,10 +116,8 @@ class NextStage(BaseModel):
     """Who waits for it."""
 
 
-class CommitRecord(BaseModel):
+class CommitRecord(FrozenModel):
     """What a *committed* entry of a stage's log says: it is done, and this is its output."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = 1
     fingerprint: str

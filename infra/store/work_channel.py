@@ -18,20 +18,19 @@ import json
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from infra.errors import ArtifactCorruptError, ConfigError
 from infra.field_errors import to_config_error
+from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
 
 
-class JobProblem(BaseModel):
+class JobProblem(FrozenModel):
     """Why an attempt ended without a commit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str
     message: str

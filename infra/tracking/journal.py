@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
+from pydantic import ValidationError, field_serializer
 
 from infra.errors import JournalError
 from infra.faults import fault
+from infra.frozen_model import FrozenModel
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import journal_segments
@@ -32,10 +33,8 @@ NOTHING_READ: Mapping[int, int] = {}
 RecordKind = Literal["metrics", "progress", "log"]
 
 
-class JournalRecord(BaseModel):
+class JournalRecord(FrozenModel):
     """One line of a journal."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: RecordKind
     time_ms: int

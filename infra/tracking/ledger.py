@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from infra.frozen_model import FrozenModel
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
@@ -24,10 +25,8 @@ from infra.tracking.tracker import RunState
 _DIGITS = 16
 
 
-class Owner(BaseModel):
+class Owner(FrozenModel):
     """The process that tells a run's story."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str
     process: ProcessIdentity
@@ -42,10 +41,8 @@ class Owner(BaseModel):
         return self.host == socket.gethostname() and not is_alive(self.process)
 
 
-class RunEntry(BaseModel):
+class RunEntry(FrozenModel):
     """A pipeline run or a stage, and how it stands."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
     """Identifies the run on the server; hex digits."""

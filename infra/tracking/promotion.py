@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
-
+from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
 
@@ -12,10 +11,8 @@ PROMOTION = "promotion"
 DECISION_NAME = "decision.json"
 
 
-class Decision(BaseModel):
+class Decision(FrozenModel):
     """`decision.json`: whether a model may bear an alias."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     promoted: bool
     metric: str

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict
-
+from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import Adoption, Artifact
 from tasks.runner.identity import StageRequest
 
@@ -20,10 +19,8 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
     return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
 
 
-class StageResult(BaseModel):
+class StageResult(FrozenModel):
     """What a finished stage hands on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     label: str
     """Name of the stage within the run (`rl_round_2`)."""
