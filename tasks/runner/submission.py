@@ -81,7 +81,9 @@ class Submission:
         self._storage.attempts.hold(request.fingerprint, holder, attempt, force, adopted)
         channel = self._storage.channel(request.fingerprint)
         try:
+            adopted = copy_adopted_steps(self._storage, request, attempt)
             spec = self._specification(request, attempt, holder.id)
+            spec = spec.model_copy(update={"adopted": adopted})
             channel.write_specification(spec)
             job = JobRequest(
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
@@ -107,7 +109,6 @@ class Submission:
             holder=holder,
             config=request.config.model_dump(mode="json"),
             inputs=dict(request.inputs),
-            adopted=copy_adopted_steps(self._storage, request, attempt),
             seed=request.seed,
             sources=request.sources,
             libraries=request.libraries,

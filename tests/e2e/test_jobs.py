@@ -235,7 +235,7 @@ def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference:
     Submission(
         request=request,
         storage=store,
-        runtime=Runtime(platform="cpu", num_threads=1),
+        runtime=Runtime(),
         metadata={},
         follower="me",
         adopts=work,
