@@ -195,13 +195,8 @@ def child_environment(**extra: str | None) -> dict[str, str]:
     Returns:
         The copy; changing it changes nothing else.
     """
-    environment = dict(os.environ)
-    for name, value in extra.items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
-    return environment
+    environment = {**os.environ, **extra}
+    return {name: value for name, value in environment.items() if value is not None}
 
 
 def set_for_process(name: str, value: str | None) -> None:

@@ -2,7 +2,7 @@
 
 Promises: a started process leads its own session, inherits no ignored SIGINT and no file mode
 that others can read; a record names one process and never another that got its pid later;
-`stop` ends the whole family (session, process group, descendants, and whoever inherited the
+`stop_all` ends the whole family (session, process group, descendants, and whoever inherited the
 family's mark and moved to a session of its own) and touches nobody else; every wait here has a
 deadline and says what it waits for.
 Does not promise: to find a process that left the session AND overwrote its environment AND
@@ -132,11 +132,6 @@ def start_detached(
     return ProcessRecord(
         pid=child.pid, started=found.started, mark=mark, argv=tuple(argv), log_path=log_path
     )
-
-
-def stop(record: ProcessRecord, deadline_s: float = 10.0) -> None:
-    """End a process and its family; see `stop_all`."""
-    stop_all([record], deadline_s)
 
 
 def stop_all(

@@ -12,8 +12,7 @@ Does not promise: to notice users that were killed. `infra.host.guard` does, ins
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra import env
@@ -40,40 +39,35 @@ LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServerCommand:
-    """One server, not yet started.
-
-    Attributes:
-        name: `prefect`, `worker`, `mlflow`, `ray` or `prefect-embedded`.
-        argv: its command line.
-        environment: its whole environment.
-        url: where its clients reach it; a worker answers through its server.
-        health_url: answers 200 when the server can work; empty for a worker.
-        gcs_address: of a Ray head, `host:port` for `ray.init`.
-        token_path: of a Ray head, the file with the token that its clients show.
-    """
+class Server(FrozenModel):
+    """What a server is called and where it answers."""
 
     name: str
+    """`prefect`, `worker`, `mlflow`, `ray` or `prefect-embedded`."""
+    url: str
+    """Where its clients reach it; a worker answers through its server."""
+    health_url: str = ""
+    """Answers 200 when the server can work; empty for a worker."""
+    gcs_address: str = ""
+    """Of a Ray head, `host:port` for `ray.init`."""
+    token_path: Path | None = None
+    """Of a Ray head, the file with the token that its clients show."""
+
+
+class ServerCommand(Server):
+    """One server, not yet started."""
+
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    url: str
-    health_url: str = ""
-    gcs_address: str = ""
-    token_path: Path | None = None
+    """The whole environment of its process."""
 
 
-class ServerRecord(FrozenModel):
+class ServerRecord(Server):
     """`<home>/services/<name>.json`: a server that is about to start, or runs."""
 
-    name: str
     mark: str
     """Value of RLHF_PROCESS_MARK in the environment of the whole family."""
     log_path: Path
-    url: str
-    health_url: str
-    gcs_address: str
-    token_path: Path | None
     users: tuple[ProcessIdentity, ...]
     """Processes that asked for it and have not left it."""
     persistent: bool
@@ -113,20 +107,17 @@ def recorded(home: Path) -> list[str]:
     return sorted(path.stem for path in (home / "services").glob("*.json"))
 
 
-@contextlib.contextmanager
-def lock(home: Path, name: str, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
-    """Hold what guards a server's record and its start and end.
+def lock(home: Path, name: str) -> contextlib.AbstractContextManager[None]:
+    """What guards a server's record and its start and end.
 
     Args:
         home: of the server.
         name: of the server.
-        deadline_s: how long another holder is waited for, in seconds.
 
-    Yields:
-        None: while the lock is held.
+    Returns:
+        To be entered; waits for another holder as `file_lock` does, up to `LOCK_DEADLINE_S`.
     """
-    with file_lock(home / "services" / f"{name}.lock", deadline_s):
-        yield
+    return file_lock(home / "services" / f"{name}.lock", LOCK_DEADLINE_S)
 
 
 def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerRecord:
@@ -236,16 +227,15 @@ def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
         return True
 
 
-def stop(home: Path, *records: ServerRecord, deadline_s: float = STOP_DEADLINE_S) -> None:
+def stop(home: Path, *records: ServerRecord) -> None:
     """End servers with everything they started, then forget them; called under their locks.
 
     Args:
         home: of the servers.
-        *records: of the servers.
-        deadline_s: for all of them together, in seconds.
+        *records: of the servers; `STOP_DEADLINE_S` holds for all of them together.
     """
     processes = [record.process for record in records if record.process is not None]
-    stop_all(processes, deadline_s, marks=[record.mark for record in records])
+    stop_all(processes, STOP_DEADLINE_S, marks=[record.mark for record in records])
     for record in records:
         record_path(home, record.name).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ The caller passes the modules of the chosen plugins as further roots.
 import ast
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -94,19 +94,14 @@ def source_closure(
     """
     roots = [name for name in modules if not name.endswith(".py")]
     followed = {*packages, *(name.partition(".")[0] for name in roots)}
-    closure: dict[str, str] = {}
-    pending = []
-    for name in modules:
-        pending.extend(_root_sources(name))
-    while pending:
-        source = pending.pop()
-        if source.name in closure:
-            continue
-        closure[source.name] = sha256_file(source.path)
-        for name in _imported_names(source):
-            if name.partition(".")[0] in followed:
-                pending.extend(each for each in _executed_by(name) if counts(each.name))
-    return dict(sorted(closure.items()))
+
+    def executed(name: str) -> Iterable[_Source]:
+        if name.partition(".")[0] not in followed:
+            return ()
+        return (each for each in _executed_by(name) if counts(each.name))
+
+    reached = _reached((source for name in modules for source in _root_sources(name)), executed)
+    return dict(sorted((source.name, sha256_file(source.path)) for source in reached))
 
 
 def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str | None]) -> None:
@@ -230,18 +225,13 @@ def script_files(script: Path) -> dict[str, Path]:
     Raises:
         ConfigError: one of them is not Python.
     """
-    found: dict[str, Path] = {}
-    pending = [_Source(script.stem, script)]
-    while pending:
-        source = pending.pop()
-        name = source.path.relative_to(script.parent).as_posix()
-        if name in found:
-            continue
-        found[name] = source.path
-        for imported in _imported_names(source):
-            if imported.partition(".")[0] not in OUR_PACKAGES:
-                pending.extend(_beside(script.parent, imported))
-    return dict(sorted(found.items()))
+    folder = script.parent
+
+    def executed(name: str) -> Iterable[_Source]:
+        return () if name.partition(".")[0] in OUR_PACKAGES else _beside(folder, name)
+
+    reached = _reached([_Source(script.stem, script)], executed)
+    return dict(sorted((each.path.relative_to(folder).as_posix(), each.path) for each in reached))
 
 
 def _own_sources_digest(module: str) -> str | None:
@@ -264,6 +254,21 @@ class _Source:
         if self.path.name == "__init__.py":
             return self.name
         return self.name.rpartition(".")[0]
+
+
+def _reached(
+    roots: Iterable[_Source], executed: Callable[[str], Iterable[_Source]]
+) -> set[_Source]:
+    """Sources and all that importing them executes, of which `executed` tells for one name."""
+    reached: set[_Source] = set()
+    pending = [*roots]
+    while pending:
+        source = pending.pop()
+        if source not in reached:
+            reached.add(source)
+            for name in _imported_names(source):
+                pending.extend(executed(name))
+    return reached
 
 
 def _root_sources(name: str) -> list[_Source]:

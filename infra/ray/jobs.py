@@ -95,14 +95,10 @@ class RayJobs:
             raise JobSubmitError(f"Ray at {self.api.url} knows no job {submission_id}")
         return status
 
-    def logs(self, submission_id: str) -> str:
-        """Everything the job printed, secrets masked."""
-        answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
-        return redact(str(answer.get("logs", "")))
-
     def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
         """The last lines the job printed, secrets masked."""
-        return "\n".join(self.logs(submission_id).splitlines()[-num_lines:])
+        answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
+        return "\n".join(redact(str(answer.get("logs", ""))).splitlines()[-num_lines:])
 
     def stop(self, submission_id: str, deadline_s: float = STOP_DEADLINE_S) -> JobStatus:
         """Stop a job: SIGTERM to its processes, SIGKILL after Ray's grace.

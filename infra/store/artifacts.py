@@ -63,7 +63,7 @@ class FileEntry(FrozenModel, strict=True):
     sha256: Sha256
 
 
-class Manifest(FrozenModel, strict=True, populate_by_name=True):
+class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_alias=True):
     """The list of an artifact's files; written last, so its presence means the rest is there."""
 
     schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
@@ -74,7 +74,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True):
     @property
     def digest(self) -> str:
         """sha256 of the canonical JSON of (schema, kind, files): the artifact's identity."""
-        return sha256_json(self._canonical())
+        return sha256_json(self)
 
     @property
     def size_bytes(self) -> int:
@@ -83,10 +83,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True):
 
     def to_bytes(self) -> bytes:
         """The text of the manifest file."""
-        return canonical_json(self._canonical()) + b"\n"
-
-    def _canonical(self) -> dict[str, object]:
-        return {"schema": self.schema_version, "kind": self.kind, "files": dict(self.files)}
+        return canonical_json(self) + b"\n"
 
 
 def build_manifest(
@@ -206,7 +203,11 @@ def verify_directory(directory: Path, level: Level = "bytes") -> Manifest:
         )
     if level == "bytes":
         for name, found in _hash_all(present).items():
-            _check_content(present[name], found, manifest.files[name])
+            expected = manifest.files[name]
+            if found != expected:
+                raise ArtifactCorruptError(
+                    f"{present[name]}: sha256 {found.sha256} != {expected.sha256} of the manifest"
+                )
     return manifest
 
 
@@ -282,10 +283,9 @@ def _hash_regular(path: Path) -> FileEntry:
 
 
 def _hash_all(
-    paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] | None = None
+    paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] = _hash_regular
 ) -> dict[str, FileEntry]:
     """Size and digest of files by name, several at a time."""
-    hash_file = hash_file or _hash_regular
     if len(paths) < 2:
         return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:
@@ -300,11 +300,4 @@ def _check_size(entry: "os.DirEntry[str]", expected: FileEntry) -> None:
     if size_bytes != expected.size_bytes:
         raise ArtifactCorruptError(
             f"{entry.path} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
-        )
-
-
-def _check_content(path: Path, found: FileEntry, expected: FileEntry) -> None:
-    if found != expected:
-        raise ArtifactCorruptError(
-            f"{path}: sha256 {found.sha256} != {expected.sha256} of the manifest"
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from infra.store.process_stamp import own_stamp
 
@@ -34,10 +34,8 @@ MAX_GAP_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Beat(BaseModel):
+class Beat(BaseModel, frozen=True):
     """One sign of life."""
-
-    model_config = ConfigDict(frozen=True)
 
     process: str
     """Stamp of the writer (`infra.store.process_stamp`)."""
@@ -140,13 +138,9 @@ class BeatWatch:
         self._read = read
         self._clock = clock
         self._looked_at: float | None = None
-        self._silence_s = 0.0
         self.beat: Beat | None = None
-
-    @property
-    def silence_s(self) -> float:
+        self.silence_s = 0.0
         """Seconds without a new beat in which the watcher could look."""
-        return self._silence_s
 
     def look(self) -> float:
         """Look now.
@@ -161,10 +155,10 @@ class BeatWatch:
         beat = self._read()
         self._looked_at = self._clock()
         if beat is not None and beat != self.beat:
-            self.beat, self._silence_s = beat, 0.0
+            self.beat, self.silence_s = beat, 0.0
         elif looked_at is not None:
-            self._silence_s += min(self._looked_at - looked_at, MAX_GAP_S)
-        return self._silence_s
+            self.silence_s += min(self._looked_at - looked_at, MAX_GAP_S)
+        return self.silence_s
 
 
 class Heartbeat:

@@ -7,7 +7,6 @@ commits the fingerprint. Between stages only `Artifact` handles travel.
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from infra.frozen_model import FrozenModel
@@ -44,10 +43,6 @@ class Artifact(FrozenModel):
     """sha256 of the manifest's canonical form, 64 hex digits."""
     fingerprint: str | None = None
     """The stage that published it; None for input from outside the pipeline."""
-
-    def local_path(self) -> Path:
-        """Directory of a locally stored artifact."""
-        return Path(self.uri)
 
 
 class Adoption(FrozenModel):

@@ -185,7 +185,7 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
-        self._attempts = LocalAttempts(self._root, self._journal_bytes)
+        self.attempts = LocalAttempts(self._root, self._journal_bytes)
         self._verified: set[tuple[str, str]] = set()
 
     @property
@@ -203,11 +203,6 @@ class LocalStorage:
             make_directories(self._root)
             create_exclusively(path, uuid.uuid4().hex[:8].encode())
             return path.read_text(encoding="ascii")
-
-    @property
-    def attempts(self) -> Attempts:
-        """See `Storage.attempts`."""
-        return self._attempts
 
     def channel(self, fingerprint: str) -> FileChannel:
         """See `Storage.channel`."""
@@ -237,11 +232,11 @@ class LocalStorage:
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """See `Storage.commit`."""
         self.verify(record.artifact, "manifest")
-        return self._located(self._attempts.commit(attempt, record))
+        return self._located(self.attempts.commit(attempt, record))
 
     def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
         """See `Storage.lookup`."""
-        record = latest_commit(self._attempts.entries(fingerprint), force)
+        record = latest_commit(self.attempts.entries(fingerprint), force)
         if record is None:
             return None
         try:

@@ -1,11 +1,10 @@
 """What the store knows of stages: the shipper's and the report's source."""
 
 import json
-from pathlib import Path
 
 from infra.errors import JournalError
 from infra.store import stage_log
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord, read_journal
 
@@ -56,7 +55,3 @@ class StageHistory:
         log = self.storage.attempts.entries(fingerprint)
         members = stage_log.generation(log, generation)
         return members[-1].record if members else None
-
-    def files(self, artifact: Artifact) -> Path:
-        """The directory of an artifact's files on this machine."""
-        return self.storage.local_copy(artifact)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -52,7 +52,8 @@ class JournalRecord(FrozenModel):
 
     @field_serializer("values")
     def _strict_json(self, values: Mapping[str, float]) -> dict[str, float | str]:
-        return {name: _encode(value) for name, value in values.items()}
+        """JSON has no NaN and no infinity: their words are strings, which pydantic reads back."""
+        return {k: v if math.isfinite(v) else json.dumps(v) for k, v in values.items()}
 
     def to_line(self) -> bytes:
         """The record as it stands in the file, line end included."""
@@ -242,7 +243,7 @@ def read_journal(
 def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord], int]:
     """The complete records of a stretch that begins at `offset`, and where they end."""
     records = []
-    lines = list(_complete_lines(data))
+    lines = data.split(b"\n")[:-1]
     for number, line in enumerate(lines):
         try:
             records.append(_parse(line))
@@ -252,13 +253,8 @@ def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord],
                 break
             reason = str(error).splitlines()[0]
             raise JournalError(f"{where}: damaged record at byte {offset}: {reason}") from error
-        offset += len(line)
+        offset += len(line) + 1
     return records, offset
-
-
-def _complete_lines(data: bytes) -> Iterator[bytes]:
-    for line in data.split(b"\n")[:-1]:
-        yield line + b"\n"
 
 
 def _parse(line: bytes) -> JournalRecord:
@@ -271,15 +267,6 @@ def _parse(line: bytes) -> JournalRecord:
         return JournalRecord.model_validate(values)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from error
-
-
-def _encode(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they are written as strings, which pydantic reads back."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _refuse_constant(name: str) -> Any:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from infra.frozen_model import FrozenModel
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
+from infra.host.records import save_record
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Adoption, Artifact, CommitRecord
@@ -113,11 +114,11 @@ class Ledger:
 
     def put(self, entry: RunEntry) -> None:
         """Keep an entry until it is settled; an older one of its key is replaced."""
-        self._write("pending", entry)
+        save_record(self._path("pending", entry.key), entry)
 
     def settle(self, entry: RunEntry) -> None:
         """The server was told everything about a run."""
-        self._write("settled", entry)
+        save_record(self._path("settled", entry.key), entry)
         self._path("pending", entry.key).unlink(missing_ok=True)
 
     def check_origin(self, origin: str) -> bool:
@@ -147,8 +148,3 @@ class Ledger:
         except (FileNotFoundError, ValidationError):
             # Of another version: the next run that uses the stage puts it anew.
             return None
-
-    def _write(self, room: str, entry: RunEntry) -> None:
-        path = self._path(room, entry.key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(path, entry.model_dump_json().encode())

@@ -44,9 +44,12 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate) -> str:
     version = _version_with(client, candidate.name, artifact.digest)
     if version is None:
         source = _log_model(client, candidate)
-        tags = {DIGEST_TAG: artifact.digest, "rlhf.uri": artifact.uri}
-        tags |= {"rlhf.fingerprint": artifact.fingerprint or ""}
-        tags |= {METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()}
+        tags = {
+            DIGEST_TAG: artifact.digest,
+            "rlhf.uri": artifact.uri,
+            "rlhf.fingerprint": artifact.fingerprint or "",
+            **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
+        }
         created = client.create_model_version(candidate.name, source, candidate.run_id, tags=tags)
         version = str(created.version)
     client.set_registered_model_alias(candidate.name, candidate.alias, version)

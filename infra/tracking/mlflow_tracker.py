@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,6 @@ class MlflowTracker:
         self.uri = uri
         self._files = settings.home / "mlflow-artifacts"
         self._experiment = settings.experiment
-        self._client: MlflowClient | None = None
-        self._experiment_id = ""
 
     @property
     def address(self) -> str:
@@ -83,43 +82,43 @@ class MlflowTracker:
     def origin(self) -> str:
         """The experiment, by its number and the time of its creation."""
         with _refusals():
-            experiment = self._open().get_experiment(self._experiment_id)
+            experiment = self._client.get_experiment(self._experiment_id)
             return f"{experiment.experiment_id} {experiment.creation_time}"
 
     def open_run(self, run: TrackedRun) -> str:
         """The run with this key; the oldest, if there are several."""
         with _refusals(), self._writing():
-            client = self._open()
-            found = self._find(client, run.key)
+            found = self._find(run.key)
             if found is not None:
                 return found
-            tags = {TAG + name: value for name, value in run.tags.items()}
-            tags |= {f"{TAG}input.{name}": digest for name, digest in run.inputs.items()}
-            tags |= {KEY_TAG: run.key}
+            tags = {
+                **{TAG + name: value for name, value in run.tags.items()},
+                **{f"{TAG}input.{name}": digest for name, digest in run.inputs.items()},
+                KEY_TAG: run.key,
+            }
             if run.parent_id:
                 tags["mlflow.parentRunId"] = run.parent_id
-            created = client.create_run(self._experiment_id, tags=tags, run_name=run.name)
-            run_id = self._find(client, run.key) or created.info.run_id
+            created = self._client.create_run(self._experiment_id, tags=tags, run_name=run.name)
+            run_id = self._find(run.key) or created.info.run_id
             if run_id != created.info.run_id:
-                client.delete_run(created.info.run_id)
-            _describe(client, run_id, run)
+                self._client.delete_run(created.info.run_id)
+            _describe(self._client, run_id, run)
             return run_id
 
     def position(self, run_id: str) -> str:
         """As the run's tag holds it."""
         with _refusals():
-            return self._open().get_run(run_id).data.tags.get(POSITION_TAG, "")
+            return self._client.get_run(run_id).data.tags.get(POSITION_TAG, "")
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
         """Rows in calls of hundreds, then the position: whoever is killed sends rows again."""
         with _refusals():
             from mlflow.entities import Metric
 
-            client = self._open()
             rows = [Metric(metric_key(p.name), p.value, p.time_ms, p.step) for p in points]
             for start in range(0, len(rows), METRICS_PER_CALL):
-                client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_CALL])
-            client.set_tag(run_id, POSITION_TAG, position)
+                self._client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_CALL])
+            self._client.set_tag(run_id, POSITION_TAG, position)
 
     def set_state(
         self,
@@ -132,31 +131,30 @@ class MlflowTracker:
         with _refusals():
             from mlflow.entities import Metric, RunTag
 
-            client = self._open()
-            run = client.get_run(run_id)
+            run = self._client.get_run(run_id)
             rows = [
                 Metric(metric_key(name), float(value), run.info.start_time, 0)
                 for name, value in metrics.items()
                 if metric_key(name) not in run.data.metrics
             ]
             run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
-            client.log_batch(run_id, metrics=rows, tags=run_tags)
+            self._client.log_batch(run_id, metrics=rows, tags=run_tags)
             if state == "RUNNING":
-                client.update_run(run_id, status=state)
+                self._client.update_run(run_id, status=state)
             elif run.info.status != state:
-                client.set_terminated(run_id, state)
+                self._client.set_terminated(run_id, state)
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """As artifacts of the run."""
         with _refusals():
-            self._open().log_artifacts(run_id, str(directory), path)
+            self._client.log_artifacts(run_id, str(directory), path)
 
     def register(self, candidate: ModelCandidate) -> str:
         """As a version that MLflow's own API loads."""
         with _refusals(), self._writing():
             from infra.tracking.mlflow_models import register_version
 
-            return register_version(self._open(), candidate)
+            return register_version(self._client, candidate)
 
     def _writing(self) -> Any:
         """Alone among the processes of this machine that write one embedded database."""
@@ -165,9 +163,8 @@ class MlflowTracker:
         lock = self._database.with_name(f"{self._database.name}.lock")
         return file_lock(lock, SCHEMA_DEADLINE_S)
 
-    def _open(self) -> "MlflowClient":
-        if self._client is not None:
-            return self._client
+    @cached_property
+    def _client(self) -> "MlflowClient":
         for variable, value in (
             (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
             (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
@@ -183,17 +180,16 @@ class MlflowTracker:
         client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         # The first query creates or migrates the tables of an embedded database.
         client.search_experiments(max_results=1)
-        self._experiment_id = _ensure_experiment(
-            client,
-            self._experiment,
-            # A server decides by itself; embedded, MLflow would use the current directory.
-            self._files.as_uri() if self._database else None,
-        )
-        self._client = client
         return client
 
-    def _find(self, client: "MlflowClient", key: str) -> str | None:
-        found: Sequence[Run] = client.search_runs(
+    @cached_property
+    def _experiment_id(self) -> str:
+        # A server decides by itself; embedded, MLflow would use the current directory.
+        location = self._files.as_uri() if self._database else None
+        return _ensure_experiment(self._client, self._experiment, location)
+
+    def _find(self, key: str) -> str | None:
+        found: Sequence[Run] = self._client.search_runs(
             [self._experiment_id],
             f"tags.`{KEY_TAG}` = '{key}'",
             order_by=["attributes.start_time ASC", "attributes.run_id ASC"],

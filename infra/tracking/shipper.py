@@ -276,9 +276,11 @@ class Shipper:
     def _send_state(self, entry: RunEntry, run_id: str) -> None:
         tags = {}
         if entry.output is not None:
-            output = entry.output
-            tags = {"output.digest": output.digest, "output.kind": output.kind}
-            tags["output.uri"] = output.uri
+            tags = {
+                "output.digest": entry.output.digest,
+                "output.kind": entry.output.kind,
+                "output.uri": entry.output.uri,
+            }
             if entry.output.kind == PROMOTION:
                 self._register(entry, run_id)
         for label, key in entry.stages.items():
@@ -293,14 +295,14 @@ class Shipper:
         """A committed promotion is what registers a model, whoever sees it first."""
         if entry.output is None or "model" not in entry.inputs:
             return
-        decision = Decision.read(self._history.files(entry.output))
+        decision = Decision.read(self._history.storage.local_copy(entry.output))
         if decision.promoted:
             model = entry.inputs["model"]
             candidate = ModelCandidate(
                 name=decision.model_name,
                 alias=decision.alias,
                 artifact=model,
-                directory=self._history.files(model),
+                directory=self._history.storage.local_copy(model),
                 run_id=run_id,
                 metrics=entry.metrics,
             )

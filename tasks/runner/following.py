@@ -31,7 +31,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord, read_journal
-from tasks.runner.cancellation import run_is_cancelled
+from tasks.runner.cancellation import STOP_DEADLINE_S, run_is_cancelled
 from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
@@ -44,8 +44,6 @@ START_GRACE_S = 300.0
 LOST_GRACE_S = 45.0
 """How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
 on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
-STOP_DEADLINE_S = 20.0
-LOG_TAIL_LINES = 20
 EXIT_KILLED = 128 + signal.SIGKILL
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
@@ -196,7 +194,12 @@ class JobFollower:
             log = self._storage.attempts.entries(self._fingerprint)
             if len(log) > job.attempt + 1:
                 return self._storage.lookup(self._fingerprint, self._force)
-            self._listen(job)
+            try:
+                job.watch.look()
+            except OSError as error:
+                _log.warning(
+                    "%s: the channel of %s cannot be used: %s", self._label, job.name, error
+                )
             if time.monotonic() >= status_at:
                 status_at = time.monotonic() + STATUS_EVERY_S
                 verdict = self._judge(jobs, job)
@@ -214,12 +217,6 @@ class JobFollower:
             return self._channel.read_beat(attempt)
 
         return BeatWatch(look)
-
-    def _listen(self, job: _Job) -> None:
-        try:
-            job.watch.look()
-        except OSError as error:
-            _log.warning("%s: the channel of %s cannot be used: %s", self._label, job.name, error)
 
     def _judge(self, jobs: RayJobs, job: _Job) -> _Verdict:
         """Whether the job ended or fell silent."""
@@ -305,7 +302,7 @@ class JobFollower:
 
     def _tail(self, jobs: RayJobs, job: _Job) -> str:
         try:
-            tail = jobs.log_tail(job.name, LOG_TAIL_LINES)
+            tail = jobs.log_tail(job.name)
         except JobError:
             return ""
         return "".join(f"\n    {line}" for line in tail.splitlines())

@@ -87,29 +87,15 @@ class StageContext:
         self._recorder = recorder
         self._observer = observer
         self._runtime = runtime
-        self._orchestrated = orchestrated
-        self._seed = seed
+        self.orchestrated = orchestrated
+        self.seed = seed
         self._force, self._adopt = force, adopt
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
-        self._others_wait = False
+        self.others_wait = False
+        """Whether the stage that ended the run goes on for someone else."""
         self._followed: set[str] = set()
         self.results: list[StageResult] = []
-
-    @property
-    def orchestrated(self) -> bool:
-        """Whether each stage is to be a Prefect task run."""
-        return self._orchestrated
-
-    @property
-    def seed(self) -> int:
-        """Of the run."""
-        return self._seed
-
-    @property
-    def others_wait(self) -> bool:
-        """Whether the stage that ended the run goes on for someone else."""
-        return self._others_wait
 
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result.
@@ -197,7 +183,7 @@ class StageContext:
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            self._others_wait = follower.others_wait
+            self.others_wait = follower.others_wait
             self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
             error.add_note(request.label)
             raise

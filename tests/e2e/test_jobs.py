@@ -356,10 +356,10 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     spec = bench.spec("rl_round", second, inputs)
     round_2 = bench.run(spec)
     assert [r.step for r in _metrics(spec) if "actor/lr" in r.values] == [3, 4]
-    directory = round_2.artifact.local_path()
+    directory = Path(round_2.artifact.uri)
     engine_state = json.loads((directory / "checkpoint" / "engine.json").read_text())
     before = json.loads(
-        (reference.rl.artifact.local_path() / "checkpoint" / "engine.json").read_text()
+        (Path(reference.rl.artifact.uri) / "checkpoint" / "engine.json").read_text()
     )
     assert engine_state["num_optimizer_steps"] == before["num_optimizer_steps"] + 4
     model = bench.run(
@@ -375,7 +375,7 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     inputs = {"evaluation": evaluated.artifact, "model": model}
     for min_value, promoted in ((0.0, True), (1.0, False)):
         gate = {"promote": {"min_value": min_value}}
-        decision = bench.run(bench.spec("promote", gate, inputs)).artifact.local_path()
+        decision = Path(bench.run(bench.spec("promote", gate, inputs)).artifact.uri)
         content = json.loads((decision / "decision.json").read_text())
         assert content["promoted"] is promoted
         assert content["model_digest"] == model.digest

@@ -166,7 +166,7 @@ def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
     argv = [sys.executable, "-c", code, argument]
     assert jobs.submit("shell", JobRequest(argv, {"GREETING": "a b"}, {}))
     assert _ended(jobs, "shell").state == JobState.SUCCEEDED
-    assert repr((str(directory), [argument], "a b")) in jobs.logs("shell")
+    assert repr((str(directory), [argument], "a b")) in jobs.log_tail("shell")
 
 
 def test_unknown_jobs_and_addresses_are_named(jobs: RayJobs, tmp_path: Path) -> None:

@@ -175,10 +175,7 @@ def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_a
         if broken:
             return command
         broken.append(command.name)
-        return servers.ServerCommand(
-            command.name, ("/bin/false",), command.environment, command.url, command.health_url,
-            command.gcs_address, command.token_path,
-        )  # fmt: skip
+        return command.model_copy(update={"argv": ("/bin/false",)})
 
     monkeypatch.setattr(ray_cluster, "head_command", first_is_broken)
     try:

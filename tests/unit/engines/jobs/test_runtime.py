@@ -118,7 +118,7 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
     assert run(spec).returncode == 0
     record = LocalStorage(Path(spec.store_uri)).lookup(spec.fingerprint)
     assert record is not None
-    assert sorted(p.name for p in record.artifact.local_path().iterdir()) == [
+    assert sorted(p.name for p in Path(record.artifact.uri).iterdir()) == [
         "decision.json",
         "manifest.json",
     ]
@@ -174,7 +174,7 @@ def test_the_debug_switch_adds_the_traceback(tmp_path: Path) -> None:
 
 
 def test_any_other_error_is_exit_code_1_with_its_traceback(spec: StageSpec) -> None:
-    damaged = spec.inputs["evaluation"].local_path() / "summary.json"
+    damaged = Path(spec.inputs["evaluation"].uri) / "summary.json"
     damaged.chmod(0o644)
     damaged.write_text("{}", encoding="utf-8")
     done = run(spec)

@@ -24,11 +24,12 @@ from infra.host.processes import (
     pick_port,
     pick_ports,
     start_detached,
-    stop,
     stop_all,
 )
 from infra.host.records import file_lock, load_record, log_tail, save_record
 from infra.waiting import wait_for
+
+DEADLINE_S = 10.0
 
 
 def _start(tmp_path: Path, code: str, **variables: str) -> ProcessRecord:
@@ -53,7 +54,7 @@ def test_child_leads_its_session_and_is_known_by_more_than_its_pid(tmp_path: Pat
         later = record.model_copy(update={"started": record.started + "1"})
         assert not is_alive(later), "another process with the same pid"
     finally:
-        stop(record)
+        stop_all([record], DEADLINE_S)
     assert not is_alive(record)
     assert identify(record.pid) is None
 
@@ -112,7 +113,7 @@ def test_stop_reaches_grandchildren_in_sessions_of_their_own(tmp_path: Path) -> 
     grandchild = psutil.Process(int(_read_when_there(tmp_path / "grandchild")))
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        stop(record, deadline_s=3.0)
+        stop_all([record], deadline_s=3.0)
         assert not is_alive(record)
         assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
         assert bystander.poll() is None
@@ -136,9 +137,9 @@ def test_stop_finds_the_family_of_a_leader_that_was_killed(tmp_path: Path) -> No
     os.kill(record.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(record), "the leader's death", 5.0, poll_s=0.01)
     assert child.is_running()
-    stop(record)
+    stop_all([record], DEADLINE_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    stop(record)  # and again, with nobody left
+    stop_all([record], DEADLINE_S)  # and again, with nobody left
 
 
 def test_stop_lets_a_process_say_goodbye_first(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_stop_lets_a_process_say_goodbye_first(tmp_path: Path) -> None:
         """,
     )
     _read_when_there(tmp_path / "ready")
-    stop(record)
+    stop_all([record], DEADLINE_S)
     assert (tmp_path / "farewell").read_text() == "saved"
 
 
@@ -178,9 +179,9 @@ def test_stop_all_shares_one_deadline(tmp_path: Path) -> None:
 def test_a_record_of_another_boot_matches_nobody(tmp_path: Path) -> None:
     record = _start(tmp_path, "import time; time.sleep(60)")
     stale = record.model_copy(update={"started": "other-boot:1", "mark": "nobody"})
-    stop(stale)
+    stop_all([stale], DEADLINE_S)
     assert is_alive(record)
-    stop(record)
+    stop_all([record], DEADLINE_S)
 
 
 def test_a_program_that_is_not_there_is_reported_by_its_log(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_lock_excludes_a_second_holder_and_survives_a_killed_one(tmp_path: Path)
     os.kill(holder.pid, signal.SIGKILL)
     with file_lock(path, 5.0):
         pass
-    stop(holder)
+    stop_all([holder], DEADLINE_S)
 
 
 def test_records_come_back_equal_and_private(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ def _command(home: Path) -> ServerCommand:
         *(sys.executable, "-m", "infra.host.guard", str(home), NAME),
         *("http.server", str(port), "--bind", "127.0.0.1", "--directory", str(home)),
     )
-    return ServerCommand(NAME, argv, env.child_environment(), url, health_url=f"{url}/")
+    environment = env.child_environment()
+    return ServerCommand(
+        name=NAME, argv=argv, environment=environment, url=url, health_url=f"{url}/"
+    )
 
 
 def _processes(home: Path) -> list[int]:
@@ -146,11 +149,8 @@ def test_a_full_disk_holds_no_server_up(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_is_named_with_its_log(home: Path) -> None:
-    command = _command(home)
-    broken = ServerCommand(
-        NAME, (sys.executable, "-c", "print('no way'); import time; time.sleep(1)"),
-        command.environment, command.url, command.health_url,
-    )  # fmt: skip
+    argv = (sys.executable, "-c", "print('no way'); import time; time.sleep(1)")
+    broken = _command(home).model_copy(update={"argv": argv})
     with servers.lock(home, NAME):
         record = servers.start(home, broken, persistent=False)
     with pytest.raises(ServiceError, match=rf"{NAME} ended; {home}/logs/{NAME}.log:\n +no way"):

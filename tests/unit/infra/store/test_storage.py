@@ -68,7 +68,7 @@ def record(artifact: Artifact, attempt: int = 0, fingerprint: str = FINGERPRINT)
 def test_published_committed_fetched(store: Storage, tmp_path: Path) -> None:
     artifact = store.publish(output(tmp_path / "out"), "model")
     assert artifact.kind == "model"
-    assert artifact.local_path() == tmp_path / "store/artifacts/model" / artifact.digest
+    assert Path(artifact.uri) == tmp_path / "store/artifacts/model" / artifact.digest
     assert not (tmp_path / "out").exists()
     assert store.lookup(FINGERPRINT) is None
     standing = commit(store, record(artifact))
@@ -88,10 +88,10 @@ def commit(store: Storage, made: CommitRecord) -> CommitRecord:
 
 def test_equal_content_is_stored_once(store: Storage, tmp_path: Path) -> None:
     first = store.publish(output(tmp_path / "one"), "model")
-    inode = (first.local_path() / "a.txt").stat().st_ino
+    inode = (Path(first.uri) / "a.txt").stat().st_ino
     assert store.publish(output(tmp_path / "two"), "model") == first
     assert store.publish(output(tmp_path / "three"), "model").digest == first.digest
-    assert (first.local_path() / "a.txt").stat().st_ino == inode
+    assert (Path(first.uri) / "a.txt").stat().st_ino == inode
     assert os.listdir(tmp_path / "store/artifacts/model") == [first.digest]
     assert not any((tmp_path / name).exists() for name in ("one", "two", "three"))
 
@@ -100,7 +100,7 @@ def test_publishing_from_another_file_system(
     store: Storage, tmp_path: Path, other_disk: Path
 ) -> None:
     near = store.publish(output(tmp_path / "near"), "model")
-    shutil.rmtree(near.local_path())
+    shutil.rmtree(Path(near.uri))
     far = store.publish(output(other_disk / "far"), "model")
     assert far == near
     assert store.local_copy(far).is_dir()
@@ -168,7 +168,7 @@ def test_a_damaged_output_of_a_finished_stage_raises(
 ) -> None:
     artifact = store.publish(output(tmp_path / "out"), "model")
     commit(store, record(artifact))
-    directory = artifact.local_path()
+    directory = Path(artifact.uri)
     if damage == "flip":
         (directory / "a.txt").write_text("weightz")
     elif damage == "remove file":
@@ -181,7 +181,7 @@ def test_a_damaged_output_of_a_finished_stage_raises(
         # A directory that is sound in itself, under the name of another one.
         other = store.publish(output(tmp_path / "out", "else"), "model")
         shutil.rmtree(directory)
-        other.local_path().rename(directory)
+        Path(other.uri).rename(directory)
     # A look-up reads the manifest, a run that reuses looks at sizes, who reads looks at bytes.
     if "file" in damage or damage == "flip":
         assert store.lookup(FINGERPRINT) is not None
@@ -200,7 +200,7 @@ def test_publishing_the_content_again_heals_a_damaged_artifact(
 ) -> None:
     artifact = store.publish(output(tmp_path / "out"), "model")
     commit(store, record(artifact))
-    (artifact.local_path() / "a.txt").write_text("weightz")
+    (Path(artifact.uri) / "a.txt").write_text("weightz")
     assert store.publish(output(tmp_path / "again"), "model") == artifact
     assert "replacing a damaged artifact" in caplog.text
     assert store.lookup(FINGERPRINT) == record(artifact)
@@ -241,7 +241,7 @@ def test_a_read_error_is_not_absence(store: Storage, tmp_path: Path) -> None:
 
 def test_commit_needs_the_artifact(store: Storage, tmp_path: Path) -> None:
     artifact = store.publish(output(tmp_path / "out"), "model")
-    shutil.rmtree(artifact.local_path())
+    shutil.rmtree(Path(artifact.uri))
     with pytest.raises(ArtifactNotFoundError):
         commit(store, record(artifact))
     assert store.lookup(FINGERPRINT) is None
@@ -254,8 +254,8 @@ def test_a_moved_store_still_answers(store: Storage, tmp_path: Path) -> None:
     moved = LocalStorage(tmp_path / "moved")
     committed = moved.lookup(FINGERPRINT)
     assert committed is not None
-    assert committed.artifact.local_path().parent == tmp_path / "moved/artifacts/model"
-    assert moved.local_copy(artifact) == committed.artifact.local_path()
+    assert Path(committed.artifact.uri).parent == tmp_path / "moved/artifacts/model"
+    assert moved.local_copy(artifact) == Path(committed.artifact.uri)
 
 
 def test_fetch_of_external_input_notices_a_change(store: Storage, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Jobs:
 
     status = look
 
-    def log_tail(self, submission_id: str, num_lines: int) -> str:
+    def log_tail(self, submission_id: str) -> str:
         return "the last line"
 
     def stop(self, submission_id: str, deadline_s: float) -> None:
