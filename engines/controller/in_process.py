@@ -4,12 +4,10 @@ Errors of the worker reach the caller unchanged.
 """
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol
 
 from engines.controller.dispatch import dispatch_mode
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from engines.controller.worker_group import P, R
 
 
 class Closable(Protocol):
