@@ -50,6 +50,9 @@ class Planner:
         adopt: labels of stages that must find something to adopt if they are no hits.
     """
 
+    orchestrated = False
+    """A plan is no Prefect run."""
+
     def __init__(
         self,
         storage: Storage,
@@ -61,11 +64,6 @@ class Planner:
         self.seed = seed
         self._force, self._adopt = force, adopt
         self.stages: list[PlannedStage] = []
-
-    @property
-    def orchestrated(self) -> bool:
-        """A plan is no Prefect run."""
-        return False
 
     @property
     def all_hit(self) -> bool:

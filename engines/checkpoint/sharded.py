@@ -300,21 +300,8 @@ class ShardedReader:
         Raises:
             CheckpointError: pieces are missing.
         """
-        pieces, shape = self._pieces[name], self.shape(name)
-        whole: Tensor | None = None
-        filled = 0
-        for piece in pieces:
-            with safe_open(piece.file, framework="pt") as shard:
-                part = shard.get_tensor(name)
-            if part.shape == shape:
-                return part
-            whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
-            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
-            whole[place] = part
-            filled += part.numel()
-        if whole is None or filled != whole.numel():
-            raise CheckpointError(f"{self._path}: pieces of {name} are missing")
-        return whole
+        shape = self.shape(name)
+        return self.read_region(name, (0,) * len(shape), shape)
 
     def read_region(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Put a rectangular part of a tensor together, reading no more than it.
@@ -345,6 +332,8 @@ class ShardedReader:
             target = tuple(slice(s - o, e - o) for (s, e), o in zip(overlap, offsets, strict=True))
             with safe_open(piece.file, framework="pt") as shard:
                 values = shard.get_slice(name)[source]
+            if values.shape == tuple(shape):
+                return values
             part = torch.empty(tuple(shape), dtype=values.dtype) if part is None else part
             part[target] = values
             filled += values.numel()

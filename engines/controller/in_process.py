@@ -4,12 +4,10 @@ Errors of the worker reach the caller unchanged.
 """
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol
 
 from engines.controller.dispatch import dispatch_mode
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from engines.controller.worker_group import P, R
 
 
 class Closable(Protocol):
@@ -23,13 +21,10 @@ class Closable(Protocol):
 class InProcessGroup:
     """A `WorkerGroup` of world size 1: every dispatch mode is a plain call."""
 
+    world_size = 1
+
     def __init__(self, worker: Closable) -> None:
         self._worker: Closable | None = worker
-
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the method on the one worker."""

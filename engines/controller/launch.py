@@ -11,7 +11,8 @@ from pathlib import Path
 
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
-from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
+from engines.controller.rank_process import RayGroupOptions
+from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.worker_group import WorkerGroup
 from hardware.detection import detect
 from infra.errors import DeadlineError

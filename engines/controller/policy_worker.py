@@ -132,8 +132,7 @@ class PolicyWorker:
     @dispatch(Dispatch.SPLIT)
     def train_mini_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
         """One optimizer step on the whole batch."""
-        with self._policy.train_mode():
-            return self._policy.train_batch(batch, loss_fn)
+        return self._policy.train_batch(batch, loss_fn)
 
     @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
@@ -143,19 +142,17 @@ class PolicyWorker:
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs of the policy as it is now: (T,) float32 on the CPU."""
-        with self._policy.eval_mode():
-            return self._policy.infer_batch(batch).logprobs_T
+        return self._policy.infer_batch(batch).logprobs_T
 
     @dispatch(Dispatch.SPLIT)
     def infer_reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs of the frozen reference: (T,) float32 on the CPU."""
         if self._spec.reference is not None and self._adapter_off_is_reference:
-            with self._policy.eval_mode(), self._policy.disable_adapter():
+            with self._policy.disable_adapter():
                 return self._policy.infer_batch(batch).logprobs_T
         if self._reference is None:
             raise ValueError("this worker was built without a reference model")
-        with self._reference.eval_mode():
-            return self._reference.infer_batch(batch).logprobs_T
+        return self._reference.infer_batch(batch).logprobs_T
 
     @dispatch(Dispatch.SPLIT_ALL)
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:

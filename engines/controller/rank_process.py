@@ -8,14 +8,14 @@ import faulthandler
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines.collectives import close_process_group
-from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
+from engines.controller.process_group import TCPStore, join, open_store
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter
 from infra.redacted_output import redact_output
@@ -25,65 +25,83 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RankSettings:
-    """Who this rank is.
+class RayGroupOptions:
+    """How a group of actors is started and watched.
 
     Attributes:
-        rank: of this process.
         world_size: number of ranks.
-        backend: collective backend.
-        num_threads: CPU threads of this process.
-        log_path: its log file.
-        heartbeat_path: its heartbeat file.
-        heartbeat_s: seconds between two heartbeats.
-        collective_timeout_s: deadline of one collective.
+        backend: collective backend of the platform (`gloo`, `nccl`).
+        num_threads: CPU threads of one rank.
+        log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
+        resources: keyword arguments of `ray.remote` that reserve what one rank needs.
+        collective_timeout_s: deadline of one collective between ranks.
+        call_timeout_s: deadline of a call that `timeouts_s` does not name.
+        timeouts_s: deadlines by method name.
+        start_timeout_s: deadline for all ranks to run and meet.
+        heartbeat_s: how often a rank writes its heartbeat.
+        silence_s: a rank whose heartbeat is older is taken for dead.
     """
 
-    rank: int
     world_size: int
     backend: str
     num_threads: int
-    log_path: Path
-    heartbeat_path: Path
-    heartbeat_s: float
-    collective_timeout_s: float
+    log_dir: Path
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    collective_timeout_s: float = 600.0
+    call_timeout_s: float = 7200.0
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    start_timeout_s: float = 180.0
+    heartbeat_s: float = 1.0
+    silence_s: float = 60.0
+
+    def log_path(self, rank: int) -> Path:
+        """The log file of a rank."""
+        return self.log_dir / f"rank-{rank}.log"
+
+    def heartbeat_path(self, rank: int) -> Path:
+        """The heartbeat file of a rank."""
+        return self.log_dir / f"rank-{rank}.heartbeat"
 
 
 class RankProcess:
-    """The class of the Ray actor. Its methods run one at a time, in the order of the calls."""
+    """The class of the Ray actor. Its methods run one at a time, in the order of the calls.
 
-    def __init__(self, settings: RankSettings) -> None:
-        self._settings = settings
+    Args:
+        rank: of this process.
+        options: of its group.
+    """
+
+    def __init__(self, rank: int, options: RayGroupOptions) -> None:
+        self._rank, self._options = rank, options
         redact_output()
         self._worker: Any = None
         self._store: TCPStore | None = None
         # Line buffered and kept open: the crash handler writes to this descriptor.
-        self._log = settings.log_path.open("a", buffering=1, encoding="utf-8")
+        self._log = options.log_path(rank).open("a", buffering=1, encoding="utf-8")
         faulthandler.enable(self._log)
         handler = logging.StreamHandler(self._log)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.addFilter(RedactingFilter())
         logging.getLogger().addHandler(handler)
         logging.getLogger().setLevel(logging.INFO)
-        torch.set_num_threads(settings.num_threads)
-        self._heartbeat = Heartbeat(settings.heartbeat_path, settings.heartbeat_s)
+        torch.set_num_threads(options.num_threads)
+        self._heartbeat = Heartbeat(options.heartbeat_path(rank), options.heartbeat_s)
         self._heartbeat.__enter__()
 
     def started(self) -> None:
         """Answer, which takes a process that is up."""
 
-    def open_store(self) -> Rendezvous:
-        """Open the meeting place; called on rank 0 only."""
-        store = open_store(self._settings.world_size, self._settings.collective_timeout_s)
-        self._store = store
-        return Rendezvous(LOOPBACK, store.port)
+    def open_store(self) -> int:
+        """Open the meeting place, on rank 0 only; returns its port."""
+        self._store = open_store(self._options.world_size, self._options.collective_timeout_s)
+        return self._store.port
 
-    def join(self, meeting: Rendezvous) -> None:
+    def join(self, port: int) -> None:
         """Meet the other ranks."""
-        settings = self._settings
+        options = self._options
         join(
-            settings.rank, settings.world_size, settings.backend, settings.collective_timeout_s,
-            store=self._store, rendezvous=meeting,
+            self._rank, options.world_size, options.backend, options.collective_timeout_s,
+            port, self._store,
         )  # fmt: skip
 
     def build(self, factory: Callable[[], Any]) -> int:

@@ -9,11 +9,9 @@ Does not promise: restarting ranks. The stage's step checkpoints are how work is
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 from engines.controller.dispatch import (
     Dispatch,
@@ -23,13 +21,12 @@ from engines.controller.dispatch import (
     split_plan,
     take,
 )
-from engines.controller.rank_process import RankProcess, RankSettings
+from engines.controller.rank_process import RankProcess, RayGroupOptions
+from engines.controller.worker_group import P, R
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
 from infra.store.heartbeat import BeatWatch, read_beat
 
-P = ParamSpec("P")
-R = TypeVar("R")
 WorkerFactory = Callable[[], Any]
 
 POLL_S = 0.5
@@ -38,37 +35,6 @@ SETTLE_S = 2.0
 NUM_LOG_LINES = 20
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RayGroupOptions:
-    """How a group of actors is started and watched.
-
-    Attributes:
-        world_size: number of ranks.
-        backend: collective backend of the platform (`gloo`, `nccl`).
-        num_threads: CPU threads of one rank.
-        log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
-        resources: keyword arguments of `ray.remote` that reserve what one rank needs.
-        collective_timeout_s: deadline of one collective between ranks.
-        call_timeout_s: deadline of a call that `timeouts_s` does not name.
-        timeouts_s: deadlines by method name.
-        start_timeout_s: deadline for all ranks to run and meet.
-        heartbeat_s: how often a rank writes its heartbeat.
-        silence_s: a rank whose heartbeat is older is taken for dead.
-    """
-
-    world_size: int
-    backend: str
-    num_threads: int
-    log_dir: Path
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    collective_timeout_s: float = 600.0
-    call_timeout_s: float = 7200.0
-    timeouts_s: Mapping[str, float] = field(default_factory=dict)
-    start_timeout_s: float = 180.0
-    heartbeat_s: float = 1.0
-    silence_s: float = 60.0
 
 
 class RayWorkerGroup:
@@ -84,7 +50,7 @@ class RayWorkerGroup:
         self._actors: list[Any] = []
         self._places: list[int] = [0] * options.world_size
         self._watches = [
-            BeatWatch(partial(read_beat, self._heartbeat_path(rank)))
+            BeatWatch(partial(read_beat, options.heartbeat_path(rank)))
             for rank in range(options.world_size)
         ]
         options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -124,8 +90,7 @@ class RayWorkerGroup:
         if not self._actors:
             return
         try:
-            refs = {actor.stop.remote(): rank for rank, actor in enumerate(self._actors)}
-            self._await(refs, "stop", 30.0)
+            self._await([actor.stop.remote() for actor in self._actors], "stop", 30.0)
         except (WorkerError, DeadlineError) as error:
             logger.warning("a rank did not stop by itself: %s", error)
         finally:
@@ -137,17 +102,7 @@ class RayWorkerGroup:
         options = self._options
         remote = ray.remote(max_restarts=0, max_task_retries=0, **options.resources)(RankProcess)
         for rank in range(options.world_size):
-            settings = RankSettings(
-                rank=rank,
-                world_size=options.world_size,
-                backend=options.backend,
-                num_threads=options.num_threads,
-                log_path=self._log_path(rank),
-                heartbeat_path=self._heartbeat_path(rank),
-                heartbeat_s=options.heartbeat_s,
-                collective_timeout_s=options.collective_timeout_s,
-            )
-            self._heartbeat_path(rank).unlink(missing_ok=True)
+            options.heartbeat_path(rank).unlink(missing_ok=True)
             environment = {
                 "OMP_NUM_THREADS": str(options.num_threads),
                 "RANK": str(rank),
@@ -156,40 +111,36 @@ class RayWorkerGroup:
                 "WORLD_SIZE": str(options.world_size),
             }
             self._actors.append(
-                remote.options(name=None, runtime_env={"env_vars": environment}).remote(settings)
+                remote.options(name=None, runtime_env={"env_vars": environment}).remote(
+                    rank, options
+                )
             )
         available = ray.cluster_resources()
         asked = f"{options.world_size} ranks of {dict(options.resources)}; cluster has {available}"
         start_s = options.start_timeout_s
         # All of them before any meets: one that the cluster has no room for would otherwise show
         # as a store that timed out on one of the others.
-        refs = {actor.started.remote(): rank for rank, actor in enumerate(self._actors)}
-        self._await(refs, f"all ranks to start ({asked})", start_s)
-        meeting = self._await(
-            {self._actors[0].open_store.remote(): 0}, "rank 0 to open its store", start_s
-        )[0]
-        refs = {actor.join.remote(meeting): rank for rank, actor in enumerate(self._actors)}
-        self._await(refs, "all ranks to meet", start_s)
-        build = [actor.build.remote(factory) for actor in self._actors]
-        places = self._await(
-            {ref: rank for rank, ref in enumerate(build)}, "build", options.call_timeout_s
-        )
-        self._places = [places[rank] for rank in range(options.world_size)]
+        started = [actor.started.remote() for actor in self._actors]
+        self._await(started, f"all ranks to start ({asked})", start_s)
+        opened = [self._actors[0].open_store.remote()]
+        (port,) = self._await(opened, "rank 0 to open its store", start_s)
+        joined = [actor.join.remote(port) for actor in self._actors]
+        self._await(joined, "all ranks to meet", start_s)
+        built = [actor.build.remote(factory) for actor in self._actors]
+        self._places = self._await(built, "build", options.call_timeout_s)
 
     def _call_all(self, name: str, calls: list[tuple[Any, Any]], deadline_s: float) -> list[Any]:
-        refs = {
-            actor.call.remote(name, *call): rank
-            for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True))
-        }
-        results = self._await(refs, name, deadline_s)
-        return [results[rank] for rank in range(self.world_size)]
+        pairs = zip(self._actors, calls, strict=True)
+        return self._await(
+            [actor.call.remote(name, *call) for actor, call in pairs], name, deadline_s
+        )
 
-    def _await(self, refs: dict[Any, int], what: str, deadline_s: float) -> dict[int, Any]:
-        """Results by rank; the only place that waits for ranks."""
+    def _await(self, refs: Sequence[Any], what: str, deadline_s: float) -> list[Any]:
+        """Results in the order of the ranks, 0 first; the only place that waits for ranks."""
         import ray
         from ray.exceptions import RayError
 
-        pending = dict(refs)
+        pending = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         end = time.monotonic() + deadline_s
@@ -213,7 +164,7 @@ class RayWorkerGroup:
             tail = self._tail(min(pending.values()))
             self._kill()
             raise DeadlineError(f"{what} on rank {ranks}{tail}", deadline_s)
-        return results
+        return [results[rank] for rank in range(len(refs))]
 
     def _raise(self, what: str, failures: dict[int, Exception]) -> None:
         """Report the failure that caused the others: a death before an exception."""
@@ -248,17 +199,11 @@ class RayWorkerGroup:
         return None
 
     def _tail(self, rank: int) -> str:
-        path = self._log_path(rank)
+        path = self._options.log_path(rank)
         if not path.exists():
             return ""
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
         return "".join(f"\n  rank {rank} | {line}" for line in lines)
-
-    def _log_path(self, rank: int) -> Path:
-        return self._options.log_dir / f"rank-{rank}.log"
-
-    def _heartbeat_path(self, rank: int) -> Path:
-        return self._options.log_dir / f"rank-{rank}.heartbeat"
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []

@@ -17,9 +17,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     tokenizer = None
     if config.model.init == "pretrained":
         with context.clock("load"):
-            model_dir = context.optional_input("model")
-            if model_dir is None:
-                model_dir = resolve_model(config.model)
+            model_dir = context.optional_input("model") or resolve_model(config.model)
             check_model_directory(model_dir, max_length=config.model.max_length)
             # A model without tokenizer.json needs transformers; the training stage counts then.
             if (model_dir / "tokenizer.json").exists():

@@ -156,15 +156,12 @@ def _check_supported(config: PretrainedConfig) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = layer_types - {"full_attention", "sliding_attention"}
     if unknown:
-        raise _unsupported(config, f"layers of type {', '.join(sorted(unknown))}")
-
-
-def _unsupported(config: PretrainedConfig, what: str) -> ConfigError:
-    return ConfigError(
-        "rollout.engine",
-        f"got transformers; the {config.model_type} model has {what}, which this engine does not "
-        "compute; choose another engine",
-    )
+        raise ConfigError(
+            "rollout.engine",
+            f"got transformers; the {config.model_type} model has layers of type "
+            f"{', '.join(sorted(unknown))}, which this engine does not compute; choose another "
+            "engine",
+        )
 
 
 def _eos_token_ids(hf_dir: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -93,13 +93,11 @@ class Evaluator:
         scorer: CompletionScorer,
         seed: int,
     ) -> None:
-        if config.max_new_tokens is None:
-            raise ValueError("evaluation.max_new_tokens was not resolved by the recipe")
         self._config = config
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
         self._seed = seed
-        self._max_new_tokens = config.max_new_tokens
+        self._max_new_tokens = config.answer_length
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
         """Answer and judge every problem.

@@ -16,7 +16,7 @@ from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
-from engines.trainers.experience import Collector
+from engines.trainers.experience import Collector, Experience
 from engines.trainers.mismatch import (
     MeasuredObjective,
     MismatchGate,
@@ -28,6 +28,7 @@ from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl_metrics import step_metrics
 from engines.trainers.scoring import CompletionScorer
+from engines.types import TrainMetrics
 
 
 class RLTrainer:
@@ -80,40 +81,12 @@ class RLTrainer:
             WeightSyncError: the sampler does not sample from the distribution that is trained.
             NothingToTrainOnError: one step more than `max_num_skipped_steps` in a row is skipped.
         """
-        config, run, clock = self.config, self.workers.run, PhaseClock()
-        algorithm, global_step = config.algorithm, self.previous_steps + step
-
-        collector = Collector(config.batch_size_prompts, algorithm.filter_groups)
-        for prompts in self.prompts.generation_batches(global_step):
-            with clock("gen"):
-                completions = run(PolicyWorker.generate, prompts.requests)
-            check_versions(completions, self.version)
-            with clock("reward"):
-                scored = self.scorer.score(prompts, completions)
-            collector.add(scored)
-            if collector.full:
-                break
-        experience = collector.experience()
-
-        updates, untrained = [], {}
+        run, clock = self.workers.run, PhaseClock()
+        global_step = self.previous_steps + step
+        collector = self._collect(global_step, clock)
+        experience, updates, untrained = collector.experience(), [], {}
         if experience.num_groups:
-            with clock("old_log_prob"):
-                # A single update is on-policy: its own pass yields the old logprobs.
-                if experience.num_groups > config.prompts_per_update or config.num_epochs > 1:
-                    old_T = run(PolicyWorker.infer_logprobs, experience.batch)
-                    experience = experience.with_columns(old_logprobs=old_T)
-            with clock("ref"):
-                if algorithm.use_kl_loss:
-                    ref_T = run(PolicyWorker.infer_reference_logprobs, experience.batch)
-                    experience = experience.with_columns(ref_logprobs=ref_T)
-            with clock("adv"):
-                experience = experience.with_advantages(algorithm)
-            with clock("update_actor"):
-                for mini_batch in experience.mini_batches(
-                    config.prompts_per_update, config.num_epochs
-                ):
-                    updates.append(run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn))
-            self.gate.check([update.metrics for update in updates])
+            experience, updates = self._train(experience, clock)
             with clock("update_weights"):
                 run(PolicyWorker.sync_weights, global_step)
             self.version, self.num_skipped = global_step, 0
@@ -128,13 +101,58 @@ class RLTrainer:
 
         metrics = step_metrics(collector, experience, updates, clock, self.workers.world_size)
         metrics |= run(PolicyWorker.performance_metrics) | untrained
-        metrics["training/global_step"] = float(global_step)
-        metrics["training/policy_version"] = float(self.version)
-        metrics["training/epoch"] = self.prompts.epoch(global_step)
+        metrics |= {
+            "training/global_step": float(global_step),
+            "training/policy_version": float(self.version),
+            "training/epoch": self.prompts.epoch(global_step),
+        }
         self.progress.record(global_step, step, metrics, clock)
         self._check_skipped(step)
-        values = {"version": self.version, "num_skipped": self.num_skipped}
-        self.progress.checkpoint_when_due(step, self.workers, values=values)
+        self.progress.checkpoint_when_due(
+            step,
+            self.workers,
+            values={"version": self.version, "num_skipped": self.num_skipped},
+        )
+
+    def _collect(self, global_step: int, clock: PhaseClock) -> Collector:
+        """Generate and score until the step has the groups it trains on."""
+        collector = Collector(self.config.batch_size_prompts, self.config.algorithm.filter_groups)
+        for prompts in self.prompts.generation_batches(global_step):
+            with clock("gen"):
+                completions = self.workers.run(PolicyWorker.generate, prompts.requests)
+            check_versions(completions, self.version)
+            with clock("reward"):
+                scored = self.scorer.score(prompts, completions)
+            collector.add(scored)
+            if collector.full:
+                break
+        return collector
+
+    def _train(
+        self, experience: Experience, clock: PhaseClock
+    ) -> tuple[Experience, list[TrainMetrics]]:
+        """Every update of the step; returns what was trained on, with its columns."""
+        config, run = self.config, self.workers.run
+        with clock("old_log_prob"):
+            # A single update is on-policy: its own pass yields the old logprobs.
+            if experience.num_groups > config.prompts_per_update or config.num_epochs > 1:
+                old_T = run(PolicyWorker.infer_logprobs, experience.batch)
+                experience = experience.with_columns(old_logprobs=old_T)
+        with clock("ref"):
+            if config.algorithm.use_kl_loss:
+                ref_T = run(PolicyWorker.infer_reference_logprobs, experience.batch)
+                experience = experience.with_columns(ref_logprobs=ref_T)
+        with clock("adv"):
+            experience = experience.with_advantages(config.algorithm)
+        with clock("update_actor"):
+            updates = [
+                run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn)
+                for mini_batch in experience.mini_batches(
+                    config.prompts_per_update, config.num_epochs
+                )
+            ]
+        self.gate.check([update.metrics for update in updates])
+        return experience, updates
 
     def _check_skipped(self, step: int) -> None:
         limit = self.config.max_num_skipped_steps

@@ -221,11 +221,9 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
         }
     )
     reward = recipe.rl.reward
-    file = reward.file
-    if file is None:
-        return recipe.model_copy(update={"model": model, "data": data})
-    function = f"{_absolute(str(file))}:{reward.function_in_file}"
-    reward = reward.model_copy(update={"function": function})
+    if reward.file is not None:
+        function = f"{_absolute(str(reward.file))}:{reward.function_in_file}"
+        reward = reward.model_copy(update={"function": function})
     rl = recipe.rl.model_copy(update={"reward": reward})
     return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
 

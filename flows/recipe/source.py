@@ -86,7 +86,7 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     """
     data = _read_with_bases(find_recipe(name_or_path), seen=())
     for override in overrides:
-        _apply_override(data, override)
+        data = _overridden(data, override)
     return data
 
 
@@ -184,48 +184,49 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return overlay(below, data)
 
 
-def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above` put over it; mappings merge, everything else replaces."""
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(under, Mapping) and isinstance(value, Mapping):
-            merged[key] = overlay(under, value)
-        else:
-            merged[key] = value
-    return merged
+def overlay(below: Any, above: Any) -> Any:
+    """`below` with `above` put over it; mappings merge, everything else replaces."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: overlay(below.get(key), value) for key, value in above.items()}}
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    """Put `path.to.key=value` into `data`, making the mappings on the way."""
+def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
+    """`data` with `path.to.key=value` put into it."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError("--set", f"got {dotted!r}; need path.to.key=value")
-    value = parse_yaml(text, f"--set {dotted}")
-    level: Any = data
-    for depth, key in enumerate(keys):
-        if isinstance(level, list):
-            level = _descend_list(level, key, ".".join(keys[:depth]), keys[depth + 1 :], value)
-            if level is None:
-                return
-        elif depth == len(keys) - 1:
-            under = level.get(key)
-            both = isinstance(under, Mapping) and isinstance(value, Mapping)
-            level[key] = overlay(under, value) if both else value
-        else:
-            if not isinstance(level.get(key), dict | list):
-                level[key] = {}
-            level = level[key]
+    return _with_value(data, keys, parse_yaml(text, f"--set {dotted}"), "")
 
 
-def _descend_list(
-    items: list[Any], key: str, path: str, rest: Sequence[str], value: Any
-) -> Any | None:
-    """The list element that `key` numbers, or None after setting it as the last step."""
-    if not key.isdigit() or int(key) >= len(items):
-        raise ConfigError(f"{path}.{key}", f"{path} has {len(items)} entries; need one's number")
-    if rest:
-        return items[int(key)]
-    items[int(key)] = value
-    return None
+def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
+    """A copy of `level` with the value at the end of the keys; makes the mappings on the way.
+
+    Args:
+        level: what stands at `path`.
+        keys: the way from there.
+        value: merged into a mapping, but an entry of a list is replaced.
+        path: for the error line.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ConfigError: a list has no entry of that number.
+    """
+    if not keys:
+        return overlay(level, value)
+    key, *rest = keys
+    if isinstance(level, list):
+        if not key.isdigit() or int(key) >= len(level):
+            raise ConfigError(
+                f"{path}.{key}", f"{path} has {len(level)} entries; need one's number"
+            )
+        entry = level[int(key)] if rest else None
+        level = [*level]
+        level[int(key)] = _with_value(entry, rest, value, f"{path}.{key}")
+        return level
+    mapping = level if isinstance(level, Mapping) else {}
+    below = f"{path}.{key}" if path else key
+    return {**mapping, key: _with_value(mapping.get(key), rest, value, below)}

@@ -60,8 +60,7 @@ def _check_plugins(recipe: Recipe) -> None:
 def _check_warmup(recipe: Recipe) -> None:
     """A warm-up as long as the training never reaches its learning rate."""
     rl = recipe.rl
-    mini = rl.mini_batch_size_prompts or rl.batch_size_prompts
-    per_step = rl.num_epochs * (rl.batch_size_prompts // mini)
+    per_step = rl.num_epochs * (rl.batch_size_prompts // rl.prompts_per_update)
     trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
     if recipe.sft:
         trainings.append(("sft", recipe.sft.optimizer, recipe.sft.num_steps))

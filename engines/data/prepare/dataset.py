@@ -7,6 +7,7 @@ Imports without torch and transformers, so the preprocess stage starts fast.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -206,9 +207,7 @@ def _summarize(
     reports: tuple[SourceReport, ...],
     checked: bool,
 ) -> SplitSummary:
-    data_sources: dict[str, int] = {}
-    for row in rows:
-        data_sources[row.data_source] = data_sources.get(row.data_source, 0) + 1
+    data_sources = Counter(row.data_source for row in rows)
     return SplitSummary(
         num_rows=len(rows),
         num_overlong=len(before) - len(rows) if checked else None,

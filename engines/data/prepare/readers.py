@@ -7,6 +7,7 @@ Does not promise: that a row has the fields anybody needs.
 A .json file may hold a list of objects, one object, or one object per line.
 """
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,12 +30,10 @@ class RawRow:
     Attributes:
         place: `train.jsonl:7` or `train.parquet row 17`.
         columns: values by name.
-        file: the file it came from.
     """
 
     place: str
     columns: Mapping[str, Any]
-    file: Path
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
                 if isinstance(columns, str):
                     yield BadRow(place, columns, unreadable=True)
                 else:
-                    yield RawRow(place, columns, path)
+                    yield RawRow(place, columns)
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
@@ -125,9 +124,9 @@ def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
         raise ConfigError(str(path), f"not JSON ({_reason(error)})") from None
     if isinstance(value, list):
         for number, item in enumerate(value):
-            yield _object_row(item, f"{path.name} row {number}", path)
+            yield _object_row(item, f"{path.name} row {number}")
     else:
-        yield _object_row(value, path.name, path)
+        yield _object_row(value, path.name)
 
 
 def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
@@ -147,7 +146,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
             except (ValueError, RecursionError) as error:
                 yield BadRow(place, f"not JSON ({_reason(error)})", unreadable=True)
             else:
-                yield _object_row(value, place, path)
+                yield _object_row(value, place)
 
 
 def decode_utf8(raw: bytes) -> str | BadRow:
@@ -155,8 +154,7 @@ def decode_utf8(raw: bytes) -> str | BadRow:
 
     The `place` of a bad one is the offset of the byte, in bytes.
     """
-    if raw.startswith(b"\xef\xbb\xbf"):
-        raw = raw[3:]
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -173,9 +171,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _object_row(value: object, place: str, path: Path) -> RawRow | BadRow:
+def _object_row(value: object, place: str) -> RawRow | BadRow:
     if isinstance(value, dict):
-        return RawRow(place, value, path)
+        return RawRow(place, value)
     return BadRow(place, f"a JSON {type(value).__name__}; need an object", unreadable=True)
 
 

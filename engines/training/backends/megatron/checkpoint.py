@@ -139,9 +139,7 @@ class StoredState:
             values = self._read(found, block)
             adapter = stored_adapter(name, self.reader, merge) if merge is not None else None
             if adapter is not None:
-                ends = zip(block.offsets, block.shape, strict=True)
-                place = tuple(slice(o, o + n) for o, n in ends)
-                values = adapter.merged_into(self.reader.read(found))[place]
+                values = adapter.merged_into(self.reader.read(found))[block.slices]
             block.write(target, values)
 
     def _read(self, name: str, block: Block) -> Tensor:

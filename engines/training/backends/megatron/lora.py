@@ -237,5 +237,4 @@ def start_adapters(parts: Sequence[Part], seed: int) -> None:
         for block in part.stored if ".lora_" in part.name else ():
             whole = torch.empty(block.whole)
             initialize_adapter({block.name: whole}, seed)
-            ends = zip(block.offsets, block.shape, strict=True)
-            block.write(part.parameter, whole[tuple(slice(o, o + n) for o, n in ends)])
+            block.write(part.parameter, whole[block.slices])

@@ -19,6 +19,7 @@ from engines.training.backends.megatron.architecture import Architecture, head_s
 from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.parallel import Place
 from engines.training.spec import VALUE_HEAD
+from engines.training.weight_shards import WeightPlace
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)(\d+)(\.)")
@@ -29,22 +30,14 @@ View = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(WeightPlace):
     """A rectangular part of a whole weight, and where it stands in a parameter.
 
     Attributes:
-        name: of the weight.
-        whole: shape of the weight.
-        offsets: of the block in the weight.
-        shape: of the block.
         view: of a tensor of the parameter's shape: the part that is the block, in its order,
             possibly with other strides and more dimensions.
     """
 
-    name: str
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
     view: View
 
     def read(self, tensor: Tensor) -> Tensor:

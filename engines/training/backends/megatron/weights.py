@@ -7,7 +7,7 @@ one whole tensor at a time, on every rank, whatever the layout.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,6 @@ class HubFiles:
         """
         if block.name not in self._file:
             raise ConfigError("model.path", f"{self._hf_dir} has no weight {block.name}")
-        place = tuple(slice(o, o + n) for o, n in zip(block.offsets, block.shape, strict=True))
         with safe_open(self._file[block.name], framework="pt") as handle:
             stored = handle.get_slice(block.name)
             shape = tuple(stored.get_shape())
@@ -66,7 +65,7 @@ class HubFiles:
                     "model.path",
                     f"{self._hf_dir}: {block.name} has shape {shape}; need {block.whole}",
                 )
-            return stored[place]
+            return stored[block.slices]
 
 
 @torch.no_grad()
@@ -90,15 +89,6 @@ def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
                 block.write(part.parameter, files.read(block))
 
 
-@dataclass(frozen=True)
-class _Share:
-    """A block of a weight on one rank, as every rank knows it."""
-
-    rank: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class WeightStream:
     """Streams whole weights. Collective.
 
@@ -115,21 +105,21 @@ class WeightStream:
         names: Literal["hub", "stored"] = "hub",
     ) -> None:
         self._device = device
-        self._own: dict[tuple[str, tuple[int, ...]], tuple[Part, Block]] = {}
-        mine: list[list[object]] = []
+        self._own: dict[WeightPlace, tuple[Part, Block]] = {}
         for part in parts:
             blocks = part.hub if names == "hub" else part.stored
             for block in blocks if part.is_primary else ():
-                self._own[block.name, block.offsets] = part, block
-                mine.append([block.name, block.whole, block.offsets, block.shape])
-        self._plan: dict[str, tuple[tuple[int, ...], list[_Share]]] = {}
+                place = WeightPlace(block.name, block.whole, block.offsets, block.shape)
+                self._own[place] = part, block
+        mine = [astuple(place) for place in self._own]
+        # By name, the blocks of each weight and the rank that sends them.
+        self._plan: dict[str, dict[WeightPlace, int]] = {}
         for rank, rows in enumerate(_from_every_rank(mine, device)):
-            for name, whole, offsets, shape in rows:
-                _, shares = self._plan.setdefault(name, (tuple(whole), []))
-                share = _Share(rank, tuple(offsets), tuple(shape))
+            for name, *sizes in rows:
                 # Ranks with different data hold the same blocks: the first of them sends.
-                if all(known.offsets != share.offsets for known in shares):
-                    shares.append(share)
+                self._plan.setdefault(name, {}).setdefault(
+                    WeightPlace(name, *map(tuple, sizes)), rank
+                )
 
     @property
     def names(self) -> list[str]:
@@ -146,11 +136,8 @@ class WeightStream:
             In the order of the rank's parts.
         """
         return [
-            HeldPart(
-                WeightPlace(block.name, block.whole, block.offsets, block.shape),
-                lambda part=part, block=block: values(part, block).contiguous(),
-            )
-            for part, block in self._own.values()
+            HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
+            for place, (part, block) in self._own.items()
         ]
 
     def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -168,24 +155,24 @@ class WeightStream:
 
     @torch.no_grad()
     def _whole(self, name: str, values: Values, dtype: torch.dtype) -> Tensor:
-        shape, shares = self._plan[name]
-        if shares[0].shape == shape:
-            return self._broadcast(name, shares[0], values, dtype)
-        whole = self._empty(shape, dtype)
-        for share in shares:
-            ends = zip(share.offsets, share.shape, strict=True)
-            whole[tuple(slice(o, o + n) for o, n in ends)] = self._broadcast(
-                name, share, values, dtype
-            )
+        senders = self._plan[name]
+        first = next(iter(senders))
+        if first.shape == first.whole:
+            return self._broadcast(first, senders[first], values, dtype)
+        whole = self._empty(first.whole, dtype)
+        for place, sender in senders.items():
+            whole[place.slices] = self._broadcast(place, sender, values, dtype)
         return whole
 
-    def _broadcast(self, name: str, share: _Share, values: Values, dtype: torch.dtype) -> Tensor:
-        if share.rank == collectives.rank():
-            sent = values(*self._own[name, share.offsets]).contiguous()
+    def _broadcast(
+        self, place: WeightPlace, sender: int, values: Values, dtype: torch.dtype
+    ) -> Tensor:
+        if sender == collectives.rank():
+            sent = values(*self._own[place]).contiguous()
         else:
-            sent = self._empty(share.shape, dtype)
+            sent = self._empty(place.shape, dtype)
         if collectives.world_size() > 1:
-            collectives.broadcast(sent, src=share.rank)
+            collectives.broadcast(sent, src=sender)
         return sent
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

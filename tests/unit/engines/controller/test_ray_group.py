@@ -20,7 +20,8 @@ from engines.controller import launch
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
-from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
+from engines.controller.rank_process import RayGroupOptions
+from engines.controller.ray_group import RayWorkerGroup
 from engines.errors import NonFiniteError, WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra import env

@@ -20,6 +20,7 @@ from engines.trainers.evaluation import Evaluation, Evaluator
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest
+from infra.errors import ConfigError
 
 TRUTHS = ("1", "2", "3", "4")
 SOURCES = ("even", "odd", "even", "odd")
@@ -128,7 +129,7 @@ def test_pass_at_k_over_samples(tokenizer, prompts) -> None:
 def test_only_the_first_problems_when_fewer_are_asked_for(tokenizer, prompts) -> None:
     evaluation, _ = evaluate(tokenizer, prompts, ["1", "2"], num_problems=2)
     assert evaluation.metrics["num_problems"] == 2
-    with pytest.raises(ValueError, match="was not resolved"):
+    with pytest.raises(ConfigError, match="max_new_tokens: missing; need a number of tokens"):
         Evaluator(EvaluationConfig(), prompts, None, 0)  # pyright: ignore[reportArgumentType]
 
 
