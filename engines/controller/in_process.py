@@ -21,10 +21,13 @@ class Closable(Protocol):
 class InProcessGroup:
     """A `WorkerGroup` of world size 1: every dispatch mode is a plain call."""
 
-    world_size = 1
-
     def __init__(self, worker: Closable) -> None:
         self._worker: Closable | None = worker
+
+    @property
+    def world_size(self) -> int:
+        """Always 1."""
+        return 1
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the method on the one worker."""

@@ -1,9 +1,10 @@
 """Joining the ranks of one worker group into a torch.distributed process group.
 
 The store's port is taken by the operating system on the machine of rank 0 and told to the
-others, so two groups that start together never meet on one port. Loopback only.
+others, so two groups that start together never meet on one port. Loopback unless told otherwise.
 """
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,10 +13,23 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 LOOPBACK = "127.0.0.1"
 
 
-def open_store(world_size: int, timeout_s: float) -> TCPStore:
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        host: address of rank 0's store.
+        port: its port.
+    """
+
+    host: str
+    port: int
+
+
+def open_store(world_size: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     """Rank 0's store, listening on a port of the operating system's choice."""
     return TCPStore(
-        LOOPBACK, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
+        host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )  # fmt: skip
 
@@ -25,8 +39,9 @@ def join(
     world_size: int,
     backend: str,
     timeout_s: float,
-    port: int,
-    store: TCPStore | None,
+    *,
+    store: TCPStore | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> None:
     """Make this process a rank of the default process group.
 
@@ -35,10 +50,17 @@ def join(
         world_size: number of ranks.
         backend: `gloo`, `nccl` or what the platform names.
         timeout_s: deadline of the meeting and of each collective.
-        port: of rank 0's store.
-        store: on rank 0 the store itself; None on the others, which connect to it.
+        store: rank 0's own store; the other ranks leave it out.
+        rendezvous: where the other ranks find that store.
+
+    Raises:
+        ValueError: neither a store nor a rendezvous was given.
     """
     timeout = timedelta(seconds=timeout_s)
     if store is None:
-        store = TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
+        if rendezvous is None:
+            raise ValueError("a rank needs the store of rank 0, or where to find it")
+        store = TCPStore(
+            rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=timeout
+        )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

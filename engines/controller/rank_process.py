@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engines.collectives import close_process_group
-from engines.controller.process_group import TCPStore, join, open_store
+from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter
 from infra.redacted_output import redact_output
@@ -91,17 +91,17 @@ class RankProcess:
     def started(self) -> None:
         """Answer, which takes a process that is up."""
 
-    def open_store(self) -> int:
-        """Open the meeting place, on rank 0 only; returns its port."""
+    def open_store(self) -> Rendezvous:
+        """Open the meeting place; called on rank 0 only."""
         self._store = open_store(self._options.world_size, self._options.collective_timeout_s)
-        return self._store.port
+        return Rendezvous(LOOPBACK, self._store.port)
 
-    def join(self, port: int) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         """Meet the other ranks."""
         options = self._options
         join(
             self._rank, options.world_size, options.backend, options.collective_timeout_s,
-            port, self._store,
+            store=self._store, rendezvous=meeting,
         )  # fmt: skip
 
     def build(self, factory: Callable[[], Any]) -> int:

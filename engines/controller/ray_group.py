@@ -123,8 +123,8 @@ class RayWorkerGroup:
         started = [actor.started.remote() for actor in self._actors]
         self._await(started, f"all ranks to start ({asked})", start_s)
         opened = [self._actors[0].open_store.remote()]
-        (port,) = self._await(opened, "rank 0 to open its store", start_s)
-        joined = [actor.join.remote(port) for actor in self._actors]
+        (meeting,) = self._await(opened, "rank 0 to open its store", start_s)
+        joined = [actor.join.remote(meeting) for actor in self._actors]
         self._await(joined, "all ranks to meet", start_s)
         built = [actor.build.remote(factory) for actor in self._actors]
         self._places = self._await(built, "build", options.call_timeout_s)
