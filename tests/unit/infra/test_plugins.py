@@ -19,7 +19,6 @@ from engines.config.plugins import (
     named_rows,
     register_plugin,
 )
-from engines.config.stages import PromoteConfig, PromoteStageConfig
 from hardware.detection import create, detect, names
 from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.identity.fingerprint import environment_digest, outside_code
@@ -30,7 +29,7 @@ from infra.plugins import (
     load_row,
     outside_rows,
 )
-from tasks.runner.identity import StageRequest, environment_of
+from tasks.runner.identity import environment_of
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 
@@ -345,18 +344,20 @@ def test_a_repaired_module_is_another_fingerprint(
     assert environment_digest([], repaired) != environment_digest([], without)
 
 
-def test_another_version_of_a_plugin_is_another_stage(tmp_path: Path) -> None:
-    def fingerprint() -> str:
+def test_another_version_of_a_plugin_is_another_stage_where_it_is_named(tmp_path: Path) -> None:
+    def environments() -> tuple[str, str]:
         environment_of.cache_clear()
-        config = PromoteStageConfig(promote=PromoteConfig(min_value=0.5))
-        return StageRequest(config, {}, 0).fingerprint
+        return environment_of(frozenset({("platform", "mine")}), None), environment_of(
+            frozenset(), None
+        )
 
-    found = [fingerprint()]
+    found = []
     for version in ("1.0", "1.1", "1.0"):
         install(tmp_path, "wheel_a", version, platform__mine="json:loads")
-        found.append(fingerprint())
-    assert len(set(found)) == 3
-    assert found[1] == found[3]
+        found.append(environments())
+    naming, others = zip(*found, strict=True)
+    assert naming[0] == naming[2] != naming[1]
+    assert len(set(others)) == 1
 
 
 def test_listing_imports_no_plugin(tmp_path: Path) -> None:

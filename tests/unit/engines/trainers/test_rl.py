@@ -46,7 +46,7 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
     first, second = stacks
     assert first == second
     assert first[: first.index("engines/trainers/rl.py") + 1] == [
-        "engines/training/backends/transformers/engine.py",
+        "engines/training/backends/transformers/module_engine.py",
         "engines/training/base.py",
         "engines/controller/policy_worker.py",
         "engines/controller/in_process.py",
