@@ -137,7 +137,6 @@ def open_run(
     repeated = SURROUNDINGS.get() is not None or flow_run is None
     recorder = _recorder(recipe, history, {} if repeated else metadata)
     stages = StageContext(
-        home=home,
         storage=history.storage,
         ray_jobs=cluster.jobs,
         recorder=recorder,

@@ -1,7 +1,9 @@
 """What a stage shows on its Prefect run page while it runs: log lines and a progress ring.
 
 Promises: outside a Prefect run everything here goes to the plain logger instead; a Prefect server
-that is slow or gone costs a stage one warning and nothing else.
+that is slow or gone costs a stage one warning and no work.
+Does not promise: news in the meantime. Prefect's client tries again for up to a minute, and who
+follows the job waits for it; the job does not.
 """
 
 import logging

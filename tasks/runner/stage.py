@@ -10,7 +10,6 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Protocol
 
 from engines.config.stages import Runtime
@@ -52,7 +51,6 @@ class StageContext:
     """Everything the stages of one pipeline run share; a `tasks.runner.run.StageRunner`.
 
     Args:
-        home: directory of what the run itself keeps.
         storage: the store of artifacts and commit records.
         ray_jobs: gives the job client, starting a cluster if need be; not called while every
             stage is reused.
@@ -69,7 +67,6 @@ class StageContext:
     def __init__(
         self,
         *,
-        home: Path,
         storage: Storage,
         ray_jobs: Callable[[], RayJobs],
         recorder: Recorder,
@@ -81,7 +78,6 @@ class StageContext:
         adopt: Collection[str],
         metadata: Mapping[str, str],
     ) -> None:
-        self._home = home
         self._storage = storage
         self._ray_jobs = ray_jobs
         self._recorder = recorder
