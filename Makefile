@@ -43,7 +43,7 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	  -m "slow and not gpu and not exclusive" $(ARGS)
 	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive" $(ARGS)
 
-test-stacks: $(STAMP)  ## servers killed and restarted at every phase; does not fit into .ci/run
+test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
 
 races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at once

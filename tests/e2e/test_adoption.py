@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 NUM_STEPS = 200
@@ -40,7 +38,10 @@ def half_train(home: Home, out: Path) -> None:
     assert process.wait(timeout=60) == 130, out.read_text()
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    "num_workers",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.stacks)],
+)
 def test_half_trained_work_is_continued_after_an_edit(tmp_path: Path, num_workers: int) -> None:
     home = Home(tmp_path / "edited")
     tree = tmp_path / "tree"

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran
 
-pytestmark = pytest.mark.slow
-
 TWO_ROUNDS = (
     "rl.num_rounds=2",
     "rl.algorithm.use_kl_loss=true",
@@ -35,7 +33,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    # The contracts train under each of these; what one pipeline adds is shown by one of them.
+    [
+        pytest.param(way, marks=pytest.mark.slow if "lora" in way else pytest.mark.stacks)
+        for way in WAYS
+    ],
+)
 def test_a_run_under_another_layout_ends_well(tmp_path: Path, way: str) -> None:
     home = Home(tmp_path / "run")
     report = home.run(*TWO_ROUNDS, *WAYS[way])

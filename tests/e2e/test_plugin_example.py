@@ -106,12 +106,17 @@ def trained(path: Path, models: Path, backend: str, **variables: str | None) -> 
 
 
 def first_fingerprint(path: Path, home: Path) -> str:
-    """Of the first stage of a plan with the plugin's platform and engine."""
+    """Of the first stage of a plan with the plugin's preprocessor, platform and engine."""
+    cards = home.with_name("cards.jsonl")
+    cards.write_text("".join(f'{{"front": "q{i}", "back": "{i}"}}\n' for i in range(9)))
+    rows = json.dumps([{"format": "flashcards", "path": str(cards)}])
     ended = run(
         [
             "-m", "flows.commands.cli", "plan", "quickstart", "--json",
             "--set", "training.backend=example_engine",
             "--set", "hardware.platform=example_chip",
+            "--set", "data.arithmetic=null", "--set", f"data.sft={rows}",
+            "--set", f"data.rl={rows}", "--set", f"data.evaluation={rows}",
         ],
         path, RLHF_HOME=str(home),
     )  # fmt: skip
