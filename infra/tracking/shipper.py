@@ -96,12 +96,14 @@ class Shipper:
     def put(self, entry: RunEntry) -> None:
         """Tell a run, now or by the next contact."""
         with self._lock:
+            # One step: an entry without its news would be told with another's, and then again.
             self._entries[entry.key] = entry
+            self._news[entry.key] = None
             try:
                 self._ledger.put(entry)
             except OSError as error:
                 _log.warning("tracking: %s is not noted for later: %s", entry.name, error)
-        self.journal_grew(entry.key)
+        self._wake()
 
     def journal_grew(self, key: str) -> None:
         """A stage of ours has new records."""

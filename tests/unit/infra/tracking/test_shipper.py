@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -318,6 +319,38 @@ def test_each_server_is_told_everything_once(world: World) -> None:
             told(shipper, PARENT, stage)
         assert tracker.path.read_text().count('"model": "m"') == 1
         assert world.seen(tracker=tracker)["state"] == "FINISHED"
+
+
+class LeftSlowly:
+    """A lock; the test's thread sleeps right after it, so that the other one always gets there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.1)
+
+
+def test_a_run_put_while_the_first_contact_is_made_is_told_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipper = world.shipper()
+    monkeypatch.setattr(shipper, "_lock", LeftSlowly())
+    ends: list[str] = []
+    set_state = world.tracker.set_state
+
+    def count(run_id: str, state: Any, tags: Any, metrics: Any) -> None:
+        ends.append(run_id)
+        set_state(run_id, state, tags, metrics)
+
+    monkeypatch.setattr(world.tracker, "set_state", count)
+    told(shipper, finished(PARENT), STAGE.committed(world.commit()))
+    assert len(ends) == len(set(ends)) == 2
 
 
 @pytest.mark.parametrize("replaced", [False, True])
