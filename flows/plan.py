@@ -50,9 +50,6 @@ class Planner:
         adopt: labels of stages that must find something to adopt if they are no hits.
     """
 
-    orchestrated = False
-    """A plan is no Prefect run."""
-
     def __init__(
         self,
         storage: Storage,

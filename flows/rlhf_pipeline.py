@@ -1,4 +1,4 @@
-"""The whole pipeline: preprocess, SFT, RL rounds, merge, evaluate, promote.
+"""The whole pipeline as a Prefect flow; its stages stand in `flows.stage_order`.
 
 rlhf run quickstart                       this file, in this process
 prefect deployment run rlhf-pipeline      this file, in a worker
@@ -15,41 +15,9 @@ from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
 from flows.run.pipeline_run import SURROUNDINGS, open_run, stop_jobs_of
+from flows.stage_order import run_stages
 from infra import env
 from infra.plugins import import_external_modules
-from tasks.runner.run import StageResult, StageRunner
-from tasks.stages import evaluate, merge, preprocess, promote, rl_round, sft
-
-
-def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
-    """Every stage in order; each is skipped if its output exists.
-
-    Args:
-        recipe: what to run.
-        run: runs each stage, or plans it.
-
-    Returns:
-        The result of the last stage.
-    """
-    data = preprocess(run, recipe.preprocess_stage()).artifact
-    policy = None
-    if recipe.sft:
-        scores = recipe.evaluate_stage("sft")
-        policy = sft(run, recipe.sft_stage(), dataset=data, then=scores).artifact
-        evaluate(run, scores, dataset=data, policy=policy)
-    reference = policy
-    for number in range(1, recipe.rl.num_rounds + 1):
-        stage = recipe.rl_round_stage(number)
-        scores = recipe.evaluate_stage(stage.label)
-        policy = rl_round(
-            run, stage, dataset=data, policy=policy, reference=reference, then=scores
-        ).artifact
-        evaluate(run, scores, dataset=data, policy=policy)
-    if policy is None:
-        raise ValueError("the recipe trains nothing")
-    model = merge(run, recipe.merge_stage(), policy=policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), dataset=data, model=model).artifact
-    return promote(run, recipe.promote_stage(), evaluation=scores, model=model)
 
 
 def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)

@@ -1,4 +1,4 @@
-"""Every stage as a Prefect task: what it needs, and the artifact that it yields.
+"""Every stage: what it needs, and the artifact that it yields.
 
 Each takes whoever runs stages, its configuration and artifacts of the stages before, and is the
 job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
@@ -14,17 +14,14 @@ from engines.config.stages import (
 )
 from infra.store.stage_spec import Artifact
 from tasks.runner.identity import stage_request
-from tasks.runner.prefect_task import stage_task
 from tasks.runner.run import StageResult, StageRunner
 
 
-@stage_task
 def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
     """Raw data to a `dataset`: checked rows by split, and the tokenizer of a model made here."""
     return run.run(stage_request(config, run.seed))
 
 
-@stage_task
 def sft(
     run: StageRunner, config: SFTStageConfig, dataset: Artifact, then: EvaluateStageConfig
 ) -> StageResult:
@@ -33,7 +30,6 @@ def sft(
     return run.run(stage_request(config, run.seed, after, dataset=dataset))
 
 
-@stage_task
 def rl_round(
     run: StageRunner,
     config: RLRoundStageConfig,
@@ -53,13 +49,11 @@ def rl_round(
     )
 
 
-@stage_task
 def merge(run: StageRunner, config: MergeStageConfig, policy: Artifact) -> StageResult:
     """A policy to a `model` that `AutoModelForCausalLM.from_pretrained` loads."""
     return run.run(stage_request(config, run.seed, policy=policy))
 
 
-@stage_task
 def evaluate(
     run: StageRunner,
     config: EvaluateStageConfig,
@@ -72,7 +66,6 @@ def evaluate(
     return run.run(stage_request(config, run.seed, dataset=dataset, policy=policy, model=model))
 
 
-@stage_task
 def promote(
     run: StageRunner, config: PromoteStageConfig, evaluation: Artifact, model: Artifact
 ) -> StageResult:

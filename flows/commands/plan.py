@@ -12,7 +12,7 @@ from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Planner
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
-from flows.rlhf_pipeline import run_stages
+from flows.stage_order import run_stages
 from infra.store.storage import open_storage
 
 DIGITS = 12

@@ -21,9 +21,10 @@ from flows.local.embedded_prefect import PrefectServer
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
-from flows.rlhf_pipeline import rlhf_pipeline, run_stages
+from flows.rlhf_pipeline import rlhf_pipeline
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.pipeline_run import SURROUNDINGS, Surroundings, tracking_uri
+from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.redact import RedactingFilter
 from infra.store.storage import open_storage

@@ -47,11 +47,6 @@ class StageRunner(Protocol):
     """Whatever can bring a stage to its result."""
 
     @property
-    def orchestrated(self) -> bool:
-        """Whether each stage is to be a Prefect task run."""
-        ...
-
-    @property
     def seed(self) -> int:
         """Seed of the run: all randomness of every stage derives from it."""
         ...

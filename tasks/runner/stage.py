@@ -10,7 +10,12 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol, cast
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from engines.config.stages import Runtime
 from infra.ray.jobs import RayJobs
@@ -83,7 +88,7 @@ class StageContext:
         self._recorder = recorder
         self._observer = observer
         self._runtime = runtime
-        self.orchestrated = orchestrated
+        self._orchestrated = orchestrated
         self.seed = seed
         self._force, self._adopt = force, adopt
         self._metadata = metadata
@@ -94,7 +99,7 @@ class StageContext:
         self.results: list[StageResult] = []
 
     def run(self, request: StageRequest) -> StageResult:
-        """Bring one stage to its result.
+        """Bring one stage to its result, in a Prefect task run if the run is orchestrated.
 
         Args:
             request: the stage.
@@ -107,6 +112,30 @@ class StageContext:
             JobFailedError: the job ended without committing; carries the tail of its log.
             ArtifactError: the committed output does not verify any more.
         """
+        if not self._orchestrated:
+            return self._bring(request)
+
+        # The store's commit decides what is reused, on any host and under any Prefect server: its
+        # own cache is off. Results are JSON, never pickled.
+        @task(
+            name=request.config.stage,
+            task_run_name=request.label,
+            cache_policy=NO_CACHE,
+            persist_result=True,
+            result_serializer="json",
+        )
+        def stage() -> Any:
+            result = self._bring(request)
+            if not result.reused:
+                return result
+            message = f"{result.label} {result.fingerprint[:12]} was already committed"
+            return Completed(name="Reused", message=message, data=result)
+
+        outcome: Any = stage()
+        return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
+
+    def _bring(self, request: StageRequest) -> StageResult:
+        """Look the stage up, and compute what is not there."""
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)

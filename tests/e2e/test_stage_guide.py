@@ -42,10 +42,10 @@ def follow_the_guide(project: Path) -> None:
     with (project / "tasks/stages.py").open("a") as file:
         file.write(f"\n\n{task}")
     imports = "from engines.config.stages import CountConfig, CountStageConfig"
-    recipe, flow = project / "flows/recipe/recipe.py", project / "flows/rlhf_pipeline.py"
+    recipe, flow = project / "flows/recipe/recipe.py", project / "flows/stage_order.py"
     insert(recipe, "data: DataConfig", textwrap.indent(field, " " * 4))
     insert(flow, "data = preprocess(", textwrap.indent(line, " " * 4))
-    insert(flow, "from pathlib import Path", f"{imports}\nfrom tasks.stages import count")
+    insert(flow, "from tasks.stages", f"{imports}\nfrom tasks.stages import count")
     insert(recipe, "from pathlib import Path", imports)
     insert(project / "tasks/stages.py", "from infra.store", imports)
 

@@ -65,13 +65,14 @@ def test_stages_without_a_model_need_no_torch(module: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_recipes_are_read_without_prefect() -> None:
+def test_recipes_are_read_and_planned_without_prefect() -> None:
     blocked = (*BLOCKED, "prefect")
     modules = (
         "flows.commands.cli",
         "flows.recipe.recipe",
         "flows.commands.recipes",
         "flows.commands.run",
+        "flows.commands.plan",
     )
     ended = run(PROGRAM.format(blocked=blocked, modules=modules))
     assert ended.returncode == 0, ended.stderr

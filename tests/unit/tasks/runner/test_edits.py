@@ -10,7 +10,7 @@ import pytest
 from engines.config.training import TrainingConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.rlhf_pipeline import run_stages
+from flows.stage_order import run_stages
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
@@ -27,6 +27,7 @@ TORCH = {*DEVICE, "merge"}
 
 NOTHING = (
     "flows/rlhf_pipeline.py",
+    "flows/stage_order.py",
     "flows/plan.py",
     "flows/recipe/recipe.py",
     "flows/recipe/validation.py",
@@ -110,7 +111,7 @@ class Fingerprints:
     def __init__(self, recipe: Recipe, store: Path) -> None:
         self._planner = Planner(LocalStorage(store), recipe.seed, {})
         self.requests: list[StageRequest] = []
-        self.orchestrated, self.seed = False, recipe.seed
+        self.seed = recipe.seed
         run_stages(recipe, self)
 
     def run(self, request: StageRequest) -> StageResult:

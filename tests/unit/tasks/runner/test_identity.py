@@ -11,7 +11,7 @@ import pytest
 from engines.config.stages import Runtime
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.rlhf_pipeline import run_stages
+from flows.stage_order import run_stages
 from infra.identity.fingerprint import next_fingerprint, source_closure
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
@@ -36,7 +36,6 @@ KINDS = {
 class CommittingRunner:
     """Publishes a file that stands for what the job would compute, and commits it."""
 
-    orchestrated = False
     seed = 0
 
     def __init__(
