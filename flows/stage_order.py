@@ -34,6 +34,7 @@ def run_stages(recipe: Recipe, run: StageRunner) -> StageResult:
         evaluate(run, scores, dataset=data, policy=policy)
     if policy is None:
         raise ValueError("the recipe trains nothing")
-    model = merge(run, recipe.merge_stage(), policy=policy).artifact
-    scores = evaluate(run, recipe.evaluate_stage(), dataset=data, model=model).artifact
-    return promote(run, recipe.promote_stage(), evaluation=scores, model=model)
+    final = recipe.evaluate_stage()
+    model = merge(run, recipe.merge_stage(), policy=policy, dataset=data, then=final).artifact
+    evaluation = evaluate(run, final, dataset=data, model=model).artifact
+    return promote(run, recipe.promote_stage(), evaluation=evaluation, model=model)

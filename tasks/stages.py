@@ -49,9 +49,16 @@ def rl_round(
     )
 
 
-def merge(run: StageRunner, config: MergeStageConfig, policy: Artifact) -> StageResult:
+def merge(
+    run: StageRunner,
+    config: MergeStageConfig,
+    policy: Artifact,
+    dataset: Artifact,
+    then: EvaluateStageConfig,
+) -> StageResult:
     """A policy to a `model` that `AutoModelForCausalLM.from_pretrained` loads."""
-    return run.run(stage_request(config, run.seed, policy=policy))
+    after = stage_request(then, run.seed, dataset=dataset)
+    return run.run(stage_request(config, run.seed, after, policy=policy))
 
 
 def evaluate(

@@ -83,7 +83,8 @@ class JobFollower:
         page: where a person looks.
         say: tells whoever watches the run what happens to the job.
         on_stand: called when an attempt stands for the work, before it is waited for.
-        ours: whether a job that this run followed began the stage: what it did so far is news.
+        ours: whether a job that this run followed began the stage: what it did so far is news, its
+            failure too.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class JobFollower:
                     self._pump(record.attempt, on_record)
                     self._storage.attempts.leave(self._fingerprint, self._follower)
                     return record
+                self._ours = False  # what comes now is a job of its own
         except BaseException as error:
             num_others = self._storage.attempts.leave(self._fingerprint, self._follower)
             # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
@@ -171,7 +173,7 @@ class JobFollower:
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""
         if self._channel.read_error(held.number) is not None:
-            return True
+            return not self._ours  # a failure of this run's own job is told, not tried again
         beat = self._channel.read_beat(held.number)
         if beat is not None and is_dead(beat.process):
             return True

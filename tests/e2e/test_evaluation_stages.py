@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("flows", "tasks", "engines", "hardware", "infra")
-OF_POLICIES = ["evaluate_sft", "evaluate_rl_round_1"]
+MADE_BY = {"evaluate_sft": "sft", "evaluate_rl_round_1": "rl_round", "evaluate": "merge"}
+"""By evaluation, the stage whose process goes on with it."""
 
 
 def num_training_steps(home: Home) -> int:
@@ -38,18 +39,18 @@ def digests(report: dict) -> dict[str, str]:
 def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations_own(
     tmp_path: Path,
 ) -> None:
-    """Forced, an evaluation is a job of its own; before, the training's process ran it."""
+    """Forced, an evaluation is a job of its own; before, the process of what it scores ran it."""
     home = Home(tmp_path / "home")
     layout = settings("training.num_workers=2", "training.lora={rank: 4}")
     warm = home.report(home.rlhf("run", *layout))
-    assert set(OF_POLICIES) < set(ran(warm)), "what this run's own job did is not reused"
-    force = [word for label in OF_POLICIES for word in ("--force", label)]
+    assert set(MADE_BY) < set(ran(warm)), "what this run's own job did is not reused"
+    force = [word for label in MADE_BY for word in ("--force", label)]
     cold = home.report(home.rlhf("run", *layout, *force))
-    assert ran(cold) == OF_POLICIES
+    assert ran(cold) == [*MADE_BY]
     assert digests(cold) == digests(warm)
-    for label in OF_POLICIES:
+    for label, maker in MADE_BY.items():
         jobs = [entry.holder.ray_job.partition("-")[0] for entry in log_of(home, cold, label)]
-        assert jobs == [*2 * [label[9:].removesuffix("_1")], "evaluate", "evaluate"]
+        assert jobs == [maker, maker, "evaluate", "evaluate"]
 
 
 def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
@@ -73,6 +74,6 @@ def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
     assert num_training_steps(home) == 6
     evaluation.write_text(f"{whole}\n# Edited.\n")
     edited = home.report(home.rlhf("run"))
-    assert ran(edited) == [*OF_POLICIES, "evaluate"]
+    assert ran(edited) == [*MADE_BY]
     assert digests(edited) == digests(repaired)
     assert num_training_steps(home) == 6, "an edit of the evaluation executes no training step"

@@ -222,6 +222,16 @@ def test_what_our_job_went_on_with_is_told_from_its_beginning(
     assert [record.step for record in stage.records] == [7]
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_failure_before_anyone_looked_is_told_if_our_job_failed(stage: Stage, ours: bool) -> None:
+    stage.hold(ray_job="sft-a0")
+    stage.fail("ValueError", "no such thing", 1)
+    jobs = Jobs(lambda: JobState.FAILED)
+    with pytest.raises(JobFailedError, match="sft-a0: ValueError" if ours else "-a1 was killed"):
+        stage.follow(jobs, ours=ours)
+    assert len(jobs.requests) == (0 if ours else 1)
+
+
 def test_a_refusal_of_the_job_is_the_same_one_line(stage: Stage) -> None:
     def refuse() -> JobState:
         stage.fail("ConfigError", "promote.metric: got 'x'; need one of: accuracy", 2)
