@@ -17,6 +17,7 @@ from infra.tracking.tracker import (
     ModelCandidate,
     RunState,
     TrackedRun,
+    TrackerRefusedError,
     TrackerSettings,
 )
 
@@ -69,6 +70,8 @@ class JsonLinesTracker:
     ) -> None:
         """Later lines win."""
         with self._lock():
+            if not self._of(run_id):
+                raise TrackerRefusedError(f"{run_id}: nobody opened such a run")
             self._append({"run": run_id, "state": state, "tags": tags, "metrics": metrics})
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
@@ -106,7 +109,8 @@ class JsonLinesTracker:
         return [line for line in self._lines() if run_id in (line.get("run"), line.get("key"))]
 
     def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        text = "" if self.is_absent() else self.path.read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:

@@ -179,8 +179,6 @@ def test_files_are_kept_with_a_run(make: Callable[[], Tracker], tmp_path: Path) 
     tracker.log_files(run_id, tmp_path, "report")
 
 
-def test_a_refusal_is_told_from_an_absence(make: Callable[[], Tracker], name: str) -> None:
-    if name == "json-lines":
-        pytest.skip("a file refuses nothing")
+def test_a_refusal_is_told_from_an_absence(make: Callable[[], Tracker]) -> None:
     with pytest.raises(TrackerRefusedError):
         make().set_state("no such run", "FINISHED", {}, {})

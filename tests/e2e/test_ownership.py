@@ -100,21 +100,6 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
     wait_for(lambda: states() == bodies, "one job a round to end well", 60)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
     two_homes: list[Cluster], small_disk: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -185,35 +184,20 @@ def test_a_fault_that_raises_leaves_no_temporary(
     assert names(tmp_path) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
 def test_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "ROOM_POLL_S", 0.05)
     store = saved(small_disk / "steps", 1)
-    store.save(2, write("w" * 300_000), TrainerState(2))
+    store.save(2, write("w" * 600_000), TrainerState(2))
     filler = small_disk / "filler"
-    filler.write_bytes(bytes(500_000))
+    filler.write_bytes(bytes(1_000_000))
     threading.Timer(0.3, filler.unlink).start()
-    store.save(3, write("v" * 300_000), TrainerState(3))
+    store.save(3, write("v" * 600_000), TrainerState(3))
     assert store.steps() == [2, 3]
-    assert "bytes are free, the newest has 30" in caplog.text
+    assert "bytes are free, the newest has 60" in caplog.text
     monkeypatch.setattr(waiting, "ROOM_DEADLINE_S", 0.1)
-    filler.write_bytes(bytes(300_000))
+    filler.write_bytes(bytes(600_000))
     with pytest.raises(DeadlineError, match=f"room on the disk of {small_disk}"):
-        store.save(4, write("u" * 300_000), TrainerState(4))
+        store.save(4, write("u" * 600_000), TrainerState(4))
     assert store.steps() == [2, 3]
