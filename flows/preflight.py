@@ -1,16 +1,19 @@
 """The cheap looks before a run: does what the recipe names exist, and does its reward work?
 
 Promises: a missing shard, an adapter that matches nothing, an absent column, a platform that is
-not here and a reward that cannot be called are found before anything is started, in seconds. A
-recipe that names nothing of the user's costs no process.
+not here or that the training backend has no engine for, and a reward that cannot be called are
+found before anything is started, in seconds. A recipe that names nothing of the user's costs no
+process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
+from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
-from engines.config.plugins import REWARDS
+from engines.config.plugins import REWARDS, TABLES
 from flows.child import ask
 from flows.platform_probe import resolve_hardware
 from flows.recipe.recipe import Recipe
+from infra import env
 from infra.errors import ConfigError
 
 DEADLINE_S = 180.0
@@ -32,6 +35,7 @@ def preflight(recipe: Recipe) -> Recipe:
     """
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
+    _check_engine(recipe)
     look = look_of(recipe)
     if look is None:
         return recipe
@@ -40,6 +44,19 @@ def preflight(recipe: Recipe) -> Recipe:
     if answer.look is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
     return recipe.model_copy(update={"model": answer.look.model, "data": answer.look.data})
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """A device that the training backend has no engine for is refused before anything starts."""
+    platform = TABLES["platform"].find(recipe.hardware.platform)
+    device = env.RLHF_ENGINE_DEVICE.get()
+    if device is None and platform.is_ours:  # of another's only the platform itself knows
+        device = (*platform.also_called, platform.name)[0]
+    ENGINES.place(
+        recipe.training.backend,
+        device=device,
+        vendor=env.RLHF_ENGINE_VENDOR.get() or platform.name,
+    )
 
 
 def look_of(recipe: Recipe) -> Look | None:

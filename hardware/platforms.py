@@ -13,6 +13,7 @@ class PlatformRow(Row):
 
     Attributes:
         also_called: device types that users write where a vendor is meant; several may share one.
+            The first is torch's; without any, torch calls the device as the platform.
     """
 
     also_called: tuple[str, ...] = ()

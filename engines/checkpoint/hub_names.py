@@ -71,8 +71,9 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
             slots[next(iter(converted))] = Slot(name, shape, parameter.stride(), 0)
             continue
         # Convert the places instead of the values: they tell where each value comes from.
-        places = known.setdefault(shape, torch.arange(parameter.numel()).view(shape))
-        for on_disk, index in revert_weight_conversion(model, {name: places}).items():
+        if shape not in known:
+            known[shape] = torch.arange(parameter.numel()).view(shape)
+        for on_disk, index in revert_weight_conversion(model, {name: known[shape]}).items():
             slots[on_disk] = _regular_slot(name, index, type(model).__name__)
     return slots
 

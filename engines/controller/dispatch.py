@@ -144,7 +144,12 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
     Raises:
         WorkerError: names the places whose result is another than that of place 0.
     """
-    others = [number for number, result in enumerate(results) if result != results[0]]
+    # NaN is unlike itself: a value that is NaN everywhere is for whoever reads it to judge.
+    others = [
+        number
+        for number, result in enumerate(results)
+        if result != results[0] and repr(result) != repr(results[0])
+    ]
     if others:
         raise WorkerError(
             f"{call}: {place} {', '.join(map(str, others))} came to {results[others[0]]!r:.300}, "

@@ -10,6 +10,7 @@ Does not promise: restarting ranks. The stage's step checkpoints are how work is
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate
 
@@ -194,8 +195,9 @@ class RayWorkerGroup:
         """A rank that has beaten before and stopped; starting ranks have no heartbeat yet."""
         for rank in ranks:
             watch = self._watches[rank]
-            if watch.look() > self._options.silence_s and watch.beat is not None:
-                return rank
+            with suppress(OSError):  # a disk that fails the watcher says nothing about the rank
+                if watch.look() > self._options.silence_s and watch.beat is not None:
+                    return rank
         return None
 
     def _tail(self, rank: int) -> str:

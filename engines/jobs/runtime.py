@@ -38,7 +38,13 @@ from engines.config.base import StrictModel
 from engines.config.stages import Runtime, StageConfig
 from engines.trainers.phases import PhaseClock
 from infra import env
-from infra.errors import EXIT_TERMINATED, EXIT_USER_ERROR, ConfigError, PipelineError
+from infra.errors import (
+    EXIT_TERMINATED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    FencedError,
+    PipelineError,
+)
 from infra.field_errors import to_config_error
 from infra.identity.fingerprint import next_fingerprint, refuse_changed_code
 from infra.plugins import import_external_modules
@@ -202,6 +208,8 @@ def _run(
         logger.warning("%s", broken)
     attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)
     storage.attempts.check(attempt)
+    if channel.read_error(spec.attempt) is not None:
+        raise FencedError(f"attempt {spec.attempt} of {spec.stage} was given up before it began")
     clock = PhaseClock()
     clock.add("load", time.time() - began_at)
     with ExitStack() as stack:

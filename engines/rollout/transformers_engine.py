@@ -216,7 +216,10 @@ class TransformersEngine(RolloutEngine):
         while self._can_serve() and not self._paused:
             if not self._batch.samples and not self._scheduler.waiting:
                 return
-            for sample in self._step():
+            finished = self._step()
+            if not self._batch.samples and not self._scheduler.waiting:
+                self._batch.free()  # before anyone is told: training needs the memory
+            for sample in finished:
                 stopped = sample.token_ids[-1] in self._model.eos_token_ids
                 self._deliver(sample, "stop" if stopped else "length")
             await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 Promises: every rule names the field, what it got, what it needs and what to do; nothing here
 imports torch or reads more of a file than its name.
-Does not promise: the content of files, or devices; the jobs check those in preflight.
+Does not promise: the content of files, or devices; `flows.preflight` looks at those.
 """
 
 from __future__ import annotations

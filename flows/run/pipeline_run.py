@@ -8,7 +8,7 @@ it was not cancelled or interrupted.
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +155,9 @@ def open_run(
         # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
         # a job that runs alone: its work is not lost, and the next run attaches to it.
         interrupted = isinstance(error, KeyboardInterrupt) and not stages.others_wait
+        if isinstance(error, KeyboardInterrupt):
+            with suppress(PipelineError):
+                stages.stop_jobs()
         recorder.run_ended(end_status(error))
         raise
     finally:

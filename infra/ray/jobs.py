@@ -1,7 +1,7 @@
 """Ray jobs: submit, look, follow, stop.
 
 Promises: a name stands for one job: of any number of callers with the same name exactly one
-submits it, also when the answer to a submission is lost.
+submits it. Whose answer was lost takes the job of that name for its own.
 Does not promise: that Ray's status is the truth about the work. The stage's log is.
 """
 
@@ -42,7 +42,7 @@ class RayJobs:
             request: what to run.
 
         Returns:
-            False if the name is taken, by whoever it was.
+            False if the name was taken before.
 
         Raises:
             JobSubmitError: Ray refused the job or cannot be reached.
@@ -53,15 +53,14 @@ class RayJobs:
             "metadata": dict(request.metadata),
             "runtime_env": {"env_vars": dict(request.env)},
         }
-        # Sent again after a lost connection, a submission that did arrive reads "already
-        # exists": then the job is there.
-        ends_at = time.monotonic() + SUBMIT_DEADLINE_S
+        ends_at, was_lost = time.monotonic() + SUBMIT_DEADLINE_S, False
         while True:
             try:
-                self.api.call("POST", "/api/jobs/", body)
+                self.api.call("POST", "/api/jobs/", body, timeout_s=SUBMIT_DEADLINE_S / 2)
             except (RayResponseError, RayUnreachableError) as error:
                 if ALREADY_EXISTS in str(error):
-                    return False
+                    return was_lost  # it had arrived
+                was_lost |= isinstance(error, RayUnreachableError)
                 transient = isinstance(error, RayUnreachableError) or NO_AGENT in error.reason
                 if not transient or time.monotonic() >= ends_at:
                     raise

@@ -6,6 +6,7 @@ by the clock of the file system that both write to.
 Does not promise: to see a dead follower elsewhere at once. Its job then merely runs on.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from infra.store.heartbeat import FixedFile, read_fixed
@@ -39,10 +40,7 @@ class Followers:
         file = self._joined.pop(path, None)
         if file is not None:
             file.close()
-        try:
-            touched = {each: each.stat().st_mtime for each in path.parent.iterdir()}
-        except FileNotFoundError:
-            return 0
+        touched = _touched(path.parent)
         path.unlink(missing_ok=True)
         now = max(touched.values(), default=0.0)
         return sum(_waits(other, now - at) for other, at in touched.items() if other != path)
@@ -54,6 +52,16 @@ class Followers:
 
     def _directory(self, fingerprint: str) -> Path:
         return self._work / check_fingerprint(fingerprint) / "followers"
+
+
+def _touched(directory: Path) -> dict[Path, float]:
+    """When each file was; others may be leaving, too."""
+    found: dict[Path, float] = {}
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            with suppress(FileNotFoundError):
+                found[path] = path.stat().st_mtime
+    return found
 
 
 def _waits(path: Path, silence_s: float) -> bool:

@@ -106,9 +106,10 @@ class Shipper:
         self._wake()
 
     def journal_grew(self, key: str) -> None:
-        """A stage of ours has new records."""
+        """A stage of ours has new records; before it is put, that is no news of its own."""
         with self._lock:
-            self._news[key] = None
+            if key in self._entries:
+                self._news[key] = None
         self._wake()
 
     def close(self, deadline_s: float) -> None:

@@ -162,6 +162,7 @@ class JobFollower:
             attempt = last.number if last is not None and attached else len(log)
             try:
                 if not attached:
+                    self._ours = False
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # someone was faster
@@ -172,8 +173,10 @@ class JobFollower:
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""
-        if self._channel.read_error(held.number) is not None:
-            return not self._ours  # a failure of this run's own job is told, not tried again
+        problem = self._channel.read_error(held.number)
+        if problem is not None:
+            # A failure of this run's own job is told, not tried again; its being stopped is none.
+            return not self._ours or problem.exit_code == EXIT_TERMINATED
         beat = self._channel.read_beat(held.number)
         if beat is not None and is_dead(beat.process):
             return True
@@ -288,6 +291,8 @@ class JobFollower:
             if problem is None:
                 time.sleep(POLL_S)
         self._pump(job.attempt, on_record)
+        if problem is None and self._ours and job.watch.beat is None:
+            return None  # claimed by the job of the stage before, and never begun
         raise self._failure(jobs, job, problem)
 
     def _failure(self, jobs: RayJobs, job: _Job, problem: JobProblem | None) -> Exception:

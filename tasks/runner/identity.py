@@ -29,7 +29,8 @@ from tasks.runner.numeric_code import numeric_sources
 STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
-    "megatron-core", "mbridge", "math-verify", "sympy", "latex2sympy2-extended",
+    "megatron-core", "mbridge", "liger-kernel", "transformer-engine", "jinja2",
+    "math-verify", "sympy", "latex2sympy2-extended",
 )  # fmt: skip
 """Libraries whose version can change what a job computes."""
 

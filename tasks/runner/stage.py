@@ -10,6 +10,7 @@ Does not promise: to retry a failed job. The next run does, from its newest step
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from prefect import task
@@ -24,6 +25,7 @@ from infra.store.stage_spec import Adoption, CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord
 from tasks.runner.adoption import find_adoptable
+from tasks.runner.cancellation import stop_followed
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
@@ -134,6 +136,17 @@ class StageContext:
         outcome: Any = stage()
         return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
 
+    def stop_jobs(self) -> None:
+        """Stop jobs that this run still follows and nobody else does.
+
+        The job of a stage may have begun the next one, before anybody here asked for it.
+
+        Raises:
+            JobError: Ray cannot be reached.
+        """
+        if self._followed:
+            stop_followed(self._storage, self._ray_jobs(), self._follower)
+
     def _bring(self, request: StageRequest) -> StageResult:
         """Look the stage up, and compute what is not there."""
         started = time.monotonic()
@@ -171,6 +184,8 @@ class StageContext:
     def _compute(self, request: StageRequest, force: str, of: int, ours: bool) -> CommitRecord:
         """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
+        if request.then is not None and request.then.label in self._force:
+            request = replace(request, then=None)  # the job before knows nothing of its token
         asked = request.label in self._adopt
         submission = Submission(
             request=request,

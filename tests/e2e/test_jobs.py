@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_stages import DATA, EVALUATE, MODEL, RL_ROUND, SFT
 
@@ -242,6 +243,29 @@ def test_a_stage_killed_twice_ends_as_if_it_never_was(stage: str, reference: Ref
     steps = [entry.step for entry in _metrics(spec) if "training/global_step" in entry.values]
     assert steps == list(range(1, num_steps + 1))
     assert _comparable(_metrics(spec)) == _comparable(_metrics(undisturbed))
+
+
+def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_step(
+    reference: Reference,
+) -> None:
+    bench = Bench(reference.bench.root, {"RLHF_FAULTS": "storage.before_publish=stop"})
+    spec = bench.spec("sft", SFT, {"dataset": reference.dataset})
+    spec = spec.model_copy(update={"fingerprint": _digest("stopped")})
+    stopped = bench.start(spec)
+    try:
+        process = psutil.Process(stopped.pid)
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, "the stop", JOB_DEADLINE_S)
+        record = reference.bench.run(spec.model_copy(update={"attempt": 1}))
+        stopped.send_signal(signal.SIGCONT)
+        output, _ = stopped.communicate(timeout=60)
+    finally:
+        stopped.kill()
+    assert "FencedError" in output
+    assert record.artifact.digest == reference.sft.artifact.digest
+    store = open_storage(spec.store_uri)
+    assert store.lookup(spec.fingerprint) == record
+    store.verify(record.artifact, "bytes")
+    assert [entry.step for entry in _metrics(spec)] == list(range(1, SFT["sft"]["num_steps"] + 1))
 
 
 def test_sampler_and_trainer_agree_in_every_rl_step(reference: Reference) -> None:

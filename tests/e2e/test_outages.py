@@ -32,6 +32,11 @@ def rows_of(home: Home, fingerprint: str) -> list[tuple[str, int, float]]:
     )
 
 
+def _num_committed(stages: Path) -> int:
+    texts = [entry.read_text() for entry in stages.glob("*/*") if entry.is_file()]
+    return sum('"committed"' in text for text in texts)
+
+
 def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
     def trains() -> bool:
         assert flow.poll() is None, out.read_text()
@@ -55,6 +60,8 @@ def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) 
     flow.send_signal(signal.SIGKILL)
     flow.wait(timeout=10)
     assert "Traceback" not in out.read_text()
+    stages = home.path / "store" / "stages"
+    wait_for(lambda: _num_committed(stages) == 2, "SFT to commit unwatched", RUN_DEADLINE_S)
 
     command = mlflow_server(home.path, port)
     server = start_detached(command.argv, tmp_path / "server.log", command.environment)

@@ -1,8 +1,6 @@
 """The example plugin: one file and one row is all that a part of each kind takes."""
 
 import importlib
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +11,9 @@ from engines.config.options import check_backend, check_parts, check_reward
 from engines.config.plugins import TABLES, named_rows, plugin_modules
 from engines.config.training import TrainingConfig
 from flows.recipe.recipe import load_recipe
-from infra import env
 from infra.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[1] / "plugin_example"
-GUIDES = EXAMPLE.parents[1] / "docs" / "guides"
 NAMES = {
     "platform": "example_chip",
     "backend": "example_engine",
@@ -76,28 +72,3 @@ def test_facts_need_no_part() -> None:
     assert check_parts(algorithm).group_relative
     assert check_reward(RewardConfig(function="example_reward")) is not None
     assert "example_chip.algorithm" not in sys.modules
-
-
-def test_the_guide_to_a_tracker_is_followed_to_the_letter(tmp_path: Path) -> None:
-    """One file and one row, in a package that only the environment names, keep the contract."""
-    guide = (GUIDES / "add-a-tracker.md").read_text(encoding="utf-8")
-    tracker, row = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^pytest (.*)$", guide, re.MULTILINE)
-    package = tmp_path / "my_package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "tracker.py").write_text(tracker)
-    (package / "register.py").write_text(row)
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *command.split()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=env.child_environment(
-            PYTHONPATH=str(tmp_path), RLHF_USE_EXTERNAL_MODULES="my_package.register"
-        ),
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    assert re.search(r"^\d+ passed in ", ended.stdout.strip().splitlines()[-1])
-    assert tracker == (EXAMPLE / "example_chip" / "tracker.py").read_text(encoding="utf-8")

@@ -50,6 +50,29 @@ def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
     assert look_of(load_recipe("quickstart")) is None
 
 
+@pytest.mark.parametrize(
+    ("platform", "backend", "refused"),
+    [
+        ("intel", "fsdp2", "fsdp2 does not run on xpu (intel); it runs on: cpu, cuda"),
+        ("huawei", "fsdp", "fsdp does not run on npu (huawei); it runs on: cpu, cuda"),
+        ("huawei", "megatron", None),
+        ("metax", "fsdp2", None),
+        ("cpu", "fsdp2", None),
+    ],
+)
+def test_a_device_that_the_backend_has_no_engine_for_is_refused(
+    platform: str, backend: str, refused: str | None
+) -> None:
+    stated = f"hardware={{platform: {platform}, device_kind: a device}}"
+    recipe = load_recipe("quickstart", [stated, f"training.backend={backend}"])
+    if refused is None:
+        assert preflight(recipe) == recipe
+        return
+    with pytest.raises(ConfigError) as caught:
+        preflight(recipe)
+    assert str(caught.value) == f"training.backend: {refused}"
+
+
 def test_good_files_pass(directory: Path) -> None:
     (directory / "good.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

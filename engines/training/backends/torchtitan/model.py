@@ -146,7 +146,7 @@ def _check(config: Any, hf_dir: Path) -> None:
         "attention_bias": bool(getattr(config, "attention_bias", False)),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
-        "layer_types": set(getattr(config, "layer_types", None) or ()) > {"full_attention"},
+        "layer_types": not {*(getattr(config, "layer_types", None) or ())} <= {"full_attention"},
     }
     for name in (name for name, differs in unlike.items() if differs):
         raise ConfigError(

@@ -97,6 +97,13 @@ def test_replicas_that_diverged_are_named_by_rank() -> None:
         WorkerError, match="sync_weights: rank 2, 3 came to .*'bb'.*rank 0 to.*'aa'"
     ):
         equal_result("sync_weights", "rank", reports)
+    nan = [TrainMetrics(1.0, 1.0, 0.1, 5, {"mismatch/logprob_abs_max": x}) for x in _two_nans()]
+    assert equal_result("train_mini_batch", "rank", nan) is nan[0]
+
+
+def _two_nans() -> tuple[float, float]:
+    """As from two processes: not one object."""
+    return float("nan"), float("nan")
 
 
 def test_a_rank_that_returns_too_little_is_noticed() -> None:

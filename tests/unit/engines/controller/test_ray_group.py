@@ -1,6 +1,7 @@
 """Ranks as Ray actors on a real embedded cluster: order, equality with one rank, and every way
 in which a rank can leave."""
 
+import errno
 import functools
 import logging
 import os
@@ -28,6 +29,7 @@ from infra import env
 from infra.errors import DeadlineError
 from infra.host import servers
 from infra.ray.cluster import ensure_cluster
+from infra.store.heartbeat import Beat, BeatWatch
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
@@ -177,6 +179,16 @@ def test_a_stopped_rank_is_noticed_by_its_silence(start: GroupFactory) -> None:
         group.run(Probe.leave, 0, "stop")
     assert time.monotonic() - begin < 20
     _wait_until_gone(pid)
+
+
+def test_a_disk_that_fails_the_watcher_makes_no_rank_look_dead() -> None:
+    group = object.__new__(RayWorkerGroup)
+
+    def broken() -> Beat:
+        raise OSError(errno.EIO, "the disk of the beats")
+
+    group._watches = [BeatWatch(broken), BeatWatch(broken)]
+    assert group._silent_rank([0, 1]) is None
 
 
 def test_an_error_of_ours_arrives_as_it_was_raised(start: GroupFactory) -> None:

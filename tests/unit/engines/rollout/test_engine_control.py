@@ -251,13 +251,24 @@ def test_deadline_of_the_caller(long_lab):
     assert not engine._scheduler.waiting
 
 
+def test_the_cache_is_freed_when_the_last_sample_is_out(long_lab):
+    engine, sizes = long_lab.engine(), []
+
+    async def scenario():
+        async for _ in engine.generate(long_lab.requests(2, 2)):
+            sizes.append(engine._batch._cache.size_bytes)
+
+    asyncio.run(scenario())
+    assert len(sizes) == 4
+    assert sizes[-1] == 0
+    assert engine._batch._cache.size_bytes == 0
+
+
 def test_sleep_frees_memory_and_asks_for_new_weights(long_lab):
     requests = long_lab.requests(2, 2)
     engine = long_lab.engine()
     expected = generate_all(engine, requests)
-    assert engine._batch._cache.size_bytes > 0
     asyncio.run(engine.sleep())
-    assert engine._batch._cache.size_bytes == 0
     assert sum(p.numel() for p in engine._model._model.parameters()) == 0
     assert asyncio.run(engine.health()) is False
     with pytest.raises(RolloutError, match="asleep"):

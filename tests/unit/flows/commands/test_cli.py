@@ -39,6 +39,14 @@ def test_an_unknown_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert captured.err.endswith("did you mean quickstart?\n")
 
 
+def test_an_argument_of_another_type_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "quickstart", "--seed", "abc"])
+    assert ended.value.code == 2
+    expected = "--seed: invalid int value: 'abc'; see `rlhf run --help`\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_merge_says_what_a_checkpoint_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

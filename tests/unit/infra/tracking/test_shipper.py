@@ -353,6 +353,22 @@ def test_a_run_put_while_the_first_contact_is_made_is_told_once(
     assert len(ends) == len(set(ends)) == 2
 
 
+def test_news_of_a_run_that_was_not_put_yet_wait_for_it(world: World) -> None:
+    shipper = world.shipper()
+    told_before = finished(PARENT)
+    shipper.put(told_before)
+    shipper.journal_grew(STAGE.key)
+    deadline = time.monotonic() + 20
+    while not shipper.is_settled(PARENT.key):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shipper.journal_grew(STAGE.key)
+    time.sleep(0.1)
+    world.train(1, 2)
+    told(shipper, STAGE.committed(world.commit()))
+    assert world.seen()["metrics"][1:] == losses(1, 2)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_server_that_lost_everything_is_told_everything(world: World, replaced: bool) -> None:
     world.train(1, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.training import TrainingConfig
+from engines.config.training import HardwareConfig, TrainingConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
@@ -94,9 +94,18 @@ MEGATRON = {
     "engines/training/backends/megatron/engine.py": TORCH,
     "hardware/cpu_megatron.py": DEVICE,
     "hardware/cpu_torchtitan.py": set(),
+    "engines/training/backends/mindspeed/engine.py": TORCH,  # the same backend, on another device
     "engines/training/backends/fsdp/engine.py": set(),
     "engines/algorithms/grpo.py": RL,
     "infra/redact.py": set(),
+}
+
+
+NVIDIA = {
+    "hardware/nvidia.py": DEVICE,
+    "hardware/accelerator.py": DEVICE,
+    "hardware/cpu.py": set(),
+    "hardware/amd.py": set(),
 }
 
 
@@ -134,26 +143,30 @@ class Fingerprints:
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fingerprints]:
     planned = ["rl.num_rounds=1", "hardware={platform: cpu, device_kind: x86_64}"]
     quickstart = load_recipe("quickstart", planned)
+    nvidia = HardwareConfig(platform="nvidia", device_kind="NVIDIA H100")
+    # No extra and no device is needed to name the sources.
+    changes = {
+        "fsdp2": {"training": TrainingConfig(backend="fsdp2")},
+        "megatron": {"training": TrainingConfig(backend="megatron")},
+        "fsdp2 on nvidia": {"hardware": nvidia},
+    }
     return {
-        backend: Fingerprints(
-            # No extra is needed to name the backend's sources.
-            quickstart.model_copy(update={"training": TrainingConfig(backend=backend)}),
-            tmp_path_factory.mktemp("store"),
-        )
-        for backend in ("fsdp2", "megatron")
+        name: Fingerprints(quickstart.model_copy(update=change), tmp_path_factory.mktemp("store"))
+        for name, change in changes.items()
     }
 
 
 @pytest.mark.parametrize(
-    ("backend", "file", "stages"),
+    ("pipeline", "file", "stages"),
     [
         *(("fsdp2", file, set()) for file in NOTHING),
         *(("fsdp2", file, stages) for file, stages in STAGES.items()),
         *(("megatron", file, stages) for file, stages in MEGATRON.items()),
+        *(("fsdp2 on nvidia", file, stages) for file, stages in NVIDIA.items()),
     ],
 )
 def test_an_edit_runs_the_stages_whose_numbers_it_can_change(
-    backend: str,
+    pipeline: str,
     file: str,
     stages: set[str],
     pipelines: dict[str, Fingerprints],
@@ -161,16 +174,16 @@ def test_an_edit_runs_the_stages_whose_numbers_it_can_change(
 ) -> None:
     assert (ROOT / file).is_file()
     module = file.removesuffix(".py").replace("/", ".")
-    before = pipelines[backend].now()
+    before = pipelines[pipeline].now()
 
     def edited(roots: Sequence[str]) -> dict[str, str]:
         found = numeric_sources(roots)
         return {**found, module: "edited"} if module in found else found
 
     monkeypatch.setattr(identity, "numeric_sources", edited)
-    after = pipelines[backend].now()
+    after = pipelines[pipeline].now()
     changed = {label for label in before if before[label] != after[label]}
-    assert pipelines[backend].kinds(changed) == stages
+    assert pipelines[pipeline].kinds(changed) == stages
 
 
 def test_every_module_that_does_not_count_exists() -> None:

@@ -4,6 +4,7 @@ The job client is a stand-in that injects what a cluster does on a bad day; the 
 store, the attempts and the heartbeat are the real ones.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -222,14 +223,36 @@ def test_what_our_job_went_on_with_is_told_from_its_beginning(
     assert [record.step for record in stage.records] == [7]
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_failure_before_anyone_looked_is_told_if_our_job_failed(stage: Stage, ours: bool) -> None:
+@pytest.mark.parametrize(
+    ("ours", "exit_code", "told"),
+    [
+        (True, 1, "sft-a0: ValueError"),
+        (True, 143, "-a1 was killed"),  # somebody else was cancelled
+        (False, 1, "-a1 was killed"),
+    ],
+)
+def test_a_failure_before_anyone_looked_is_told_if_our_job_failed(
+    stage: Stage, ours: bool, exit_code: int, told: str
+) -> None:
     stage.hold(ray_job="sft-a0")
-    stage.fail("ValueError", "no such thing", 1)
+    stage.fail("ValueError", "no such thing", exit_code)
     jobs = Jobs(lambda: JobState.FAILED)
-    with pytest.raises(JobFailedError, match="sft-a0: ValueError" if ours else "-a1 was killed"):
+    with pytest.raises(JobFailedError, match=told):
         stage.follow(jobs, ours=ours)
-    assert len(jobs.requests) == (0 if ours else 1)
+    assert [name[-3:] for name in jobs.requests] == ["-a1"] * told.startswith("-a1")
+
+
+def test_what_our_job_claimed_and_never_began_is_submitted(stage: Stage) -> None:
+    stage.hold(ray_job="sft-a0")
+
+    def end() -> JobState:
+        if jobs.requests:
+            stage.commit()
+        return JobState.SUCCEEDED
+
+    jobs = Jobs(after(2, end))
+    assert stage.follow(jobs, ours=True).attempt == 1
+    assert [name[-3:] for name in jobs.requests] == ["-a1"]
 
 
 def test_a_refusal_of_the_job_is_the_same_one_line(stage: Stage) -> None:
@@ -360,6 +383,29 @@ def test_who_is_overtaken_follows_the_other_attempt(stage: Stage) -> None:
 
     with stage.heartbeat(0), stage.heartbeat(1):
         assert stage.follow(Jobs(after(1, overtake))).attempt == 1
+
+
+@pytest.mark.parametrize("skew_s", [120.0, -120.0])
+def test_a_clock_that_is_off_stops_no_job(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    monkeypatch.setattr(following, "HEARTBEAT_STALE_S", 1.0)
+    monkeypatch.setattr(following, "START_GRACE_S", 1.0)
+    stage.hold()
+    beats = stage.channel.local_dir(0) / "heartbeat"
+    ends_at = time.monotonic() + 2.0
+
+    def work() -> JobState:
+        os.utime(beats, (time.time() - skew_s,) * 2)  # as its host's clock wrote it
+        if time.monotonic() < ends_at:
+            return JobState.RUNNING
+        stage.commit()
+        return JobState.SUCCEEDED
+
+    jobs = Jobs(work)
+    with stage.heartbeat():
+        stage.follow(jobs)
+    assert (jobs.stopped, jobs.requests) == ([], {})
 
 
 def test_ctrl_c_stops_the_job_and_a_crash_of_ours_does_not(stage: Stage) -> None:

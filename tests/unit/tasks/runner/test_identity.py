@@ -280,6 +280,35 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     ]
 
 
+def test_what_was_forced_stands_for_whatever_comes_after_it(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    before = run(two_rounds(), storage, tmp_path).requests
+    sft = before["sft"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "content").write_text("other weights")
+    forced = storage.commit(
+        storage.attempts.hold(sft.fingerprint, Holder(id="forced", process="test"), 2, "token"),
+        CommitRecord(
+            fingerprint=sft.fingerprint,
+            stage="sft",
+            artifact=storage.publish(tmp_path / "other", "policy"),
+            attempt=2,
+            committed_at="2026-01-01T00:00:00+00:00",
+        ),
+    )
+    use_kl = "rl.algorithm.use_kl_loss=true"
+    again = run(two_rounds("rl.num_rounds=3", use_kl), storage, tmp_path / "again")
+    assert "sft" not in again.ran
+    assert set(again.ran) >= {"rl_round_1", "rl_round_2", "rl_round_3", "merge"}
+    first = again.requests["rl_round_1"]
+    assert first.inputs["policy"].digest == forced.artifact.digest
+    assert first.inputs["policy"].digest != before["rl_round_1"].inputs["policy"].digest
+    for number in (1, 2, 3):
+        reference = again.requests[f"rl_round_{number}"].inputs["reference"]
+        assert reference.digest == forced.artifact.digest
+
+
 def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
     runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
     request = runner.requests["rl_round_1"]

@@ -1,0 +1,28 @@
+"""Followers of a stage; that they join, leave and die is in the contract of a store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.store.followers import Followers
+
+FINGERPRINT = "f" * 64
+
+
+def test_who_leaves_beside_another_still_counts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = Followers(tmp_path), Followers(tmp_path)
+    mine.join(FINGERPRINT, "me")
+    theirs.join(FINGERPRINT, "they")
+    files = Path.iterdir
+
+    def with_one_that_just_left(directory: Path) -> Iterator[Path]:
+        yield directory / "another"
+        yield from files(directory)
+
+    monkeypatch.setattr(Path, "iterdir", with_one_that_just_left)
+    assert mine.leave(FINGERPRINT, "me") == 1
+    assert mine.followed_by("me") == []
+    assert theirs.leave("e" * 64, "they") == 0
