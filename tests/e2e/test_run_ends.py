@@ -18,7 +18,7 @@ from infra.ray.cluster import ensure_cluster
 from infra.services.stack import down, status
 from infra.waiting import wait_for
 
-pytestmark = pytest.mark.stacks
+pytestmark = pytest.mark.stacks  # those that are slow as well run in .ci/run, too
 
 LONG = settings("sft.num_steps=100000", "checkpoint.every_num_steps=1000")
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -82,8 +82,17 @@ def _wait_for_line(out: Path, line: str, run: subprocess.Popen[bytes]) -> None:
     wait_for(is_there, line, DEADLINE_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["nothing", "prefect-embedded", "ray"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("nothing", signal.SIGTERM),
+        ("nothing", signal.SIGINT),
+        ("prefect-embedded", signal.SIGTERM),
+        ("prefect-embedded", signal.SIGINT),
+        pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
+        ("ray", signal.SIGINT),
+    ],
+)
 def test_a_signal_during_the_start_leaves_nothing(
     home: Home, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
@@ -101,6 +110,7 @@ def test_a_signal_during_the_start_leaves_nothing(
     assert servers.recorded(home.path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
     prepared: Home, tmp_path: Path
 ) -> None:
@@ -162,6 +172,7 @@ def test_ctrl_c_twice_ends_the_job_and_everything(prepared: Home, tmp_path: Path
     assert _processes(prepared.path) == []
 
 
+@pytest.mark.slow
 def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home
 
-pytestmark = pytest.mark.stacks
+pytestmark = pytest.mark.slow
 
 SECRET = "correct-horse-battery-staple"
 REWARD = """
