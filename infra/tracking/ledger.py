@@ -61,6 +61,8 @@ class RunEntry(FrozenModel):
     state: RunState = "RUNNING"
     output: Artifact | None = None
     """Of a committed stage."""
+    committed_at: str = ""
+    """Of a committed stage: UTC, ISO 8601."""
     metrics: dict[str, float] = {}
     """Headline numbers."""
     stages: dict[str, str] = {}
@@ -74,7 +76,8 @@ class RunEntry(FrozenModel):
 
     def committed(self, record: CommitRecord) -> "RunEntry":
         """The same stage with its result."""
-        result = {"output": record.artifact, "metrics": record.metrics}
+        at = record.committed_at
+        result = {"output": record.artifact, "metrics": record.metrics, "committed_at": at}
         return self.adopting(record.adopted).model_copy(update={"state": "FINISHED", **result})
 
     def adopting(self, adopted: Adoption | None) -> "RunEntry":

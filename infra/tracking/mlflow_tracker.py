@@ -81,7 +81,7 @@ class MlflowTracker:
 
     def origin(self) -> str:
         """The experiment, by its number and the time of its creation."""
-        with _refusals():
+        with _refusals(), self._writing():
             experiment = self._client.get_experiment(self._experiment_id)
             return f"{experiment.experiment_id} {experiment.creation_time}"
 

@@ -153,8 +153,9 @@ class Shipper:
             self._in_touch = bool(self._news) and self._try("answer", self._meet)
         with self._lock:
             entries = [self._entries[key] for key in self._news]
-        # Stages first: the end of a pipeline run is told when its stages are.
-        for entry in sorted(entries, key=lambda entry: not entry.fingerprint):
+        # Stages first: the end of a pipeline run is told when its stages are. The older first: of
+        # two models, that of the later commit is to have the alias.
+        for entry in sorted(entries, key=lambda entry: (not entry.fingerprint, entry.committed_at)):
             if not self._in_touch:
                 return
             with self._lock:

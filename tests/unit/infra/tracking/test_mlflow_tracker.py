@@ -7,12 +7,14 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rlhf.testing.tiny_models import write_tiny_models
 
+from infra.host.records import file_lock
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage
@@ -30,6 +32,7 @@ def test_first_runs_that_start_together_make_one_schema(tmp_path: Path) -> None:
         from infra.tracking.mlflow_tracker import MlflowTracker
         from infra.tracking.tracker import TrackedRun, TrackerSettings
         tracker = MlflowTracker(TrackerSettings(Path({str(tmp_path)!r})))
+        tracker.origin()  # what a shipper asks first
         print(tracker.open_run(TrackedRun("k" * 8, "run")))
     """
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
@@ -138,3 +141,16 @@ def test_names_and_settings_take_the_form_that_mlflow_allows(
         "d": "has *** inside",
     }
     assert json.dumps(flatten({}))
+
+
+def test_the_first_question_to_an_embedded_database_is_asked_alone(tmp_path: Path) -> None:
+    """Findings IX 3: the first query makes the tables, and two at once break them."""
+    tracker = MlflowTracker(TrackerSettings(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"))
+    with file_lock(tmp_path / "mlflow.db.lock", 5.0):
+        asking = threading.Thread(target=tracker.origin)
+        asking.start()
+        asking.join(3.0)
+        assert asking.is_alive()
+        assert not (tmp_path / "mlflow.db").exists()
+    asking.join(60.0)
+    assert (tmp_path / "mlflow.db").exists()

@@ -426,3 +426,39 @@ def test_a_damaged_ledger_is_one_that_knows_nothing(world: World) -> None:
     assert world.ledger().find(PARENT.key) is None
     told(world.shipper(), finished(PARENT))
     assert world.seen(PARENT)["state"] == "FINISHED"
+
+
+def test_of_models_told_late_the_last_committed_has_the_alias(world: World) -> None:
+    """Whatever order the keys of the runs have."""
+    world.tracker.away = True
+    for number, key in ((1, "c"), (2, "b")):
+        directory = world.home / f"model-{number}"
+        directory.mkdir()
+        (directory / "config.json").write_text(f'{{"number": {number}}}')
+        model = world.history.storage.publish(directory, "model")
+        decision = Decision(
+            promoted=True, metric="accuracy", value=0.5, min_value=0.1, model_digest=model.digest,
+            model_name=f"m{number}", alias="champion",
+        )  # fmt: skip
+        output = world.publish(PROMOTION, decision_json=canonical_json(decision))
+        fingerprint = key * 64
+        holder = Holder(id=key, process="test")
+        attempt = world.history.storage.attempts.hold(fingerprint, holder, 0)
+        record = CommitRecord(
+            fingerprint=fingerprint, stage="promote", artifact=output, attempt=0,
+            committed_at=f"2026-01-01T00:00:0{number}+00:00",
+        )  # fmt: skip
+        world.history.storage.commit(attempt, record)
+        entry = STAGE.model_copy(
+            update={
+                "key": fingerprint, "fingerprint": fingerprint, "inputs": {"model": model},
+                "parent": "", "owner": GONE,
+            }
+        )  # fmt: skip
+        told(world.shipper(), entry)
+    world.tracker.away = False
+    shipper = world.shipper()
+    shipper.begin()
+    shipper.close(20)
+    text = world.tracker.path.read_text()
+    assert 0 < text.index('"model": "m1"') < text.index('"model": "m2"')
