@@ -69,6 +69,17 @@ class Row:
         return self.target.partition(":")[0]
 
     @property
+    def modules(self) -> frozenset[str]:
+        """Those whose code the part is: its own, another's options, and what made it known."""
+        options = None if self.is_ours or not self.options else self.options.partition(":")[0]
+        return frozenset({self.module, options, self.registrar} - {None})
+
+    @property
+    def counted(self) -> str:
+        """What of the row can change a number, as a text; sources and options count elsewhere."""
+        return self.target
+
+    @property
     def is_ours(self) -> bool:
         """Whether it is this project's."""
         return self.owner == THIS_PROJECT

@@ -58,6 +58,11 @@ class RewardRow(Row):
     in_process: bool = False
     memory_limit_bytes: int | None = None
 
+    @property
+    def counted(self) -> str:
+        """And the memory limit: beyond it a sample is unscored."""
+        return f"{self.target} {self.memory_limit_bytes}"
+
 
 ADVANTAGES = PluginTable(
     "adv_estimator",
@@ -248,6 +253,4 @@ def plugin_modules(
     Returns:
         Sorted; a module that registers a named part is among them.
     """
-    rows = named_rows(named, device)
-    modules = {row.module for row in rows} | {row.registrar for row in rows if row.registrar}
-    return tuple(sorted(modules))
+    return tuple(sorted({name for row in named_rows(named, device) for name in row.modules}))

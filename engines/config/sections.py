@@ -67,6 +67,10 @@ class RLConfig(StrictModel):
             )
         return self
 
+    def num_steps_before(self, number: int) -> int:
+        """Steps of the rounds before round `number`, which is counted from 1."""
+        return (number - 1) * self.num_steps_per_round
+
     @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer step."""

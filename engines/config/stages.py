@@ -84,8 +84,8 @@ class StageConfig(StrictModel):
         yield from ()
 
     def plugin_targets(self) -> list[str]:
-        """What the names of its parts lead to, as ``module:attribute``."""
-        return [row.target for row in named_rows(self.plugins())]
+        """What the names of its parts lead to, with what their rows say that changes numbers."""
+        return [row.counted for row in named_rows(self.plugins())]
 
     def plugin_modules(self) -> tuple[str, ...]:
         """Modules of the named parts, other people's too, sorted; their sources count."""
@@ -205,7 +205,7 @@ class RLRoundStageConfig(TrainingStageConfig):
     @property
     def num_previous_steps(self) -> int:
         """Of the rounds before."""
-        return (self.round - 1) * self.rl.num_steps_per_round
+        return self.rl.num_steps_before(self.round)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the rollout engine, the reward and the parts of the algorithm."""

@@ -56,7 +56,7 @@ class TrainingConfig(StrictModel):
     """What every training stage shares: the backend, its layout and its numerics."""
 
     backend: str = "fsdp2"
-    """Name in the EngineRegistry; a backend's own switches stand in `options`."""
+    """Name of a training backend (`rlhf engines`); a backend's own switches stand in `options`."""
     num_workers: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks of the training group; as many as the layout needs when it is not given. 1 runs inside
     the job's process, without Ray actors."""
@@ -147,8 +147,8 @@ class TrainingConfig(StrictModel):
 class HardwareConfig(StrictModel):
     """The accelerator that jobs run on."""
 
-    platform: str = "auto"
+    platform: Annotated[str, Execution] = "auto"
     """`auto` probes in a stated order and says what it chose; a name is an order, never a hint."""
-    device_kind: str | None = None
+    device_kind: Annotated[str | None, Execution] = None
     """Product name of the devices, of a CPU its architecture; null asks this machine. Jobs refuse
     to start on another."""

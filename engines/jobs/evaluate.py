@@ -87,9 +87,8 @@ def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
     """The input `policy`, or else the input `model`."""
     policy_dir = context.optional_input("policy")
     if policy_dir is not None:
-        return ServedModel(
-            policy_dir / HF_DIR, policy_weights(policy_dir), trained_steps(policy_dir)
-        )
+        num_steps = trained_steps(policy_dir).num_steps
+        return ServedModel(policy_dir / HF_DIR, policy_weights(policy_dir), num_steps)
     model_dir = context.input("model")
     check_model_directory(model_dir)
     return ServedModel(model_dir, stored_tensors(model_dir), 0)

@@ -2,7 +2,7 @@
 
     checkpoint/    sharded weights and optimizer
     hf/            config.json, generation_config.json, tokenizer; no weights
-    trainer.json   which stage made it, after how many steps
+    trainer.json   which stage made it, after how many steps, how many it skipped last
 
 Promises: `hf/` names every token that ends an answer, so a rollout stops where the chat template
 ends the assistant's turn, although the base model may know another end token.
@@ -23,12 +23,12 @@ from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
+from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
 
 CHECKPOINT_DIR = "checkpoint"
 HF_DIR = "hf"
 TRAINER_NAME = "trainer.json"
-SCHEMA_VERSION = 1
 
 _HF_FILES = (
     "config.json",
@@ -43,6 +43,15 @@ _HF_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+
+
+class TrainedSteps(FrozenModel):
+    """What `trainer.json` says."""
+
+    schema_version: int = 1
+    stage: str
+    num_steps: int
+    num_skipped: int = 0
 
 
 def policy_source(policy_dir: Path) -> ModelSource:
@@ -113,7 +122,12 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
 
 
 def write_policy(
-    output_dir: Path, checkpoint: Path, hf_dir: Path, stage: str, num_steps: int
+    output_dir: Path,
+    checkpoint: Path,
+    hf_dir: Path,
+    stage: str,
+    num_steps: int,
+    num_skipped: int = 0,
 ) -> None:
     """Lay out a `policy` artifact.
 
@@ -123,16 +137,17 @@ def write_policy(
         hf_dir: what `write_hf_files` wrote.
         stage: `sft` or `rl_round`.
         num_steps: trainer steps over all stages so far.
+        num_skipped: the last steps in a row that trained on nothing.
     """
     shutil.copytree(checkpoint, output_dir / CHECKPOINT_DIR, copy_function=_link)
     shutil.copytree(hf_dir, output_dir / HF_DIR, copy_function=shutil.copyfile)
-    content = {"schema": SCHEMA_VERSION, "stage": stage, "num_steps": num_steps}
-    (output_dir / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
+    steps = TrainedSteps(stage=stage, num_steps=num_steps, num_skipped=num_skipped)
+    (output_dir / TRAINER_NAME).write_bytes(canonical_json(steps.model_dump()) + b"\n")
 
 
-def trained_steps(policy_dir: Path) -> int:
-    """Trainer steps behind a `policy` artifact, over all rounds."""
-    return int(json.loads((policy_dir / TRAINER_NAME).read_bytes())["num_steps"])
+def trained_steps(policy_dir: Path) -> TrainedSteps:
+    """What is behind a `policy` artifact, over all rounds."""
+    return TrainedSteps.model_validate_json((policy_dir / TRAINER_NAME).read_bytes())
 
 
 def _link(source: str, target: str) -> None:

@@ -94,7 +94,7 @@ def stage_progress(
 
 
 def policy_output(
-    context: JobContext, progress: StageProgress, hf_dir: Path, num_steps: int
+    context: JobContext, progress: StageProgress, hf_dir: Path, num_steps: int, num_skipped: int = 0
 ) -> JobOutput:
     """Write the `policy` artifact.
 
@@ -103,13 +103,15 @@ def policy_output(
         progress: after the last step.
         hf_dir: configuration and tokenizer.
         num_steps: trainer steps over all rounds so far.
+        num_skipped: the last steps in a row that trained on nothing.
 
     Returns:
         The `policy` output with its headline metrics.
     """
     with context.clock("save"):
         checkpoint = progress.last_checkpoint()
-        write_policy(context.output_dir, checkpoint, hf_dir, context.spec.stage, num_steps)
+        stage = context.spec.stage
+        write_policy(context.output_dir, checkpoint, hf_dir, stage, num_steps, num_skipped)
         # The step checkpoint's files are the artifact's, under the same names: hashed already.
         hashed = read_manifest(checkpoint.parent).files
         prefix = f"{CHECKPOINT_DIR}/"

@@ -10,7 +10,12 @@ from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.policy_worker import ModelSource, PolicySpec
 from engines.data.read.dataset import load_dataset
-from engines.jobs.policy_files import initial_source, policy_source, write_hf_files
+from engines.jobs.policy_files import (
+    initial_source,
+    policy_source,
+    trained_steps,
+    write_hf_files,
+)
 from engines.jobs.policy_stage import (
     local_reward,
     policy_output,
@@ -64,14 +69,18 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 )
             )
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
-        RLTrainer(
+        before = context.optional_input("policy")
+        trainer = RLTrainer(
             config,
             workers,
             PromptSource(prompts, config, spec.seed),
             CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
             progress,
-        ).run()
-        return policy_output(context, progress, hf_dir, config.round * rl.num_steps_per_round)
+            trained_steps(before).num_skipped if before else 0,
+        )
+        trainer.run()
+        num_steps = rl.num_steps_before(config.round + 1)
+        return policy_output(context, progress, hf_dir, num_steps, trainer.num_skipped)
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

@@ -3,10 +3,10 @@
 Promises: everything random in a step is derived from (seed, round, step), so a round that was
 killed continues from its newest valid step checkpoint and ends bitwise where an uninterrupted
 one does; every step measures how far the sampler's logprobs are from the trainer's; a step
-without a usable sample is skipped and counted, and too many of them in a row stop the run. A
-version is the number of the step, over all rounds, that made the weights: weights that did not
-change keep theirs, across steps that are skipped and across a resume. A new round counts on from
-the steps of the rounds before.
+without a usable sample is skipped and counted, and too many of them in a row, over all rounds,
+stop the run. A version is the number of the step, over all rounds, that made the weights: weights
+that did not change keep theirs, across steps that are skipped and across a resume. A new round
+counts on from the steps of the rounds before.
 What each line stands for is in its own module: prompts, experience, rl_metrics, and the
 `PolicyWorker` whose methods `run` calls on every rank.
 """
@@ -40,6 +40,7 @@ class RLTrainer:
         prompts: what is sampled in each step.
         scorer: turns completions into scored samples.
         progress: journal, step checkpoints and job clock.
+        num_skipped: steps in a row that were skipped when the round before ended.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RLTrainer:
         prompts: PromptSource,
         scorer: CompletionScorer,
         progress: StageProgress,
+        num_skipped: int = 0,
     ) -> None:
         self.config, self.workers, self.prompts = config.rl, workers, prompts
         self.scorer, self.progress = scorer, progress
@@ -57,15 +59,15 @@ class RLTrainer:
         training_dtype = config.training.dtype
         rollout_dtype = config.rollout.dtype or training_dtype
         self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
-        self.previous_steps = config.num_previous_steps
+        self.previous_steps = config.rl.num_steps_before(config.round)
         self.version = self.previous_steps
-        self.num_skipped = 0
+        self.num_skipped = num_skipped
 
     def run(self) -> None:
         """Every step of the round that no step checkpoint holds yet."""
         state = self.progress.resume(self.workers)
         self.version = int(state.values.get("version", self.previous_steps + state.step))
-        self.num_skipped = int(state.values.get("num_skipped", 0))
+        self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
         with self.progress.clock("train"):
             self.workers.run(PolicyWorker.sync_weights, self.version)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):

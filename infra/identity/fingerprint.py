@@ -201,7 +201,7 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
     asked = {(row.name, row.target) for row in named}
     rows = [row for _, row in outside if (row.name, row.target) in asked]
     silent = {module for module in external_modules() if module not in registrars}
-    modules = silent | {row.module for row in rows} | {r.registrar for r in rows if r.registrar}
+    modules = silent | {name for row in rows for name in row.modules}
     if not modules:
         return {}
     code: dict[str, Any] = {
@@ -232,6 +232,24 @@ def script_files(script: Path) -> dict[str, Path]:
 
     reached = _reached([_Source(script.stem, script)], executed)
     return dict(sorted((each.path.relative_to(folder).as_posix(), each.path) for each in reached))
+
+
+def project_modules(script: Path) -> set[str]:
+    """Modules of this project that a user's Python file, or one beside it, imports.
+
+    Args:
+        script: the file.
+
+    Returns:
+        Dotted names of modules that exist.
+    """
+    names = {
+        name
+        for path in script_files(script).values()
+        for name in _imported_names(_Source(path.stem, path))
+        if name.partition(".")[0] in OUR_PACKAGES
+    }
+    return {name for name in names if (file := _module_file(name)) and file.is_file()}
 
 
 def _own_sources_digest(module: str) -> str | None:

@@ -18,9 +18,10 @@ from infra.identity.fingerprint import (
     environment_digest,
     installed_libraries,
     outside_code,
+    project_modules,
     stage_identity,
 )
-from infra.identity.scripts import script_artifact
+from infra.identity.scripts import SCRIPT_KIND, script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
@@ -65,7 +66,9 @@ class StageRequest:
     @cached_property
     def sources(self) -> dict[str, str]:
         """sha256 by module of our code that can change what the job yields."""
-        return numeric_sources([self.config.job_module, *self.config.plugin_modules()])
+        scripts = [Path(each.uri) for each in self.inputs.values() if each.kind == SCRIPT_KIND]
+        used = [module for script in scripts for module in project_modules(script)]
+        return numeric_sources([self.config.job_module, *self.config.plugin_modules(), *used])
 
     @property
     def libraries(self) -> dict[str, str | None]:

@@ -8,7 +8,13 @@ import pytest
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.policy_files import initial_source, write_hf_files, write_policy
+from engines.jobs.policy_files import (
+    TrainedSteps,
+    initial_source,
+    trained_steps,
+    write_hf_files,
+    write_policy,
+)
 from infra.errors import ConfigError
 
 
@@ -65,11 +71,10 @@ def test_a_policy_links_its_checkpoint_and_says_who_made_it(source: Path, tmp_pa
     output = tmp_path / "output"
     output.mkdir()
     write_hf_files(source, tmp_path / "hf", None)
-    write_policy(output, checkpoint.parent, tmp_path / "hf", "rl_round", 40)
+    write_policy(output, checkpoint.parent, tmp_path / "hf", "rl_round", 40, 3)
     assert (output / "checkpoint/tensors/shard").samefile(checkpoint / "shard")
     assert (output / "hf/config.json").exists()
-    content = json.loads((output / "trainer.json").read_text())
-    assert content == {"schema": 1, "stage": "rl_round", "num_steps": 40}
+    assert trained_steps(output) == TrainedSteps(stage="rl_round", num_steps=40, num_skipped=3)
 
 
 def test_a_model_from_scratch_needs_a_dataset_with_a_tokenizer(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         reward: str,
         *,
         max_unscored_frac: float = 1.0,
+        num_skipped: int = 0,
         training: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ) -> list[dict[str, float]]:
@@ -122,12 +123,14 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                 "checkpoint": {},
             }
         )
-        return _run(config, tiny_model, tmp_path)
+        return _run(config, tiny_model, tmp_path, num_skipped)
 
     return run
 
 
-def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, float]]:
+def _run(
+    config: RLRoundStageConfig, model: Path, work: Path, num_skipped: int
+) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
     rows = [
         RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
@@ -164,6 +167,7 @@ def _run(config: RLRoundStageConfig, model: Path, work: Path) -> list[dict[str, 
         scorer = CompletionScorer(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
-        RLTrainer(config, workers, PromptSource(prompts, config, 0), scorer, progress).run()
+        source = PromptSource(prompts, config, 0)
+        RLTrainer(config, workers, source, scorer, progress, num_skipped).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

@@ -127,6 +127,12 @@ def test_too_many_steps_in_a_row_without_training_stop_the_round(run_round, sync
     assert synced == [0]
 
 
+def test_steps_that_the_round_before_skipped_last_count(run_round) -> None:
+    filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
+    with pytest.raises(NothingToTrainOnError, match="step 2: 3 steps in a row"):
+        run_round("always", num_skipped=1, algorithm=filtered)
+
+
 def test_versions_follow_the_weights(run_round, synced: list[int]) -> None:
     """A skipped step makes no version, and a resumed round publishes under the last one."""
     filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}

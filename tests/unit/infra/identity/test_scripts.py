@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import ConfigError
-from infra.identity.fingerprint import script_files
+from infra.identity.fingerprint import project_modules, script_files
 from infra.identity.scripts import copy_script, script_artifact
 
 FIELD = "rl.reward.function"
@@ -66,3 +66,11 @@ def test_a_copy_is_what_was_planned_or_refused(script: Path, tmp_path: Path) -> 
     (script.parent / "words.py").write_text("LIST = []\n")
     with pytest.raises(ConfigError, match="was changed while the run began"):
         copy_script(artifact, tmp_path / "copy", FIELD)
+
+
+def test_modules_of_this_project_are_named(script: Path) -> None:
+    with (script.parent / "rules/signs.py").open("a", encoding="utf-8") as file:
+        file.write("def g():\n    from engines.rewards.exact import compute_score\n")
+    with script.open("a", encoding="utf-8") as file:
+        file.write("import infra.nothing_of_this_name\nimport engines.rewards.base as base\n")
+    assert project_modules(script) == {"engines.rewards.exact", "engines.rewards.base"}

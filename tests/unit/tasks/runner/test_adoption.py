@@ -26,6 +26,8 @@ EDITED = "engines.trainers.progress"
 class Jobs:
     """A job server that takes every job."""
 
+    cluster_id = ""
+
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         return True
 
@@ -112,6 +114,7 @@ def half_train(work: Work, old: StageRequest, *steps: int) -> None:
         (["training.max_tokens_per_micro_batch=64"], "training.max_tokens_per_micro_batch"),
         (["training.gradient_checkpointing=true"], "training.gradient_checkpointing False -> True"),
         (["training.num_threads=3"], "training.num_threads"),
+        (["hardware.device_kind=another"], "hardware.device_kind"),
     ],
 )
 def test_layouts_and_memory_knobs_may_differ_and_are_named(

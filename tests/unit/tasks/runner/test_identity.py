@@ -12,6 +12,7 @@ from engines.config.stages import Runtime
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
+from infra.identity import fingerprint
 from infra.identity.fingerprint import next_fingerprint, source_closure
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
@@ -142,6 +143,8 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
         (["checkpoint={every_num_steps: 7, num_keep: 3, async_save: true, timeout_s: 9}"], []),
         (["rollout.timeout_s=9", "training.collective_timeout_s=9"], []),
         (["rl.reward.num_workers=2"], []),
+        (["rollout.max_num_sequences=7"], ALL[2:]),
+        (["progress_deadlines_s={train: 9}"], []),
     ],
 )
 def test_a_change_runs_what_it_touches_and_no_more(
@@ -153,6 +156,8 @@ def test_a_change_runs_what_it_touches_and_no_more(
 
 class Accepting:
     """A job server that takes every job."""
+
+    cluster_id = "here"
 
     def submit(self, submission_id: str, request: object) -> bool:
         return True
@@ -228,6 +233,24 @@ def test_a_custom_reward_counts_by_its_content(storage: LocalStorage, tmp_path: 
     assert run(recipe, storage, tmp_path).ran == []
     reward.write_text("def score(*args): return 0.5\n")
     # Findings IX 8: SFT does not use it.
+    assert run(recipe, storage, tmp_path).ran == ALL[2:]
+
+
+def test_a_repaired_module_that_a_reward_file_uses_counts(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings I 5: a file that wraps this project's own reward kept the scores of the old one."""
+    reward = tmp_path / "score.py"
+    reward.write_text("from engines.rewards.math import compute_score as score\n")
+    recipe = two_rounds(f"rl.reward.function={reward}:score")
+    run(recipe, storage, tmp_path)
+
+    def edited(roots: Sequence[str]) -> dict[str, str]:
+        found = numeric_sources(roots)
+        reached = "engines.rewards.math" in found
+        return {**found, "engines.rewards.math": "edited"} if reached else found
+
+    monkeypatch.setattr(identity, "numeric_sources", edited)
     assert run(recipe, storage, tmp_path).ran == ALL[2:]
 
 
@@ -371,6 +394,25 @@ def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) ->
     assert changed == [False, False, True, False]
 
 
+@pytest.mark.parametrize("library", ["math-verify", "latex2sympy2-extended", "sympy", "torch"])
+def test_another_version_of_what_computes_or_judges_is_another_stage(
+    library: str, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Findings I 6: libraries that judge answers counted nowhere."""
+    installed = fingerprint._installed_version
+
+    def version(name: str) -> str | None:
+        return "99" if name == library else installed(name)
+
+    run(two_rounds(), storage, tmp_path)
+    identity.environment_of.cache_clear()
+    monkeypatch.setattr(fingerprint, "_installed_version", version)
+    try:
+        assert run(two_rounds(), storage, tmp_path).ran == ALL
+    finally:
+        identity.environment_of.cache_clear()
+
+
 def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path: Path) -> None:
     reports = []
     for place in ("first", "second"):
@@ -378,10 +420,14 @@ def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path
         below.mkdir()
         (below / "rows.jsonl").write_text('{"a": 1}\n')
         (below / "score.py").write_text("def score(*args): return 1.0\n")
+        (below / "model").mkdir()
+        (below / "model/config.json").write_text("{}")
         rows = f"[{{path: {below / 'rows.jsonl'}}}]"
         recipe = load_recipe(
             "quickstart",
             [
+                "model.init=pretrained",
+                f"model.path={below / 'model'}",
                 "data={arithmetic: null, max_prompt_length: 48}",
                 f"data={{sft: {rows}, rl: {rows}, evaluation: {rows}}}",
                 f"rl.reward.function={below / 'score.py'}:score",
