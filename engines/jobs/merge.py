@@ -9,6 +9,9 @@ from engines.jobs.torch_setup import prepare_torch
 from engines.training.backends.merging import extract_adapter, merge_checkpoint
 from infra.errors import ConfigError
 
+MERGE_DEADLINE_S = 7200.0
+"""Merging that takes so long hangs."""
+
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     """Write the policy's weights, or its adapter alone, as safetensors and configuration."""
@@ -19,6 +22,7 @@ def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend
     if written_by != config.backend:
         raise ConfigError("backend", f"got {config.backend!r}; need {written_by!r}, which wrote it")
+    context.heartbeat.enter("merge", MERGE_DEADLINE_S)
     with context.clock("save"):
         if config.adapter_only:
             extract_adapter(policy_dir, context.output_dir, config.dtype)

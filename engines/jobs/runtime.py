@@ -52,7 +52,7 @@ from infra.redact import RedactingFilter, redact
 from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat, Stall
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Attempt, Holder, generation
+from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.store.work_channel import JobProblem, WorkChannel
@@ -253,8 +253,8 @@ def _claim(
     try:
         refuse_changed_code(claimed.sources, claimed.libraries)
         storage.attempts.check(before)
-        ray_job = storage.attempts.entries(before.fingerprint)[before.number].holder.ray_job
-        holder = Holder(id=claimed.holder, process=own_stamp(), ray_job=ray_job)
+        own = storage.attempts.entries(before.fingerprint)[before.number].holder
+        holder = own.model_copy(update={"id": claimed.holder, "process": own_stamp()})
         storage.attempts.hold(fingerprint, holder, claimed.attempt)
         storage.channel(fingerprint).write_specification(claimed)
         if before.fingerprint in storage.attempts.followed_by(stage.follower):
@@ -304,10 +304,12 @@ def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
     problem = JobProblem(
         type="NoProgressError",
         message=f"no progress in phase {stall.phase}{at} for {stall.deadline_s:g} s; the stacks "
-        f"of all threads are in {channel.local_dir(attempt) / 'stacks.txt'}",
+        f"of all threads are in {channel.local_dir(attempt) / 'stacks.txt'}; if it only is slow, "
+        f"raise progress_deadlines_s.{stall.phase}",
         exit_code=EXIT_FAILURE,
     )
-    channel.write_error(attempt, problem)
+    with contextlib.suppress(OSError):  # a full disk must not keep it alive
+        channel.write_error(attempt, problem)
     sys.stderr.write(f"{problem.message}\n")
     sys.stderr.flush()
     for child in psutil.Process().children(recursive=True):

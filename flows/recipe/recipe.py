@@ -8,7 +8,7 @@ Does not promise: that data and models are well formed inside; the jobs check th
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -39,6 +39,8 @@ from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
+NOT_IDENTITY = {"location", "progress_deadlines_s"}
+"""Sections that change no stage."""
 
 
 class MergeConfig(StrictModel):
@@ -83,12 +85,15 @@ class Recipe(StrictModel):
     merge: MergeConfig = MergeConfig()
     promote: PromoteConfig = PromoteConfig()
     hardware: HardwareConfig = HardwareConfig()
+    progress_deadlines_s: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """By phase of a job (load, preprocess, train, merge, evaluate, publish): seconds without
+    progress after which it is ended with its stacks, instead of the phase's own."""
     location: LocationConfig = LocationConfig()
 
     @property
     def run_name(self) -> str:
         """Name of this run: equal recipes share it, whatever directory they use."""
-        identity = self.model_dump(mode="json", exclude={"location"})
+        identity = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
 
     @property
@@ -100,7 +105,8 @@ class Recipe(StrictModel):
     @property
     def store_uri(self) -> str:
         """The artifact store."""
-        return self.location.store or str(self.home / "store")
+        store = self.location.store or str(self.home / "store")
+        return store if "://" in store else str(env.absolute_home("location.store", store))
 
     def preprocess_stage(self) -> PreprocessStageConfig:
         """Configuration of the stage `preprocess`."""

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -38,19 +39,19 @@ class LazyCluster:
         """
         return RayJobs(_result(self.start()))
 
-    def release(self, *, with_jobs: bool = False) -> None:
+    def release(self, besides: Collection[str] = ()) -> None:
         """End the cluster if nobody else uses it and no job runs on it; twice is as good as once.
 
         A start that is under way is given up.
 
         Args:
-            with_jobs: end it whatever runs on it.
+            besides: names of jobs that do not keep it.
         """
         if self._starting is None:
             return
         self._given_up.set()
         try:
-            _result(self._starting).release(with_jobs=with_jobs)
+            _result(self._starting).release(besides)
         except (PipelineError, OSError) as error:
             # Whoever needed it was told. If its end failed, its guard tries again.
             _log.debug("the cluster was not released: %s", error)

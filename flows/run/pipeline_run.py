@@ -17,7 +17,7 @@ from prefect.context import FlowRunContext
 
 from engines.config.plugins import TRACKERS
 from engines.config.stages import Runtime
-from flows.recipe.recipe import Recipe
+from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
 from flows.run.lazy_cluster import LazyCluster
@@ -141,28 +141,28 @@ def open_run(
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
-        runtime=Runtime(),
+        runtime=Runtime(progress_deadlines_s=recipe.progress_deadlines_s),
         orchestrated=flow_run is not None,
         seed=recipe.seed,
         force=force,
         adopt=adopt,
         metadata=metadata,
     )
-    interrupted = False
+    stopped: frozenset[str] = frozenset()
     try:
         yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
     except BaseException as error:
         # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
         # a job that runs alone: its work is not lost, and the next run attaches to it.
-        interrupted = isinstance(error, KeyboardInterrupt) and not stages.others_wait
         if isinstance(error, KeyboardInterrupt):
+            stopped = frozenset(stages.followed)
             with suppress(PipelineError):
                 stages.stop_jobs()
         recorder.run_ended(end_status(error))
         raise
     finally:
         # First the cluster: whoever waits for the end of the run waits for this.
-        cluster.release(with_jobs=interrupted)
+        cluster.release(stopped)
         recorder.close()
 
 
@@ -171,7 +171,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
     location = recipe.location
     settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
     tracker: Tracker = TRACKERS.load(location.tracker)(settings)
-    params = recipe.model_dump(mode="json", exclude={"location"})
+    params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
     ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
     return Recorder(
         Shipper(ledger, tracker, history),

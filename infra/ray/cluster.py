@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,14 +51,14 @@ class Cluster:
     home: Path | None
     api: RayApi = field(repr=False)
 
-    def release(self, *, with_jobs: bool = False) -> bool:
+    def release(self, besides: Collection[str] = ()) -> bool:
         """Say that this process needs the cluster no more; the last user ends an embedded head.
 
         A head on which a job still runs stays for it: a later run attaches, and the head ends
         with its last job.
 
         Args:
-            with_jobs: end the head whatever runs on it.
+            besides: names of jobs that do not keep the head: they were stopped, or should be.
 
         Returns:
             Whether the head was stopped.
@@ -68,7 +68,7 @@ class Cluster:
         left: list[str] = []
 
         def is_busy() -> bool:
-            left.extend([] if with_jobs else self._jobs_that_go_on())
+            left.extend(self._jobs_that_go_on(besides))
             return bool(left)
 
         stopped = servers.leave(self.home, NAME, is_busy)
@@ -80,12 +80,12 @@ class Cluster:
             )
         return stopped
 
-    def _jobs_that_go_on(self) -> list[str]:
+    def _jobs_that_go_on(self, besides: Collection[str]) -> list[str]:
         """Jobs that are not about to end: a job commits before its process is gone."""
         left: list[str] = []
 
         def all_ended() -> bool:
-            left[:] = unfinished_jobs(self.api)
+            left[:] = [job for job in unfinished_jobs(self.api) if job not in besides]
             return not left
 
         # A head that does not answer runs nothing that could be attached to; an API that says

@@ -6,6 +6,7 @@ Does not promise: that Ray's status is the truth about the work. The stage's log
 """
 
 import shlex
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ SUBMIT_DEADLINE_S = 30.0
 NO_AGENT = "No available agent"
 ALREADY_EXISTS = "already exists"
 STOP_DEADLINE_S = 15.0
+LOOK_DEADLINE_S = 5.0
+"""Whoever follows a job looks every second; a head that is gone must not hold that up."""
 
 
 class RayJobs:
@@ -33,6 +36,9 @@ class RayJobs:
 
     def __init__(self, cluster: Cluster) -> None:
         self.api = cluster.api
+        here = socket.gethostname()
+        self.cluster_id = f"{here}:{cluster.home}" if cluster.home else cluster.jobs_url
+        """Names the cluster, over restarts of an embedded head."""
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         """Submit one job, unless there is one of that name.
@@ -71,7 +77,9 @@ class RayJobs:
     def look(self, submission_id: str) -> JobStatus | None:
         """What Ray says about a job now; None if it knows none of that name."""
         try:
-            return parse_status(self.api.call("GET", f"/api/jobs/{submission_id}"))
+            return parse_status(
+                self.api.call("GET", f"/api/jobs/{submission_id}", timeout_s=LOOK_DEADLINE_S)
+            )
         except RayResponseError as error:
             if error.status == 404:
                 return None

@@ -37,6 +37,8 @@ class Holder(FrozenModel):
     """Stamp of the process that asked (`infra.store.process_stamp`)."""
     ray_job: str = "none"
     """Ray's name of the job that runs it, perhaps after the stage before; `none`: no job of Ray."""
+    cluster: str = ""
+    """Where that job is known: `infra.ray.jobs.RayJobs.cluster_id`."""
 
 
 class LogEntry(FrozenModel):

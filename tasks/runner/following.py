@@ -10,7 +10,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from infra.errors import (
@@ -59,6 +59,11 @@ class _Verdict(Enum):
     SILENT = auto()
 
 
+def _no_beat() -> BeatWatch:
+    """Counts the time in which this process could look."""
+    return BeatWatch(lambda: None)
+
+
 @dataclass
 class _Job:
     """One attempt, as this process sees it."""
@@ -67,7 +72,10 @@ class _Job:
     name: str
     attached: bool
     watch: BeatWatch
-    lost_s: float = 0.0
+    is_here: bool
+    """Whether its cluster is ours: another's jobs are not unknown to Ray because they are lost."""
+    lost: BeatWatch = field(default_factory=_no_beat)
+    """How long Ray has not known it."""
 
 
 class JobFollower:
@@ -112,6 +120,8 @@ class JobFollower:
         self._watcher, self._on_stand = say, on_stand
         self._ours = ours
         self._positions: dict[int, int] = {}
+        self.began = ""
+        """Name of the job that was waited for last."""
         self.others_wait = False
         """Whether a cancelled job goes on because someone else follows it."""
 
@@ -166,10 +176,12 @@ class JobFollower:
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # someone was faster
-            name = self._storage.attempts.entries(self._fingerprint)[attempt].holder.ray_job
-            self._say(f"{'attached to' if attached else 'submitted'} {name}")
+            holder = self._storage.attempts.entries(self._fingerprint)[attempt].holder
+            self.began = holder.ray_job
+            self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
             self._on_stand()
-            return _Job(attempt, name, attached, self._watch(attempt))
+            is_here = holder.cluster == jobs.cluster_id
+            return _Job(attempt, self.began, attached, self._watch(attempt), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""
@@ -186,7 +198,8 @@ class JobFollower:
             return False
         if status is None:
             # It never came to a submission, if whoever was about to submit it is gone.
-            return beat is None and is_dead(held.holder.process)
+            is_here = held.holder.cluster == jobs.cluster_id
+            return is_here and beat is None and is_dead(held.holder.process)
         return status.is_terminal
 
     def _wait(
@@ -238,23 +251,24 @@ class JobFollower:
             return _Verdict.ENDED
         if beat is not None:
             silent = job.watch.silence_s >= HEARTBEAT_STALE_S
-        elif status is None:
-            job.lost_s += STATUS_EVERY_S
-            silent = job.lost_s >= LOST_GRACE_S
+        elif status is None and job.is_here:
+            silent = job.lost.look() >= LOST_GRACE_S
         else:
-            job.lost_s = 0.0
-            if status.state == JobState.PENDING:  # Ray itself ends a job that never fits
+            job.lost = _no_beat()
+            if status and status.state == JobState.PENDING:  # Ray itself ends a job that never fits
                 job.watch = self._watch(job.attempt)
             silent = job.watch.silence_s >= START_GRACE_S
         return _Verdict.SILENT if silent else _Verdict.ALIVE
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
         """End a silent job; whoever only found it takes over, whoever made it is told."""
-        silence_s = max(job.watch.silence_s, job.lost_s)
+        silence_s = max(job.watch.silence_s, job.lost.silence_s)
         message = f"gave no sign of life for {silence_s:.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
-        self._channel.write_error(job.attempt, problem)
-        self._stop(jobs, job.name)
+        try:
+            self._channel.write_error(job.attempt, problem)
+        finally:  # a full disk must not keep it alive
+            self._stop(jobs, job.name)
         if job.attached:
             self._say(f"{job.name} {message}; taking over")
             return

@@ -95,9 +95,8 @@ class StageContext:
         self._force, self._adopt = force, adopt
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
-        self.others_wait = False
-        """Whether the stage that ended the run goes on for someone else."""
-        self._followed: set[str] = set()
+        self.followed: set[str] = set()
+        """Jobs that this run waited for, but for those that go on for someone else."""
         self.results: list[StageResult] = []
 
     def run(self, request: StageRequest) -> StageResult:
@@ -144,7 +143,7 @@ class StageContext:
         Raises:
             JobError: Ray cannot be reached.
         """
-        if self._followed:
+        if self.followed:
             stop_followed(self._storage, self._ray_jobs(), self._follower)
 
     def _bring(self, request: StageRequest) -> StageResult:
@@ -154,7 +153,7 @@ class StageContext:
         self._observer.stage_started(request.label, request.fingerprint)
         log = self._storage.attempts.entries(request.fingerprint)
         # A job that this run followed may have gone on with this stage, even to its commit.
-        ours = bool(log) and log[-1].holder.ray_job in self._followed
+        ours = bool(log) and log[-1].holder.ray_job in self.followed
         record = self._storage.lookup(request.fingerprint, force)
         of = current_generation(log if record is None else log[: record.attempt + 1])
         reused = record is not None and not ours
@@ -223,12 +222,13 @@ class StageContext:
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            self.others_wait = follower.others_wait
+            if follower.began and not follower.others_wait:
+                self.followed.add(follower.began)
             self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
             error.add_note(request.label)
             raise
         log = self._storage.attempts.entries(request.fingerprint)
-        self._followed.add(log[record.attempt].holder.ray_job)
+        self.followed.add(log[record.attempt].holder.ray_job)
         self._recorder.stage_finished(request, record, self._generation(request, record.attempt)[0])
         page.close()
         return record

@@ -74,7 +74,9 @@ class Submission:
             ArtifactError: what is to be adopted does not verify.
         """
         name, request = self.submission_id(attempt), self._request
-        holder = Holder(id=uuid.uuid4().hex, process=own_stamp(), ray_job=name)
+        holder = Holder(
+            id=uuid.uuid4().hex, process=own_stamp(), ray_job=name, cluster=jobs.cluster_id
+        )
         adopted = None
         if self._adopts is not None and attempt == self._adopts_at:
             adopted = link_adopted(self._adopts, self._storage, request.fingerprint, attempt)
@@ -134,6 +136,7 @@ def forwarded_environment() -> dict[str, str]:
         env.RLHF_ENGINE_DEVICE,
         env.RLHF_ENGINE_VENDOR,
         env.RLHF_FAULTS,
+        env.RLHF_HOME,
         env.RLHF_USE_EXTERNAL_MODULES,
         env.HF_ENDPOINT,
         env.HF_HOME,

@@ -209,6 +209,8 @@ class Processes:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
 
+    cluster_id = ""
+
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         settings = {**request.env, **self._bench.environment}
         ended = subprocess.run(

@@ -248,7 +248,7 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
     again = ensure_cluster(home)
     assert not again.started
     started = time.monotonic()
-    assert again.release(with_jobs=True) is True
+    assert again.release(besides=["left"]) is True
     assert time.monotonic() - started < 15
     gone, alive = psutil.wait_procs(family, timeout=1)
     assert alive == []

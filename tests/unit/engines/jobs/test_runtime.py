@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infra.store.work_channel import JobProblem
 HOLDER = Holder(id="test", process="test")
 
 JOBS = Path(__file__).resolve().parents[4] / "engines" / "jobs" / "__init__.py"
+NO_VARIABLES: Mapping[str, str] = {}
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 
 
@@ -47,13 +49,15 @@ def spec(tmp_path: Path) -> StageSpec:
     )
 
 
-def run(spec: StageSpec, **changes: Any) -> "subprocess.CompletedProcess[str]":
+def run(
+    spec: StageSpec, environment: Mapping[str, str] = NO_VARIABLES, **changes: Any
+) -> "subprocess.CompletedProcess[str]":
     changed = spec.model_copy(update=changes)
     store = LocalStorage(Path(spec.store_uri))
     if len(store.attempts.entries(spec.fingerprint)) == changed.attempt:
         store.attempts.hold(spec.fingerprint, HOLDER, changed.attempt)
     store.channel(spec.fingerprint).write_specification(changed)
-    return start(spec.store_uri, spec.fingerprint, str(changed.attempt))
+    return start(spec.store_uri, spec.fingerprint, str(changed.attempt), **environment)
 
 
 def start(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -98,6 +102,17 @@ def test_other_libraries_than_planned_are_refused_by_name(spec: StageSpec) -> No
     assert ended.returncode == 2
     assert "numpy" in ended.stderr
     assert "for 0.1" in ended.stderr
+
+
+def test_a_job_that_hangs_ends_itself_by_the_deadline_of_its_phase(spec: StageSpec) -> None:
+    runtime = {"heartbeat_s": 0.05, "progress_deadlines_s": {"publish": 0.5}}
+    ended = run(spec, {"RLHF_FAULTS": "storage.before_publish=sleep:50"}, runtime=runtime)
+    assert ended.returncode == 1
+    assert error(spec).type == "NoProgressError"
+    assert "no progress in phase publish for 0.5 s" in error(spec).message
+    assert "raise progress_deadlines_s.publish" in error(spec).message
+    directory = LocalStorage(Path(spec.store_uri)).channel(spec.fingerprint).local_dir(0)
+    assert "in publish" in (directory / "stacks.txt").read_text()
 
 
 def test_a_job_whose_attempt_is_over_computes_nothing(spec: StageSpec) -> None:

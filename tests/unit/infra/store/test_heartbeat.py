@@ -114,20 +114,31 @@ def test_time_in_which_the_watcher_could_not_look_does_not_count() -> None:
     assert clocks.look_after(3600) == 1 + heartbeat.MAX_GAP_S
 
 
-def test_wall_clocks_that_differ_or_jump_make_nobody_look_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("skew_s", [120.0, -120.0])
+def test_wall_clocks_that_differ_make_nobody_look_dead(tmp_path: Path, skew_s: float) -> None:
+    """The writer is another machine's process, with another clock in all that it reads."""
+    program = (
+        "import time; now = time.time, time.time_ns\n"
+        f"time.time = lambda: now[0]() + {skew_s}\n"
+        f"time.time_ns = lambda: now[1]() + int({skew_s} * 1e9)\n"
+        "from infra.store import heartbeat\n"
+        f"heartbeat.own_stamp = lambda: 'another-boot 1 {{time.time()}}'\n{PROGRAM}"
+    )
     path = tmp_path / "heartbeat"
-    now = time.time()
-    for skew_s in (120.0, -120.0):
-        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now + skew_s)
-        watch = BeatWatch(lambda: read_beat(path))
-        with Heartbeat(path, every_s=0.02):
-            os.utime(path, (now - 3600, now - 3600))
-            until = time.monotonic() + 0.3
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT) as writer:
+        try:
+            wait_until(lambda: path.exists() and read_beat(path) is not None)
+            watch = BeatWatch(lambda: read_beat(path))
+            until = time.monotonic() + 1.0
             while time.monotonic() < until:
-                assert watch.look() < 0.25
+                written_at = time.time() + skew_s
+                os.utime(path, (written_at, written_at))
+                assert watch.look() < 0.75
                 time.sleep(0.02)
+            assert watch.beat is not None
+            assert watch.beat.number > 5
+        finally:
+            writer.kill()
 
 
 def test_a_full_disk_does_not_stop_the_beats(small_disk: Path) -> None:

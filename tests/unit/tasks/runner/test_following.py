@@ -4,6 +4,7 @@ The job client is a stand-in that injects what a cluster does on a bad day; the 
 store, the attempts and the heartbeat are the real ones.
 """
 
+import errno
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from infra.store.heartbeat import Heartbeat
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
-from infra.store.work_channel import JobProblem
+from infra.store.work_channel import FileChannel, JobProblem
 from infra.tracking.journal import Journal, JournalRecord
 from tasks.runner import following
 from tasks.runner.cancellation import stop_followed
@@ -36,6 +37,8 @@ REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, s
 
 class Jobs:
     """A job server that answers what the test wants."""
+
+    cluster_id = HOLDER.cluster
 
     def __init__(self, on_status: Callable[[], JobState | None]) -> None:
         self._on_status = on_status
@@ -335,6 +338,38 @@ def test_a_head_that_dies_before_the_first_beat_is_noticed_soon(stage: Stage) ->
 
     with pytest.raises(JobFailedError, match="gave no sign of life"):
         stage.follow(Jobs(unreachable))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_job_that_another_cluster_has_not_begun_is_left_to_it(stage: Stage) -> None:
+    """Two homes with a Ray head each share a store: ours does not know the other's jobs."""
+    held = HOLDER.model_copy(update={"ray_job": "another-a0", "cluster": "another"})
+    stage.storage.attempts.hold(REQUEST.fingerprint, held, 0)
+    begins_at = time.monotonic() + 1.0
+
+    def work() -> None:
+        if time.monotonic() > begins_at:
+            stage.commit()
+
+    jobs = Jobs(work)
+    assert stage.follow(jobs).attempt == 0
+    assert (jobs.requests, jobs.stopped) == ({}, [])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_full_disk_does_not_keep_a_silent_job_alive(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(attempt: int, problem: JobProblem) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with stage.heartbeat():
+        pass
+    monkeypatch.setattr(FileChannel, "write_error", lambda self, *args: full(*args))
+    jobs = Jobs(lambda: JobState.RUNNING)
+    with pytest.raises(OSError, match="No space"):
+        stage.follow(jobs)
+    assert len(jobs.stopped) == 1
 
 
 def test_a_lost_head_is_no_verdict_while_the_job_beats(stage: Stage) -> None:

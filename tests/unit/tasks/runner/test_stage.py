@@ -34,6 +34,8 @@ class Later(PromoteStageConfig):
 class Jobs:
     """A job server whose jobs commit at once, and claim the stage that follows."""
 
+    cluster_id = ""
+
     def __init__(self, storage: LocalStorage, scratch: Path) -> None:
         self.storage, self.scratch = storage, scratch
         self.specs: list[StageSpec] = []
