@@ -91,9 +91,9 @@ bench: $(STAMP)  ## ours and the peer in one run, as ratios
 
 lock:  ## resolve pyproject.toml anew and rewrite the lock
 	$(PYTHON) -m venv .venv-lock
-	.venv-lock/bin/python -m pip install --quiet "torch==2.13.0+cpu" setuptools ".[dev,s3,megatron]" || \
+	.venv-lock/bin/python -m pip install --quiet "torch==2.13.0+cpu" setuptools ".[dev,megatron]" || \
 	  .venv-lock/bin/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
-	    "torch==2.13.0+cpu" setuptools ".[dev,s3,megatron]"
+	    "torch==2.13.0+cpu" setuptools ".[dev,megatron]"
 	{ head -3 infra/locks/core.lock; .venv-lock/bin/python -m pip freeze --all \
 	  | grep -vE '^(rlhf-pipeline|pip)\b' | sort -f; } > .venv-lock/core.lock
 	mv .venv-lock/core.lock infra/locks/core.lock

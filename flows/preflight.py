@@ -7,6 +7,8 @@ process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
+from pathlib import Path
+
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES
@@ -15,6 +17,7 @@ from flows.platform_probe import resolve_hardware
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError
+from infra.host.records import make_place
 
 DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
@@ -33,6 +36,11 @@ def preflight(recipe: Recipe) -> Recipe:
         ConfigError: names the field and what to do.
         ServiceError: the look itself failed.
     """
+    make_place(recipe.home, "home", "set RLHF_HOME, or location.home of the recipe")
+    if recipe.location.home:  # where this process and its jobs keep what they know of files
+        env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
+    if "://" not in recipe.store_uri:
+        make_place(Path(recipe.store_uri), "location.store", "name another")
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)

@@ -7,7 +7,7 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +164,7 @@ def home() -> Path:
 
 
 def absolute_home(setting: str, value: str) -> Path:
-    """A home that someone named.
+    """A home or store that someone named.
 
     Args:
         setting: where it was named, for the error.
@@ -180,7 +180,7 @@ def absolute_home(setting: str, value: str) -> Path:
     if not path.is_absolute():
         raise ConfigError(
             setting,
-            f"got {value!r}, which is another home in every directory; need an absolute path, "
+            f"got {value!r}, which is another place in every directory; need an absolute path, "
             f"like {path.absolute()}",
         )
     return path
@@ -221,13 +221,17 @@ def all_variables() -> tuple[EnvVar, ...]:
     return tuple(_declared.values())
 
 
-def secrets(name_parts: Collection[str]) -> dict[str, str]:
+def secrets(
+    name_parts: Collection[str], looks_secret: Callable[[str], bool] = lambda _: False
+) -> dict[str, str]:
     """The variables of this process's environment that hold a secret, by name.
 
     Args:
         name_parts: an undeclared variable holds one if its upper-case name has one of these
             between underscores (``KEY`` is in ``AWS_SECRET_ACCESS_KEY``, not in ``KEYBOARD``) and
             does not end like the name of a place (``_PATH``, ``_FILE``, ``_DIR``, ``_URL``).
+            A bare ``PWD`` is the working directory.
+        looks_secret: whether a value has the form of a secret, whatever its variable is called.
 
     Returns:
         Those that are not empty.
@@ -239,7 +243,8 @@ def secrets(name_parts: Collection[str]) -> dict[str, str]:
             is_secret = declared.secret
         else:
             parts = name.upper().split("_")
-            is_secret = parts[-1] not in _PLACES and not set(name_parts).isdisjoint(parts)
-        if value and is_secret:
+            named = name != "PWD" and not set(name_parts).isdisjoint(parts)
+            is_secret = named and parts[-1] not in _PLACES
+        if value and (is_secret or looks_secret(value)):
             found[name] = value
     return found

@@ -18,7 +18,7 @@ MASK = "***"
 _NAME_PARTS = frozenset(
     {
         *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "KEY", "APIKEY"),
-        *("CREDENTIAL", "CREDENTIALS"),
+        *("CREDENTIAL", "CREDENTIALS", "PGPASSWORD", "PWD", "PAT"),
     }
 )
 _MIN_LENGTH = 6
@@ -32,13 +32,15 @@ _VALUE_PATTERNS = (
     re.compile(r"\bgithub_pat_[A-Za-z0-9_]{20,}"),
     re.compile(r"\bglpat-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    re.compile(r"\bhooks\.slack\.com/services/[A-Za-z0-9/]{10,}"),
     re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"),
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|\Z)", re.S),
 )
+_URL_PASSWORD = re.compile(r"(?P<keep>\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/:@]*:)[^\s/@]+(?=@)")
 _CONTEXT_PATTERNS = (
     # Only the secret behind the known words is masked.
     re.compile(r"(?i)(?P<keep>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}"),
-    re.compile(r"(?P<keep>\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/:@]*:)[^\s/@]+(?=@)"),
+    _URL_PASSWORD,
 )
 
 
@@ -55,7 +57,7 @@ def redact(text: str) -> str:
 
 def looks_secret(value: str) -> bool:
     """Whether a value has the form of a secret, wherever it stands."""
-    return any(pattern.search(value) for pattern in _VALUE_PATTERNS)
+    return any(pattern.search(value) for pattern in (*_VALUE_PATTERNS, _URL_PASSWORD))
 
 
 class RedactingFilter(logging.Filter):
@@ -84,7 +86,7 @@ def environment_of_user_code(passed: Collection[str] = (), **extra: str | None) 
     Returns:
         A new mapping.
     """
-    withheld = {name: None for name in env.secrets(_NAME_PARTS) if name not in passed}
+    withheld = {name: None for name in env.secrets(_NAME_PARTS, looks_secret) if name not in passed}
     return env.child_environment(**{**withheld, **extra})
 
 

@@ -7,6 +7,7 @@ timer, independent of the interpreter lock). Not a sandbox: the function has the
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import inspect
 import json
@@ -15,7 +16,7 @@ import resource
 import sys
 from typing import Any, BinaryIO
 
-from engines.rewards.base import ComputeScore, Unscored, describe, interpret
+from engines.rewards.base import ComputeScore, ScoreRequest, Unscored, describe, interpret
 from engines.rewards.resolve import load
 
 GRACE_S = 2.0
@@ -31,6 +32,7 @@ def main() -> int:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         function = load(setup["target"])
+        _check_arguments(function, setup["kwargs"])
     except BaseException as error:  # noqa: BLE001 - process boundary: reported to the parent
         _reply(replies, {"failed": describe(error)})
         return 1
@@ -51,6 +53,20 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     return requests, replies
+
+
+def _check_arguments(function: ComputeScore, kwargs: dict[str, Any]) -> None:
+    """Refuse a function that no sample can be given to, before there is one.
+
+    Raises:
+        TypeError: says which argument is missing or unknown, and which are given.
+    """
+    named = dict.fromkeys(ScoreRequest.__dataclass_fields__)
+    try:
+        with contextlib.suppress(ValueError):  # a builtin may hide its signature
+            inspect.signature(function).bind(**named, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{error}; it is called with {', '.join([*named, *kwargs])}") from None
 
 
 def _score(

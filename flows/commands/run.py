@@ -15,13 +15,11 @@ from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
-from infra.host.records import make_home
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
-    make_home(recipe.home)
     tell_broken_modules()
     recipe = preflight(recipe)
     console = Console()

@@ -5,14 +5,14 @@ import sys
 
 from flows.commands.status import print_status
 from infra import env
-from infra.host.records import make_home
+from infra.host.records import make_place
 from infra.services import stack
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
     """Start what does not run yet, say where it answers and how other shells reach it."""
     home = env.home()
-    make_home(home)
+    make_place(home, "RLHF_HOME", "name another")
     stack.up(home)
     print_status(home)
     sys.stdout.write(

@@ -9,7 +9,6 @@ from infra.redact import looks_secret
 
 _SECRET_KEY = re.compile(r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$")
 _SECRET_TOKEN_KEY = re.compile(r"(?i)^((auth|access|hf|api|bearer|tracking)_)?token$")
-_URL_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s:@]+@")
 _VARIABLE_BY_SECTION: Mapping[str, str] = {
     "location": "MLFLOW_TRACKING_TOKEN",
     "tracking": "MLFLOW_TRACKING_TOKEN",
@@ -28,7 +27,7 @@ def refuse_secrets(data: Any, path: str = "recipe") -> None:
     Raises:
         ConfigError: names the place, never the value.
     """
-    if isinstance(data, str) and (looks_secret(data) or _URL_PASSWORD.search(data)):
+    if isinstance(data, str) and looks_secret(data):
         raise _secret_error(path)
     if isinstance(data, Mapping):
         for key, value in data.items():

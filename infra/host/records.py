@@ -53,25 +53,27 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make_home(home: Path) -> None:
-    """Make the directory of everything a run keeps, or say in one line why it cannot be.
+def make_place(place: Path, setting: str, remedy: str) -> None:
+    """Make a directory of what a run keeps, or say in one line why it cannot be.
 
     Args:
-        home: the directory.
+        place: the directory.
+        setting: what names it, for the error.
+        remedy: what else could name it.
 
     Raises:
         ConfigError: it cannot be made or written to.
     """
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(home, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        place.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(place, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
     except OSError as error:
         reason = os.strerror(error.errno or errno.EIO)
     if reason:
         raise ConfigError(
-            "home",
-            f"got {home}, which cannot be made or written to ({reason}); need a directory of "
-            "yours; set RLHF_HOME, or location.home of the recipe",
+            setting,
+            f"got {place}, which cannot be made or written to ({reason}); need a directory of "
+            f"yours; {remedy}",
         )
 
 

@@ -160,13 +160,15 @@ def test_the_doctor_lists_it(site: Path, tmp_path: Path) -> None:
     [
         ["rlhf.testing.test_platform"],
         ["rlhf.testing.test_backend", "--backend=example_engine", "--claims=value_model,lora"],
+        ["rlhf.testing.test_algorithm", "-k=example"],
+        ["rlhf.testing.test_rollout_engine", "-k=example"],
         [
             "rlhf.testing.test_tracker",
             "--tracker=example_tracker",
             "--tracker-reader=example_chip.tracker:read_run",
         ],
     ],
-    ids=["platform", "engine", "tracker"],
+    ids=["platform", "engine", "algorithm", "rollout", "tracker"],
 )
 def test_it_keeps_the_contracts(site: Path, tests: list[str]) -> None:
     ended = run(

@@ -138,6 +138,7 @@ def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
     assert _flow_run_states(home)[-2] == "CRASHED"
 
 
+@pytest.mark.slow
 def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
     prepared: Home, tmp_path: Path
 ) -> None:

@@ -50,6 +50,19 @@ def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
     assert look_of(load_recipe("quickstart")) is None
 
 
+def test_places_that_cannot_be_written_are_refused_by_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for setting in ("home", "store"):
+        recipe = load_recipe("quickstart", [f"location.{setting}={tmp_path}/file/below"])
+        with pytest.raises(ConfigError, match=rf"{setting}: got .*/file/below.*Not a directory"):
+            preflight(recipe)
+        relative = load_recipe("quickstart", [f"location.{setting}=here"])
+        with pytest.raises(
+            ConfigError, match=rf"^location.{setting}: got 'here', which is another"
+        ):
+            preflight(relative)
+
+
 @pytest.mark.parametrize(
     ("platform", "backend", "refused"),
     [
@@ -90,7 +103,7 @@ def test_good_files_pass(directory: Path) -> None:
     ("source", "said"),
     [
         ("import nowhere_to_be_found\ndef compute_score(**_): return 1.0\n", "nowhere_to_be_found"),
-        ("def compute_score(solution, answer):\n    return 1.0\n", "unexpected keyword argument"),
+        ("def compute_score(solution, answer):\n    return 1.0\n", "it is called with data_source"),
         ("def compute_score(**_):\n    return 'good'\n", "returned a str; need a number"),
         ("import os\nos._exit(7)\ndef compute_score(**_): return 1.0\n", "ended with code 7"),
     ],
@@ -107,10 +120,13 @@ def test_a_reward_sees_no_secret_but_the_named(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebattery")
     monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    monkeypatch.setenv("PGPASSWORD", "correct-horse-battery")
+    monkeypatch.setenv("DATABASE", "postgresql://me:correct-horse@host/rows")
+    monkeypatch.setenv("OF_NO_KNOWN_NAME", "hf_correcthorsebattery")
     (directory / "spy.py").write_text(
         "import os\n"
         "def compute_score(**_):\n"
-        "    names = [n for n in ('HF_TOKEN', 'JUDGE_API_KEY') if n in os.environ]\n"
+        "    names = [n for n, v in os.environ.items() if 'correct' in v]\n"
         "    return 1.0 if names == WANTED else str(names)\n"
         "WANTED = ['JUDGE_API_KEY']\n"
     )

@@ -15,6 +15,7 @@ TOKENS = [
     "github_pat_" + "0123456789abcdefghij_x",
     "glpat-" + "0123456789abcdefghij",
     "xoxb-" + "0123456789-abcdef",
+    "hooks.slack.com/" + "services/T0123456/B0123456/abcdefgh",
     "eyJhbGciOiJIUzI1" + ".eyJzdWIiOiIxMjM0" + ".abc_DEF-123",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
 ]
@@ -44,6 +45,7 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
 
 def test_passwords_in_urls_and_headers() -> None:
     assert redact("postgresql+asyncpg://me:p4ss@host/db") == "postgresql+asyncpg://me:***@host/db"
+    assert looks_secret("postgresql+asyncpg://me:p4ss@host/db")
     assert redact("Authorization: Bearer abcdefgh12345") == "Authorization: Bearer ***"
 
 
@@ -55,6 +57,9 @@ def test_passwords_in_urls_and_headers() -> None:
         "WANDB_API_KEY",
         "my_token",
         "PREFECT_API_AUTH_STRING",
+        "PGPASSWORD",
+        "MYSQL_PWD",
+        "GITHUB_PAT",
     ],
 )
 def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -69,6 +74,7 @@ def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch, name: str) 
         ("TOKENIZERS_PARALLELISM", "false-and-long"),
         ("RAY_AUTH_TOKEN_PATH", "/home/me/.rlhf/token"),
         ("KEYBOARD_LAYOUT", "somewhere"),
+        ("PWD", "/home/me/here"),
         ("SHORT_TOKEN", "true"),
         ("EMPTY_TOKEN", ""),
     ],

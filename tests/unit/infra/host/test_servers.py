@@ -15,7 +15,7 @@ from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.host import servers
 from infra.host.processes import pick_ports
-from infra.host.records import make_home
+from infra.host.records import make_place
 from infra.host.servers import ServerCommand
 from infra.services.stack import down, status_of
 from infra.waiting import wait_for
@@ -165,7 +165,7 @@ def test_a_home_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="^home: got .*cannot be made or written to") as told:
-            make_home(place)
+            make_place(place, "home", "set RLHF_HOME")
         assert "\n" not in str(told.value)
-    make_home(tmp_path / "a" / "b")
+    make_place(tmp_path / "a" / "b", "home", "set RLHF_HOME")
     assert (tmp_path / "a" / "b").is_dir()
