@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from engines import collectives
 from engines.checkpoint.engine_state import (
-    EngineState,
+    EngineScalars,
     load_engine_state,
     read_scalars,
     save_engine_state,
@@ -205,7 +205,7 @@ class MegatronEngine(BaseEngine):
         # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
         with self.eval_mode(), self._library():
             save_state(path, self.replica)
-        save_engine_state(path, self._scalars(step), self.spec.platform)
+        save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
@@ -214,7 +214,7 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode(), self._library():
             write_tensors = stage_state(path, self.replica, self._staging)
         write_rest = stage_engine_state(
-            path, self._scalars(step), self.spec.platform, self._staging
+            path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )
 
         def write() -> None:
@@ -252,7 +252,7 @@ class MegatronEngine(BaseEngine):
 
         loaded = read_scalars(path)
         if optimizer:
-            load_engine_state(path, self._scalars(0), self.spec.platform)
+            load_engine_state(path, {}, self._own_scalars(0).lora, self.spec.platform)
         with self.eval_mode(), self._library():
             load_weights(path, self.replica, loaded.lora, fold=not optimizer)
             if not optimizer:
@@ -261,15 +261,7 @@ class MegatronEngine(BaseEngine):
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
 
-    def _scalars(self, step: int) -> EngineState:
+    def _own_scalars(self, step: int) -> EngineScalars:
         """What is stored beside the tensors, which are written apart."""
         optimizer = self.replica.optimizer
-        return EngineState(
-            tensors={},
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=optimizer.num_steps if optimizer is not None else 0,
-            backend=self.spec.training.backend,
-            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
-        )
+        return self._scalars(step, optimizer.num_steps if optimizer is not None else 0)

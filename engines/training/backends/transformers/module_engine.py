@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engines.checkpoint.engine_state import (
     MODEL_PREFIX,
-    EngineState,
+    EngineScalars,
     load_engine_state,
     save_engine_state,
     stage_engine_state,
@@ -86,21 +86,21 @@ class ModuleEngine(BaseEngine, Generic[Model]):
         """See `BaseEngine`."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            save_engine_state(path, state, self.spec.platform)
+            save_engine_state(path, *state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            return stage_engine_state(path, state, self.spec.platform, self._staging)
+            return stage_engine_state(path, *state, self.spec.platform, self._staging)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
         with self._state_scope(), self._loading() as (model, states):
             if not optimizer:
                 return load_folded(path, dict(model), self.spec)
-            state = self._state_of(model, states, 0)
-            loaded = load_engine_state(path, state, self.spec.platform)
+            tensors, own = self._state_of(model, states, 0)
+            loaded = load_engine_state(path, tensors, own.lora, self.spec.platform)
             for values in states.values():
                 values["step"].fill_(float(loaded.num_optimizer_steps))
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
@@ -125,18 +125,10 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     def _state_of(
         self, model: list[tuple[str, Tensor]], states: dict[str, dict[str, Tensor]], step: int
-    ) -> EngineState:
+    ) -> tuple[dict[str, Tensor], EngineScalars]:
         tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
         for name, values in states.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
-        return EngineState(
-            tensors=tensors,
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=int(first["step"]) if first else 0,
-            backend=self.spec.training.backend,
-            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
-        )
+        return tensors, self._scalars(step, int(first["step"]) if first else 0)
