@@ -249,6 +249,15 @@ class BaseEngine(EngineBackend):
             self._meter = StepMeter(self.world_size, peak)
         return self._meter
 
+    def _join_ranks(self, *, alone_too: bool = True) -> None:
+        """Seed this rank if it trains; make a process group of one where there is none yet."""
+        platform = self.spec.platform
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + self.rank)
+        if alone_too and not dist.is_initialized():
+            timeout_s = self.spec.training.collective_timeout_s
+            collectives.init_single_process_group(platform, timeout_s)
+
     def _scalars(self, step: int, num_optimizer_steps: int) -> EngineScalars:
         """What a checkpoint holds beside tensors and random generators."""
         return EngineScalars(

@@ -76,7 +76,7 @@ class MegatronEngine(BaseEngine):
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build this rank's part of the model and, when it trains, its optimizer."""
-        training, platform = self.spec.training, self.spec.platform
+        training = self.spec.training
         config = AutoConfig.from_pretrained(self.spec.hf_dir, trust_remote_code=False)
         check_layout(self._layout, config, collectives.world_size())
         if training.lora is not None and training.options.get("transformer_engine"):
@@ -85,10 +85,7 @@ class MegatronEngine(BaseEngine):
                 "got true with training.lora; need one of the two: TransformerEngine's matrices "
                 "hide the output of the norm before them, which an adapter reads; remove one",
             )
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks()
         try:
             with self._library():
                 self._build(config, load_weights=load_weights)

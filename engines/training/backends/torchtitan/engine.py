@@ -54,10 +54,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         training, platform = self.spec.training, self.spec.platform
         if training.frozen_parameters:
             raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks()
         tensor = training.tensor_parallel_size
         self._mesh = collectives.make_mesh(
             platform.device_name,

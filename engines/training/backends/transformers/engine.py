@@ -71,10 +71,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build the model and, when it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if self._needs_process_group() and not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks(alone_too=self._needs_process_group())
         if dist.is_initialized():
             ranks = collectives.world_size() // training.ulysses_size
             self._mesh = collectives.make_mesh(
