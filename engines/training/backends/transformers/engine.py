@@ -32,12 +32,8 @@ from engines.training.backends.transformers.build import (
     enable_activation_checkpointing,
 )
 from engines.training.backends.transformers.head import LogprobHead, Targets
-from engines.training.backends.transformers.module_engine import ModuleEngine
-from engines.training.backends.transformers.optimizer import (
-    decayed_names,
-    make_adamw,
-    states_by_name,
-)
+from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
+from engines.training.backends.transformers.optimizer import decayed_names, make_adamw
 from engines.training.backends.transformers.shards import (
     SlotsByParameter,
     held_parts,
@@ -51,7 +47,7 @@ from engines.training.spec import EngineSpec
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, TokenBatch
 
-_DATA, _ULYSSES = "data", "ulysses"
+_ULYSSES = "ulysses"
 
 
 class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
@@ -77,7 +73,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             self._mesh = collectives.make_mesh(
                 platform.device_name,
                 (ranks, training.ulysses_size),
-                (_DATA, _ULYSSES),
+                (DATA, _ULYSSES),
                 training.collective_timeout_s,
             )
         self._model = self._build_model(load_weights=load_weights)
@@ -93,7 +89,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters as they are held, by their names in the model."""
         return self.model.named_parameters()
 
     def _decayed_names(self) -> set[str]:
@@ -113,11 +108,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     @property
     def _chunked_logprobs(self) -> bool:
         return self.spec.training.chunked_logprobs
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; ranks that share sequences are not in it twice."""
-        return self._mesh.get_group(_DATA) if self._mesh is not None else None
 
     @property
     def _ulysses_group(self) -> dist.ProcessGroup | None:
@@ -223,9 +213,3 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def _named_state(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, sharded as they are held. Collective."""
         return named_state(self.model)
-
-    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's tensors by parameter name, sharded as they are held. Collective."""
-        if self._optimizer is None:
-            return {}
-        return states_by_name(self.model, self._optimizer)
