@@ -89,7 +89,7 @@ def build_model(
         model = _prepared(_from_pretrained(spec.hf_dir, spec.model_type), spec)
         nn.Module.to(model, device)
         return _with_adapter_values(model, spec)
-    model = _on_meta(spec.hf_dir, spec.model_type, architecture)
+    model = build_on_meta(spec.hf_dir, spec.model_type, architecture)
     disk_names = _disk_names(model, spec.hf_dir) if load_weights else None
     direct = not load_weights or disk_names is not None
     if not direct and architecture is not None:
@@ -114,9 +114,18 @@ def build_model(
     return _with_adapter_values(model, spec)
 
 
-def build_on_meta(hf_dir: Path, model_type: ModelType = "language_model") -> PreTrainedModel:
+def build_on_meta(
+    hf_dir: Path, model_type: ModelType, architecture: Architecture | None = None
+) -> PreTrainedModel:
     """The architecture alone: parameters have shapes and no memory."""
-    return _on_meta(hf_dir, model_type)
+    config = _config(hf_dir, model_type)
+    with torch.device("meta"):
+        if architecture is not None:
+            return _checked(architecture(config), hf_dir)
+        model = _auto_class(model_type, config).from_config(
+            config, dtype=torch.float32, attn_implementation=attention_names(config)
+        )
+    return _checked(model, hf_dir)
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -168,19 +177,6 @@ def _auto_class(model_type: ModelType, config: PretrainedConfig) -> Any:
     if model_type == "value_model":
         return AutoModelForTokenClassification
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-
-
-def _on_meta(
-    hf_dir: Path, model_type: ModelType, architecture: Architecture | None = None
-) -> PreTrainedModel:
-    config = _config(hf_dir, model_type)
-    with torch.device("meta"):
-        if architecture is not None:
-            return _checked(architecture(config), hf_dir)
-        model = _auto_class(model_type, config).from_config(
-            config, dtype=torch.float32, attn_implementation=attention_names(config)
-        )
-    return _checked(model, hf_dir)
 
 
 def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
