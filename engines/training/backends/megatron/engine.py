@@ -29,10 +29,6 @@ from engines.checkpoint.engine_state import (
 from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.transformers.adapters import (
-    is_trained_with_adapter,
-    save_peft_adapter,
-)
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -219,29 +215,6 @@ class MegatronEngine(BaseEngine):
             write_rest()
 
         return write
-
-    def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
-
-        Args:
-            path: an existing directory.
-
-        Raises:
-            EngineError: there is no adapter.
-        """
-        from engines.training.backends.megatron.weights import WeightStream
-
-        lora = self.spec.training.lora
-        if lora is None:
-            raise EngineError("this engine trains all weights: there is no adapter to save")
-        with self.eval_mode():
-            own = [part for part in self.replica.parts if is_trained_with_adapter(part.name)]
-            stream = WeightStream(own, self.spec.platform.device(), "stored")
-            whole = dict(
-                stream.walk(lambda part, block: block.read(part.parameter), self.replica.dtype)
-            )
-        if self.rank == 0:
-            save_peft_adapter(path, whole, lora)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""

@@ -8,7 +8,6 @@ reduces gradients.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,9 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.model_directory import rotary_limit
-from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
-    is_trained_with_adapter,
     merged_state,
-    save_peft_adapter,
     set_adapter_enabled,
-    whole_tensor,
 )
 from engines.training.backends.transformers.build import (
     build_on_meta,
@@ -187,28 +182,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def _adapter_scaling(self) -> float:
         lora = self.spec.training.lora
         return lora.alpha / lora.rank if lora is not None else 0.0
-
-    @torch.no_grad()
-    def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
-
-        Args:
-            path: an existing directory.
-
-        Raises:
-            EngineError: there is no adapter.
-        """
-        lora = self.spec.training.lora
-        if lora is None:
-            raise EngineError("this engine trains all weights: there is no adapter to save")
-        with self._state_scope():
-            whole = {
-                name: whole_tensor(tensor)
-                for name, tensor in self._named_state()
-                if is_trained_with_adapter(name)
-            }
-        if self.rank == 0:
-            save_peft_adapter(path, whole, lora)
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, sharded as they are held. Collective."""
