@@ -40,12 +40,6 @@ class FSDP2Engine(TransformersModelEngine):
     def _own_options(self) -> FSDP2Options:
         return FSDP2Options.model_validate(self.spec.training.options)
 
-    def _is_sharded(self) -> bool:
-        return collectives.world_size() > 1 or self._compute_dtype != torch.float32
-
-    def _needs_process_group(self) -> bool:
-        return self._is_sharded()
-
     @property
     def _compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.spec.training.dtype)

@@ -62,7 +62,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build the model and, when it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
-        self._join_ranks(alone_too=self._needs_process_group())
+        self._join_ranks(alone_too=self._is_sharded())
         if dist.is_initialized():
             ranks = collectives.world_size() // training.ulysses_size
             self._mesh = collectives.make_mesh(
@@ -97,8 +97,8 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def _rotary_limit(self) -> int | None:
         return rotary_limit(self.model.config.get_text_config().to_dict())
 
-    def _needs_process_group(self) -> bool:
-        return False
+    def _is_sharded(self) -> bool:
+        return collectives.world_size() > 1 or self.spec.training.dtype != "float32"
 
     @property
     def _chunked_logprobs(self) -> bool:
