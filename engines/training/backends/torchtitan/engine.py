@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
-from engines.checkpoint.sharded import load_sharded
-from engines.errors import CheckpointError, EngineError
+from engines.errors import EngineError
 from engines.training.backends.torchtitan.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
+from engines.training.backends.transformers.build import load_hub_weights
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.model.attention import Packing
@@ -75,7 +75,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         collectives.limit_waits(training.collective_timeout_s)
         self.model.lm_head.forward = self._head_forward
         if load_weights:
-            self._load_weights()
+            load_hub_weights(self.spec.hf_dir, dict(self._named_state()))
         if self.spec.optimizer is None:
             self.model.requires_grad_(False)
         else:
@@ -86,12 +86,6 @@ class TorchTitanEngine(ModuleEngine[Any]):
     @property
     def _options(self) -> TorchTitanOptions:
         return TorchTitanOptions.model_validate(self.spec.training.options)
-
-    def _load_weights(self) -> None:
-        try:
-            load_sharded(self.spec.hf_dir, dict(self._named_state()))
-        except CheckpointError as error:
-            raise ConfigError("model.path", f"does not fit its own config: {error}") from error
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._hub_names, self.model.parameters(), strict=True))

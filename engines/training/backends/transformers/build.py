@@ -291,7 +291,20 @@ def _load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, 
         elif name.startswith(VALUE_HEAD):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.detach().zero_()
+    load_hub_weights(hf_dir, wanted)
+
+
+def load_hub_weights(hf_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors, named as on the hub, from a model directory.
+
+    Args:
+        hf_dir: the model directory.
+        tensors: sharded or not; overwritten.
+
+    Raises:
+        ConfigError: the directory holds no such weights.
+    """
     try:
-        load_sharded(hf_dir, wanted)
+        load_sharded(hf_dir, tensors)
     except CheckpointError as error:
         raise ConfigError("model.path", f"does not fit its own config: {error}") from error
