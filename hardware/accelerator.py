@@ -10,7 +10,6 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +18,6 @@ from infra.plugins import reason_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 PeakTable = Sequence[tuple[str, Mapping[str, float]]]
 """Whole words of a product's name -> dtype -> dense FLOP/s; the first that occur win."""
@@ -121,7 +119,7 @@ class AcceleratorPlatform(PlatformBase):
         torch.manual_seed(seed)
         self.device_module.manual_seed_all(seed)
 
-    def rng_state(self) -> "Mapping[str, Tensor]":
+    def rng_state(self) -> "Mapping[str, torch.Tensor]":
         """The CPU generator as `cpu`, the current device's under its device type."""
         import torch
 
@@ -130,7 +128,7 @@ class AcceleratorPlatform(PlatformBase):
             self.device_name: self.device_module.get_rng_state(),
         }
 
-    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+    def set_rng_state(self, state: "Mapping[str, torch.Tensor]") -> None:
         """Restore the generators that the state names."""
         import torch
 
@@ -156,16 +154,6 @@ class AcceleratorPlatform(PlatformBase):
         if self.ray_resource == "GPU":
             return {"num_gpus": num_devices}
         return {"resources": {self.ray_resource: num_devices}}
-
-    def rollout_env_vars(self) -> dict[str, str]:
-        """None are needed."""
-        return {}
-
-    def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """A range of torch's own profiler, which the vendors' profilers plug into."""
-        import torch
-
-        return torch.profiler.record_function(name)
 
 
 def is_installed(package: str) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ class PlatformBase(ABC):
         """Seed every random generator that tensor operations may draw from."""
 
     @abstractmethod
-    def rng_state(self) -> "Mapping[str, Tensor]":
+    def rng_state(self) -> "Mapping[str, torch.Tensor]":
         """State of those generators: name to uint8 tensor on the CPU."""
 
     @abstractmethod
-    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+    def set_rng_state(self, state: "Mapping[str, torch.Tensor]") -> None:
         """Undo to `rng_state`; names that the platform does not know are ignored."""
 
     @abstractmethod
@@ -131,13 +130,15 @@ class PlatformBase(ABC):
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Keyword arguments of a Ray actor or task that needs so many devices."""
 
-    @abstractmethod
     def rollout_env_vars(self) -> dict[str, str]:
         """Environment variables that a rollout engine's process needs on this platform."""
+        return {}
 
-    @abstractmethod
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """Mark a span of work for the device's profiler."""
+        """Mark a span of work for torch's profiler, which vendors' profilers plug into."""
+        import torch
+
+        return torch.profiler.record_function(name)
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
         """Scope in which a training library that expects another device runs on this one.

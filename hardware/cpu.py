@@ -13,7 +13,6 @@ from hardware.base import Availability, PlatformBase
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 class CPUPlatform(PlatformBase):
@@ -65,13 +64,13 @@ class CPUPlatform(PlatformBase):
 
         torch.manual_seed(seed)
 
-    def rng_state(self) -> "Mapping[str, Tensor]":
+    def rng_state(self) -> "Mapping[str, torch.Tensor]":
         """Torch's default generator as `cpu`."""
         import torch
 
         return {"cpu": torch.get_rng_state()}
 
-    def set_rng_state(self, state: "Mapping[str, Tensor]") -> None:
+    def set_rng_state(self, state: "Mapping[str, torch.Tensor]") -> None:
         """Restore torch's default generator."""
         import torch
 
@@ -94,16 +93,6 @@ class CPUPlatform(PlatformBase):
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """So many cores."""
         return {"num_cpus": num_devices}
-
-    def rollout_env_vars(self) -> dict[str, str]:
-        """None are needed."""
-        return {}
-
-    def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """A range of torch's own profiler."""
-        import torch
-
-        return torch.profiler.record_function(name)
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
         """Megatron-Core and TorchTitan expect CUDA in places; on a CPU those are stood in for."""

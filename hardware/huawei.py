@@ -40,12 +40,9 @@ class HuaweiPlatform(AcceleratorPlatform):
         """Weights stay in the plain layout: reloading them into the blocked one is not possible."""
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 
-    def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """A range of msTX, the marks that Ascend's profiler shows."""
-        return self._mstx_range(name)
-
     @contextmanager
-    def _mstx_range(self, name: str) -> Iterator[None]:
+    def profiler_range(self, name: str) -> Iterator[None]:
+        """A range of msTX, the marks that Ascend's profiler shows."""
         marks = self.device_module.mstx
         started = marks.range_start(name)
         try:

@@ -8,7 +8,6 @@ Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -29,31 +28,19 @@ MODEL_PREFIX = "model."
 _RNG_DIR = "rng"
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """A live engine's state.
+class EngineScalars(FrozenModel):
+    """The content of `engine.json`.
 
     Attributes:
-        tensors: `model.<name>` and `optimizer.<moment>.<name>`, sharded as the engine holds them.
+        schema_version: of this file.
         step: the trainer's step.
         num_steps: optimizer steps the engine has taken.
         schedule_step: position in the learning-rate schedule.
         num_optimizer_steps: Adam's bias-correction count.
+        world_size: ranks that wrote.
         backend: whose names the tensors have.
         lora: shape of the adapter among the tensors, or None.
     """
-
-    tensors: Mapping[str, Tensor]
-    step: int
-    num_steps: int
-    schedule_step: int
-    num_optimizer_steps: int
-    backend: str
-    lora: LoraConfig | None = None
-
-
-class EngineScalars(FrozenModel):
-    """The content of `engine.json`."""
 
     schema_version: int = 1
     step: int
@@ -65,12 +52,15 @@ class EngineScalars(FrozenModel):
     lora: LoraConfig | None = None
 
 
-def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> None:
+def save_engine_state(
+    path: Path, tensors: Mapping[str, Tensor], scalars: EngineScalars, platform: PlatformBase
+) -> None:
     """Write this rank's part; every rank calls it with the same path.
 
     Args:
         path: an existing directory, shared by all ranks.
-        state: what to write.
+        tensors: `model.<name>` and `optimizer.<moment>.<name>`, sharded as the engine holds them.
+        scalars: what else to write.
         platform: gives the state of this rank's random generators.
 
     Raises:
@@ -78,10 +68,10 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         CheckpointError: a rank could not write its tensors.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
-    save_sharded(path / TENSORS_DIR, state.tensors)
+    save_sharded(path / TENSORS_DIR, tensors)
     problem: OSError | None = None
     try:
-        _write_small_files(path, state, _rng_copy(platform), _rank_and_size())
+        _write_small_files(path, scalars, _rng_copy(platform), collectives.rank())
     except OSError as error:
         problem = error
     # Also the barrier: nobody goes on before all files are there.
@@ -89,13 +79,18 @@ def save_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
 
 
 def stage_engine_state(
-    path: Path, state: EngineState, platform: PlatformBase, buffers: StagingBuffers
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    scalars: EngineScalars,
+    platform: PlatformBase,
+    buffers: StagingBuffers,
 ) -> Callable[[], None]:
     """Copy this rank's part to the host; every rank calls it with the same path.
 
     Args:
         path: an existing directory, shared by all ranks.
-        state: what to write; its tensors may change as soon as this returns.
+        tensors: as for `save_engine_state`; they may change as soon as this returns.
+        scalars: what else to write.
         platform: gives the state of this rank's random generators.
         buffers: to copy into; given back once they are written.
 
@@ -103,14 +98,13 @@ def stage_engine_state(
         Writes the copies, for any thread: it uses no collective and raises `OSError`.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
-    write_tensors = stage_sharded(path / TENSORS_DIR, state.tensors, buffers)
-    scalars, rng = replace(state, tensors={}), _rng_copy(platform)
+    write_tensors = stage_sharded(path / TENSORS_DIR, tensors, buffers)
     # Now: when the files are written, the group may have been closed.
-    place = _rank_and_size()
+    rng, rank = _rng_copy(platform), collectives.rank()
 
     def write() -> None:
         write_tensors()
-        _write_small_files(path, scalars, rng, place)
+        _write_small_files(path, scalars, rng, rank)
 
     return write
 
@@ -120,32 +114,25 @@ def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
 
 
 def _write_small_files(
-    path: Path, state: EngineState, rng: dict[str, Tensor], place: tuple[int, int]
+    path: Path, scalars: EngineScalars, rng: dict[str, Tensor], rank: int
 ) -> None:
     """Random generators of this rank and, on rank 0, the scalars."""
-    rank, world_size = place
     (path / _RNG_DIR).mkdir(exist_ok=True)
     save_file(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
-        scalars = EngineScalars(
-            step=state.step,
-            num_steps=state.num_steps,
-            schedule_step=state.schedule_step,
-            num_optimizer_steps=state.num_optimizer_steps,
-            world_size=world_size,
-            backend=state.backend,
-            lora=state.lora,
-        )
         text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
         (path / ENGINE_FILE).write_text(text, encoding="utf-8")
 
 
-def load_engine_state(path: Path, state: EngineState, platform: PlatformBase) -> EngineScalars:
-    """Fill the state's tensors in place, to continue; every rank calls it with the same path.
+def load_engine_state(
+    path: Path, tensors: Mapping[str, Tensor], lora: LoraConfig | None, platform: PlatformBase
+) -> EngineScalars:
+    """Fill an engine's tensors in place, to continue; every rank calls it with the same path.
 
     Args:
         path: what `save_engine_state` wrote.
-        state: its tensors are overwritten, its scalars ignored.
+        tensors: as for `save_engine_state`; they are overwritten.
+        lora: shape of the engine's adapter, or None.
         platform: its generators are restored when the world size is the same.
 
     Returns:
@@ -155,15 +142,14 @@ def load_engine_state(path: Path, state: EngineState, platform: PlatformBase) ->
         CheckpointError: the directory is not a whole checkpoint of such an engine.
     """
     scalars = read_scalars(path)
-    if scalars.lora != state.lora:
+    if scalars.lora != lora:
         raise CheckpointError(
             f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
-            f"{_shown(state.lora)}: it can start from those weights, not continue"
+            f"{_shown(lora)}: it can start from those weights, not continue"
         )
-    load_sharded(path / TENSORS_DIR, state.tensors)
-    rank, world_size = _rank_and_size()
-    if scalars.world_size == world_size:
-        file = path / _RNG_DIR / f"rank-{rank:05d}.safetensors"
+    load_sharded(path / TENSORS_DIR, tensors)
+    if scalars.world_size == collectives.world_size():
+        file = path / _RNG_DIR / f"rank-{collectives.rank():05d}.safetensors"
         if not file.exists():
             raise CheckpointError(f"{file} is absent")
         platform.set_rng_state(load_file(file))
@@ -194,7 +180,3 @@ def read_scalars(path: Path) -> EngineScalars:
         return EngineScalars.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(f"{path / ENGINE_FILE}: {error}") from error
-
-
-def _rank_and_size() -> tuple[int, int]:
-    return collectives.rank(), collectives.world_size()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
+from engines.checkpoint.engine_state import EngineScalars
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
@@ -247,6 +248,27 @@ class BaseEngine(EngineBackend):
             peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
             self._meter = StepMeter(self.world_size, peak)
         return self._meter
+
+    def _join_ranks(self, *, alone_too: bool = True) -> None:
+        """Seed this rank if it trains; make a process group of one where there is none yet."""
+        platform = self.spec.platform
+        if self.spec.optimizer is not None:
+            platform.manual_seed(self.spec.seed + self.rank)
+        if alone_too and not dist.is_initialized():
+            timeout_s = self.spec.training.collective_timeout_s
+            collectives.init_single_process_group(platform, timeout_s)
+
+    def _scalars(self, step: int, num_optimizer_steps: int) -> EngineScalars:
+        """What a checkpoint holds beside tensors and random generators."""
+        return EngineScalars(
+            step=step,
+            num_steps=self.num_steps,
+            schedule_step=self._schedule_step,
+            num_optimizer_steps=num_optimizer_steps,
+            world_size=self.world_size,
+            backend=self.spec.training.backend,
+            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
+        )
 
     def _prepare(self, batch: TokenBatch) -> Preparation:
         return prepare(

@@ -52,14 +52,3 @@ class CheckpointEngine(ABC):
         Raises:
             WeightSyncError: what the receiver holds is not what was sent.
         """
-
-    @abstractmethod
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Take the incoming weights, on the receiving side.
-
-        Returns:
-            (name, tensor) pairs; a tensor is valid until the next one is asked for.
-
-        Raises:
-            WeightSyncError: no transfer is open.
-        """

@@ -66,7 +66,6 @@ class InProcessCheckpointEngine(CheckpointEngine):
     def __init__(self, rollout_engine: RolloutEngine, dtype: str) -> None:
         self._rollout_engine = rollout_engine
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._open: OutgoingStream | None = None
 
     def send_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> SyncReport:
         """See the base class. Not for code that already runs inside an event loop."""
@@ -78,11 +77,7 @@ class InProcessCheckpointEngine(CheckpointEngine):
         """`send_weights` for callers inside the rollout engine's event loop."""
         start = time.monotonic()
         stream = OutgoingStream(iter(tensors), self._dtype)
-        self._open = stream
-        try:
-            received = await self._rollout_engine.update_weights(self.receive_weights(), version)
-        finally:
-            self._open = None
+        received = await self._rollout_engine.update_weights(stream, version)
         if received != stream.digest:
             raise WeightSyncError(
                 f"version {version}: sent digest {stream.digest} of {stream.num_tensors} tensors, "
@@ -96,9 +91,3 @@ class InProcessCheckpointEngine(CheckpointEngine):
             num_bytes=stream.num_bytes,
             seconds=time.monotonic() - start,
         )
-
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class."""
-        if self._open is None:
-            raise WeightSyncError("no transfer is open; send_weights opens one")
-        return self._open

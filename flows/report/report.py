@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
@@ -34,10 +34,8 @@ PLOT_TITLES = {
 }
 
 
-class StageReport(BaseModel):
+class StageReport(BaseModel, frozen=True):
     """One stage in `report.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     reused: bool
@@ -52,10 +50,8 @@ class StageReport(BaseModel):
     """Whose half-trained work it continues."""
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True):
     """`report.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     run: str
     recipe: str

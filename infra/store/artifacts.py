@@ -76,11 +76,6 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
         """sha256 of the canonical JSON of (schema, kind, files): the artifact's identity."""
         return sha256_json(self)
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all files together."""
-        return sum(entry.size_bytes for entry in self.files.values())
-
     def to_bytes(self) -> bytes:
         """The text of the manifest file."""
         return canonical_json(self) + b"\n"

@@ -109,12 +109,8 @@ class DirectoryTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """Id of the end-of-sequence token."""
-        return self._special_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """Id of the padding token."""
-        return self._special_id("pad_token")
+        token = self.special_tokens_map.get("eos_token")
+        return None if token is None else self._backend.token_to_id(token)
 
     def __len__(self) -> int:
         """Number of ids, added tokens included."""
@@ -137,10 +133,6 @@ class DirectoryTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def _special_id(self, name: str) -> int | None:
-        token = self.special_tokens_map.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
 
 def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[int]]:

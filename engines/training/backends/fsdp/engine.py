@@ -7,7 +7,6 @@ Not covered: tensor parallelism.
 """
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -40,12 +39,6 @@ class FSDP2Engine(TransformersModelEngine):
     @property
     def _own_options(self) -> FSDP2Options:
         return FSDP2Options.model_validate(self.spec.training.options)
-
-    def _is_sharded(self) -> bool:
-        return collectives.world_size() > 1 or self._compute_dtype != torch.float32
-
-    def _needs_process_group(self) -> bool:
-        return self._is_sharded()
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -86,15 +79,4 @@ class FSDP2Engine(TransformersModelEngine):
 
         Ranks that share sequences each hold the gradient of their own tokens.
         """
-        return float(collectives.world_size() if dist.is_initialized() else 1)
-
-    def _begin_micro_batch(self, *, is_last: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_all_reduce(is_last)
-
-    def _end_inference(self) -> None:
-        # The root keeps its gathered weights for a backward pass that does not come; they would
-        # stand in for the sharded master weights until the next one.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        return float(collectives.world_size())

@@ -52,15 +52,12 @@ class FSDPEngine(TransformersModelEngine):
         model = cast(Any, self.model)
         return model if isinstance(model, FullyShardedDataParallel) else None
 
-    def _needs_process_group(self) -> bool:
-        return collectives.world_size() > 1 or self.spec.training.dtype != "float32"
-
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         model = build_model(self.spec, None, load_weights=load_weights)
         self._state_names = [name for name, _ in named_state(model)]
         # Afterwards every parameter is a flat piece.
         self._decayed = decayed_names(model)
-        if not self._needs_process_group():
+        if not self._is_sharded():
             return model
         options = FSDPOptions.model_validate(self.spec.training.options)
         training, platform = self.spec.training, self.spec.platform

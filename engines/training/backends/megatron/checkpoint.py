@@ -205,7 +205,7 @@ def load_moments(path: Path, replica: Replica, num_steps: int) -> None:
             stored.fill(part, moment_prefix(moment), whole)
             shard.state[moment].copy_(_own(whole, shard).view(shard.state[moment].shape))
     if replica.optimizer is not None:
-        replica.optimizer.num_steps = num_steps
+        replica.optimizer.continue_from(num_steps)
 
 
 def _shard(replica: Replica, part: Part) -> Shard | None:

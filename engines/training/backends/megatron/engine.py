@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from engines import collectives
 from engines.checkpoint.engine_state import (
-    EngineState,
+    EngineScalars,
     load_engine_state,
     read_scalars,
     save_engine_state,
@@ -29,10 +29,6 @@ from engines.checkpoint.engine_state import (
 from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.transformers.adapters import (
-    is_trained_with_adapter,
-    save_peft_adapter,
-)
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -76,7 +72,7 @@ class MegatronEngine(BaseEngine):
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build this rank's part of the model and, when it trains, its optimizer."""
-        training, platform = self.spec.training, self.spec.platform
+        training = self.spec.training
         config = AutoConfig.from_pretrained(self.spec.hf_dir, trust_remote_code=False)
         check_layout(self._layout, config, collectives.world_size())
         if training.lora is not None and training.options.get("transformer_engine"):
@@ -85,10 +81,7 @@ class MegatronEngine(BaseEngine):
                 "got true with training.lora; need one of the two: TransformerEngine's matrices "
                 "hide the output of the norm before them, which an adapter reads; remove one",
             )
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks()
         try:
             with self._library():
                 self._build(config, load_weights=load_weights)
@@ -205,7 +198,7 @@ class MegatronEngine(BaseEngine):
         # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
         with self.eval_mode(), self._library():
             save_state(path, self.replica)
-        save_engine_state(path, self._scalars(step), self.spec.platform)
+        save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
@@ -214,7 +207,7 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode(), self._library():
             write_tensors = stage_state(path, self.replica, self._staging)
         write_rest = stage_engine_state(
-            path, self._scalars(step), self.spec.platform, self._staging
+            path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )
 
         def write() -> None:
@@ -223,36 +216,13 @@ class MegatronEngine(BaseEngine):
 
         return write
 
-    def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
-
-        Args:
-            path: an existing directory.
-
-        Raises:
-            EngineError: there is no adapter.
-        """
-        from engines.training.backends.megatron.weights import WeightStream
-
-        lora = self.spec.training.lora
-        if lora is None:
-            raise EngineError("this engine trains all weights: there is no adapter to save")
-        with self.eval_mode():
-            own = [part for part in self.replica.parts if is_trained_with_adapter(part.name)]
-            stream = WeightStream(own, self.spec.platform.device(), "stored")
-            whole = dict(
-                stream.walk(lambda part, block: block.read(part.parameter), self.replica.dtype)
-            )
-        if self.rank == 0:
-            save_peft_adapter(path, whole, lora)
-
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
         from engines.training.backends.megatron.checkpoint import load_moments, load_weights
 
         loaded = read_scalars(path)
         if optimizer:
-            load_engine_state(path, self._scalars(0), self.spec.platform)
+            load_engine_state(path, {}, self._own_scalars(0).lora, self.spec.platform)
         with self.eval_mode(), self._library():
             load_weights(path, self.replica, loaded.lora, fold=not optimizer)
             if not optimizer:
@@ -261,15 +231,7 @@ class MegatronEngine(BaseEngine):
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
 
-    def _scalars(self, step: int) -> EngineState:
+    def _own_scalars(self, step: int) -> EngineScalars:
         """What is stored beside the tensors, which are written apart."""
         optimizer = self.replica.optimizer
-        return EngineState(
-            tensors={},
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=optimizer.num_steps if optimizer is not None else 0,
-            backend=self.spec.training.backend,
-            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
-        )
+        return self._scalars(step, optimizer.num_steps if optimizer is not None else 0)

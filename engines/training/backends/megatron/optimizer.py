@@ -80,7 +80,7 @@ class ShardedAdamW:
             _detach_shards(part)
             part.optimizer = _torch_adamw(part.optimizer.param_groups, config)
         self._shards = dict(self._find_shards())
-        self._num_steps = 0
+        self.num_steps = 0
 
     def _find_shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
         for part in self._parts:
@@ -94,16 +94,11 @@ class ShardedAdamW:
                         place = part._get_model_param_range_map(parameter)["param"]
                         yield parameter, Shard(main, place.start, part.optimizer.state[main])
 
-    @property
-    def num_steps(self) -> int:
-        """Adam's bias-correction count."""
-        return self._num_steps
-
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
-        self._num_steps = value
+    def continue_from(self, num_steps: int) -> None:
+        """Take up where so many steps were taken."""
+        self.num_steps = num_steps
         for shard in self._shards.values():
-            shard.state["step"].fill_(float(value))
+            shard.state["step"].fill_(float(num_steps))
 
     def shard(self, parameter: nn.Parameter) -> Shard | None:
         """What this rank steps of a parameter; None when it is nothing."""
@@ -141,7 +136,7 @@ class ShardedAdamW:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
         self._made.step_with_ready_grads()
-        self._num_steps += 1
+        self.num_steps += 1
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
-from engines.checkpoint.sharded import load_sharded
-from engines.errors import CheckpointError, EngineError
+from engines.errors import EngineError
 from engines.training.backends.torchtitan.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
-from engines.training.backends.transformers.module_engine import ModuleEngine
+from engines.training.backends.transformers.build import load_hub_weights
+from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
@@ -54,15 +53,12 @@ class TorchTitanEngine(ModuleEngine[Any]):
         training, platform = self.spec.training, self.spec.platform
         if training.frozen_parameters:
             raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks()
         tensor = training.tensor_parallel_size
         self._mesh = collectives.make_mesh(
             platform.device_name,
             (dist.get_world_size() // tensor, tensor),
-            ("data", "tensor"),
+            (DATA, "tensor"),
             training.collective_timeout_s,
         )
         try:
@@ -79,42 +75,27 @@ class TorchTitanEngine(ModuleEngine[Any]):
         collectives.limit_waits(training.collective_timeout_s)
         self.model.lm_head.forward = self._head_forward
         if load_weights:
-            self._load_weights()
+            load_hub_weights(self.spec.hf_dir, dict(self._named_state()))
         if self.spec.optimizer is None:
             self.model.requires_grad_(False)
         else:
             named = self._named_parameters()
-            decayed = {name for name, parameter in named.items() if parameter.dim() > 1}
-            self._optimizer = make_adamw(named.items(), decayed, self.spec.optimizer)
+            decayed = {name for name, parameter in named if parameter.dim() > 1}
+            self._optimizer = make_adamw(named, decayed, self.spec.optimizer)
 
     @property
     def _options(self) -> TorchTitanOptions:
         return TorchTitanOptions.model_validate(self.spec.training.options)
 
-    def _load_weights(self) -> None:
-        try:
-            load_sharded(self.spec.hf_dir, dict(self._named_state()))
-        except CheckpointError as error:
-            raise ConfigError("model.path", f"does not fit its own config: {error}") from error
-
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """By hub name."""
-        return dict(zip(self._hub_names, self.model.parameters(), strict=True))
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self._hub_names, self.model.parameters(), strict=True))
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
-        return [(name, p.detach()) for name, p in self._named_parameters().items()]
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data."""
-        return self._mesh.get_group("data") if self._mesh is not None else None
+        return [(name, p.detach()) for name, p in self._named_parameters()]
 
     def loss_factor(self, num_micro_batches: int) -> float:
         """TorchTitan's FSDP sums gradients already."""
         return 1.0
-
-    def _begin_micro_batch(self, *, is_last: bool) -> None:
-        self.model.set_requires_all_reduce(is_last)
 
     def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
         predicted_N = predicted_positions(batch)
@@ -168,12 +149,6 @@ class TorchTitanEngine(ModuleEngine[Any]):
         # Not a view: FSDP hangs its hooks on what the model returns.
         return torch.stack([logprobs_N[None], entropy_N[None]], dim=-1)
 
-    def _end_inference(self) -> None:
-        # FSDP keeps gathered weights for a backward pass that does not come.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _clip_gradients(self, max_norm: float) -> float:
         return clip_across_meshes(self.model.parameters(), max_norm)
 
@@ -191,10 +166,3 @@ class TorchTitanEngine(ModuleEngine[Any]):
                 for name, tensor in self._named_state()
             ]
             yield from stream_parts(owned_parts(parts))
-
-    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's tensors by hub name."""
-        if self._optimizer is None:
-            return {}
-        states: dict[Any, dict[str, Tensor]] = dict(self._optimizer.state)
-        return {name: states[parameter] for name, parameter in self._named_parameters().items()}

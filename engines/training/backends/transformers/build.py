@@ -89,7 +89,7 @@ def build_model(
         model = _prepared(_from_pretrained(spec.hf_dir, spec.model_type), spec)
         nn.Module.to(model, device)
         return _with_adapter_values(model, spec)
-    model = _on_meta(spec.hf_dir, spec.model_type, architecture)
+    model = build_on_meta(spec.hf_dir, spec.model_type, architecture)
     disk_names = _disk_names(model, spec.hf_dir) if load_weights else None
     direct = not load_weights or disk_names is not None
     if not direct and architecture is not None:
@@ -114,9 +114,18 @@ def build_model(
     return _with_adapter_values(model, spec)
 
 
-def build_on_meta(hf_dir: Path, model_type: ModelType = "language_model") -> PreTrainedModel:
+def build_on_meta(
+    hf_dir: Path, model_type: ModelType, architecture: Architecture | None = None
+) -> PreTrainedModel:
     """The architecture alone: parameters have shapes and no memory."""
-    return _on_meta(hf_dir, model_type)
+    config = _config(hf_dir, model_type)
+    with torch.device("meta"):
+        if architecture is not None:
+            return _checked(architecture(config), hf_dir)
+        model = _auto_class(model_type, config).from_config(
+            config, dtype=torch.float32, attn_implementation=attention_names(config)
+        )
+    return _checked(model, hf_dir)
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -168,19 +177,6 @@ def _auto_class(model_type: ModelType, config: PretrainedConfig) -> Any:
     if model_type == "value_model":
         return AutoModelForTokenClassification
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-
-
-def _on_meta(
-    hf_dir: Path, model_type: ModelType, architecture: Architecture | None = None
-) -> PreTrainedModel:
-    config = _config(hf_dir, model_type)
-    with torch.device("meta"):
-        if architecture is not None:
-            return _checked(architecture(config), hf_dir)
-        model = _auto_class(model_type, config).from_config(
-            config, dtype=torch.float32, attn_implementation=attention_names(config)
-        )
-    return _checked(model, hf_dir)
 
 
 def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -295,7 +291,20 @@ def _load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, 
         elif name.startswith(VALUE_HEAD):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.detach().zero_()
+    load_hub_weights(hf_dir, wanted)
+
+
+def load_hub_weights(hf_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors, named as on the hub, from a model directory.
+
+    Args:
+        hf_dir: the model directory.
+        tensors: sharded or not; overwritten.
+
+    Raises:
+        ConfigError: the directory holds no such weights.
+    """
     try:
-        load_sharded(hf_dir, wanted)
+        load_sharded(hf_dir, tensors)
     except CheckpointError as error:
         raise ConfigError("model.path", f"does not fit its own config: {error}") from error

@@ -8,7 +8,6 @@ reduces gradients.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,25 +18,17 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.model_directory import rotary_limit
-from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
-    is_trained_with_adapter,
     merged_state,
-    save_peft_adapter,
     set_adapter_enabled,
-    whole_tensor,
 )
 from engines.training.backends.transformers.build import (
     build_on_meta,
     enable_activation_checkpointing,
 )
 from engines.training.backends.transformers.head import LogprobHead, Targets
-from engines.training.backends.transformers.module_engine import ModuleEngine
-from engines.training.backends.transformers.optimizer import (
-    decayed_names,
-    make_adamw,
-    states_by_name,
-)
+from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
+from engines.training.backends.transformers.optimizer import decayed_names, make_adamw
 from engines.training.backends.transformers.shards import (
     SlotsByParameter,
     held_parts,
@@ -51,7 +42,7 @@ from engines.training.spec import EngineSpec
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, TokenBatch
 
-_DATA, _ULYSSES = "data", "ulysses"
+_ULYSSES = "ulysses"
 
 
 class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
@@ -71,16 +62,13 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build the model and, when it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + collectives.rank())
-        if self._needs_process_group() and not dist.is_initialized():
-            collectives.init_single_process_group(platform, training.collective_timeout_s)
+        self._join_ranks(alone_too=self._is_sharded())
         if dist.is_initialized():
             ranks = collectives.world_size() // training.ulysses_size
             self._mesh = collectives.make_mesh(
                 platform.device_name,
                 (ranks, training.ulysses_size),
-                (_DATA, _ULYSSES),
+                (DATA, _ULYSSES),
                 training.collective_timeout_s,
             )
         self._model = self._build_model(load_weights=load_weights)
@@ -96,7 +84,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters as they are held, by their names in the model."""
         return self.model.named_parameters()
 
     def _decayed_names(self) -> set[str]:
@@ -110,17 +97,12 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def _rotary_limit(self) -> int | None:
         return rotary_limit(self.model.config.get_text_config().to_dict())
 
-    def _needs_process_group(self) -> bool:
-        return False
+    def _is_sharded(self) -> bool:
+        return collectives.world_size() > 1 or self.spec.training.dtype != "float32"
 
     @property
     def _chunked_logprobs(self) -> bool:
         return self.spec.training.chunked_logprobs
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; ranks that share sequences are not in it twice."""
-        return self._mesh.get_group(_DATA) if self._mesh is not None else None
 
     @property
     def _ulysses_group(self) -> dist.ProcessGroup | None:
@@ -201,34 +183,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         lora = self.spec.training.lora
         return lora.alpha / lora.rank if lora is not None else 0.0
 
-    @torch.no_grad()
-    def save_adapter(self, path: Path) -> None:
-        """Write the adapter alone, and a value model's head, as PEFT loads them. Collective.
-
-        Args:
-            path: an existing directory.
-
-        Raises:
-            EngineError: there is no adapter.
-        """
-        lora = self.spec.training.lora
-        if lora is None:
-            raise EngineError("this engine trains all weights: there is no adapter to save")
-        with self._state_scope():
-            whole = {
-                name: whole_tensor(tensor)
-                for name, tensor in self._named_state()
-                if is_trained_with_adapter(name)
-            }
-        if self.rank == 0:
-            save_peft_adapter(path, whole, lora)
-
     def _named_state(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, sharded as they are held. Collective."""
         return named_state(self.model)
-
-    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's tensors by parameter name, sharded as they are held. Collective."""
-        if self._optimizer is None:
-            return {}
-        return states_by_name(self.model, self._optimizer)

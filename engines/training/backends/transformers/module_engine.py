@@ -1,23 +1,25 @@
 """Engines of one module and one AdamW, whose checkpoints hold tensors by name.
 
 Promises: one checkpoint format for every backend that keeps plain tensors or DTensors: each
-continues what another stored. A backend brings `_named_state` and `_optimizer_states`.
+continues what another stored. A backend brings `_named_parameters` and `_named_state`.
 Does not promise: anything about the forward pass or about how gradients are reduced.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from engines.checkpoint.engine_state import (
     MODEL_PREFIX,
-    EngineState,
+    EngineScalars,
     load_engine_state,
     save_engine_state,
     stage_engine_state,
@@ -28,6 +30,8 @@ from engines.training.backends.transformers.folding import load_folded, stored_w
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
 
+DATA = "data"
+"""The dimension of every engine's mesh over the ranks that hold different data."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -51,6 +55,22 @@ class ModuleEngine(BaseEngine, Generic[Model]):
         if self._model is None:
             raise EngineError("the engine is not initialized: call initialize() first")
         return self._model
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different data; ranks that share sequences are not in it twice."""
+        return self._mesh.get_group(DATA) if self._mesh is not None else None
+
+    def _begin_micro_batch(self, *, is_last: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(is_last)
+
+    def _end_inference(self) -> None:
+        # The root keeps its gathered weights for a backward pass that does not come; they would
+        # stand in for the sharded master weights until the next one.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _apply_optimizer(self, lr: float) -> None:
         if self._optimizer is None:
@@ -86,21 +106,21 @@ class ModuleEngine(BaseEngine, Generic[Model]):
         """See `BaseEngine`."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            save_engine_state(path, state, self.spec.platform)
+            save_engine_state(path, *state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """See `BaseEngine`."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            return stage_engine_state(path, state, self.spec.platform, self._staging)
+            return stage_engine_state(path, *state, self.spec.platform, self._staging)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
         with self._state_scope(), self._loading() as (model, states):
             if not optimizer:
                 return load_folded(path, dict(model), self.spec)
-            state = self._state_of(model, states, 0)
-            loaded = load_engine_state(path, state, self.spec.platform)
+            tensors, own = self._state_of(model, states, 0)
+            loaded = load_engine_state(path, tensors, own.lora, self.spec.platform)
             for values in states.values():
                 values["step"].fill_(float(loaded.num_optimizer_steps))
         self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
@@ -120,23 +140,22 @@ class ModuleEngine(BaseEngine, Generic[Model]):
         """Parameters and persistent buffers, sharded as they are held. Collective."""
 
     @abstractmethod
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Parameters as they are held, by their names in checkpoints."""
+
     def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
         """Adam's tensors by parameter name, sharded as they are held. Collective."""
+        if self._optimizer is None:
+            return {}
+        states: dict[Any, dict[str, Tensor]] = dict(self._optimizer.state)
+        return {name: states[p] for name, p in self._named_parameters() if p.requires_grad}
 
     def _state_of(
         self, model: list[tuple[str, Tensor]], states: dict[str, dict[str, Tensor]], step: int
-    ) -> EngineState:
+    ) -> tuple[dict[str, Tensor], EngineScalars]:
         tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
         for name, values in states.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
-        return EngineState(
-            tensors=tensors,
-            step=step,
-            num_steps=self.num_steps,
-            schedule_step=self._schedule_step,
-            num_optimizer_steps=int(first["step"]) if first else 0,
-            backend=self.spec.training.backend,
-            lora=self.spec.training.lora if self.spec.optimizer is not None else None,
-        )
+        return tensors, self._scalars(step, int(first["step"]) if first else 0)

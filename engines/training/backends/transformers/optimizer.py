@@ -1,10 +1,10 @@
 """AdamW over the parameters of a transformers module, with its state there from the start."""
 
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -55,19 +55,3 @@ def make_adamw(
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
-
-
-def states_by_name(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    """Adam's tensors (`step`, `exp_avg`, `exp_avg_sq`) by parameter name.
-
-    Args:
-        model: what the optimizer was made for.
-        optimizer: by `make_adamw`.
-
-    Returns:
-        Only parameters that are trained.
-    """
-    states = cast(dict[Any, dict[str, Tensor]], optimizer.state)
-    return {name: states[p] for name, p in model.named_parameters() if p.requires_grad}

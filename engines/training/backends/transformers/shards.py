@@ -14,7 +14,6 @@ from engines.training.backends.transformers.adapters import (
 )
 from engines.training.weight_shards import (
     HeldPart,
-    WeightPlace,
     local_place,
     local_values,
     parts_in_slots,
@@ -69,13 +68,7 @@ def held_parts(
         if has_adapter(name):
             yield HeldPart(
                 place,
-                lambda name=name, place=place: _merged_part(name, place, named, scaling),
+                lambda name=name, place=place: merged_weight(name, named, scaling)[place.slices],
             )
         else:
             yield HeldPart(place, lambda tensor=tensor: local_values(tensor))
-
-
-def _merged_part(
-    name: str, place: WeightPlace, named: Mapping[str, Tensor], scaling: float
-) -> Tensor:
-    return merged_weight(name, named, scaling)[place.slices]

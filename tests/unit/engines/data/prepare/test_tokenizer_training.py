@@ -44,7 +44,9 @@ def test_special_tokens_are_single_and_first(character: DirectoryTokenizer) -> N
     text = "<|user|>1<|assistant|>2<|end|>"
     assert [len(character.encode(t, add_special_tokens=False)) for t in (text, "<|pad|>")] == [5, 1]
     assert character.all_special_ids == list(range(6))
-    assert (character.pad_token_id, character.eos_token_id) == (0, 1)
+    assert character.special_tokens_map["pad_token"] == "<|pad|>"
+    assert character.encode("<|pad|>", add_special_tokens=False) == [0]
+    assert character.eos_token_id == 1
     assert len(character) == 6 + len(CHARACTERS)
     ids = character.encode(text, add_special_tokens=False)
     assert character.decode(ids, skip_special_tokens=True) == "12"

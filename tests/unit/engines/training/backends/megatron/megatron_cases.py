@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
+from engines.training.backends.merging import extract_adapter
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.training.model.linear_logprobs import linear_token_logprobs
@@ -59,7 +60,7 @@ class Rank:
     def fresh_dir(self, name: str) -> Path:
         path = self.root / name
         if self.rank == 0:
-            path.mkdir()
+            path.mkdir(parents=True)
         dist.barrier()
         return path
 
@@ -134,12 +135,14 @@ def case_adapter_as_in_fsdp2(rank: Rank) -> Results:
     some = LoraConfig(rank=2, alpha=2.0, target_modules=("v_proj", "down_proj"))
     results["some_fsdp2"] = train(rank.engine(backend="fsdp2", lora=some))
     results["some"] = train(rank.engine(lora=some, **TENSOR))
-    saved = rank.fresh_dir("adapter")
-    rank.engine(lora=LORA, **TENSOR).save_adapter(saved)
-    theirs = rank.fresh_dir("adapter-fsdp2")
-    rank.engine(backend="fsdp2", lora=LORA).save_adapter(theirs)
+    saved = rank.fresh_dir("adapter/checkpoint")
+    rank.engine(lora=LORA, **TENSOR).save_checkpoint(saved, step=0)
+    theirs = rank.fresh_dir("adapter-fsdp2/checkpoint")
+    rank.engine(backend="fsdp2", lora=LORA).save_checkpoint(theirs, step=0)
+    for checkpoint in (saved, theirs) if rank.rank == 0 else ():
+        extract_adapter(checkpoint.parent, checkpoint.parent, "float32")
     dist.barrier()
-    ours, same = (load_file(path / "adapter_model.safetensors") for path in (saved, theirs))
+    ours, same = (load_file(p.parent / "adapter_model.safetensors") for p in (saved, theirs))
     results["saved_alike"] = ours.keys() == same.keys() and all(
         torch.equal(ours[name], same[name]) for name in ours
     )

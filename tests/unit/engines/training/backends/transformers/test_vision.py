@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import write_adapter
 from peft import PeftModel
 from rlhf.testing.context import OPTIMIZER
 from safetensors.torch import save_file
@@ -171,7 +172,7 @@ def test_an_adapter_is_the_language_models_alone(vision_dir: Path, tmp_path: Pat
     trained = {name for name, p in engine.model.named_parameters() if p.requires_grad}
     assert trained
     assert all(name.startswith("model.language_model.layers.") for name in trained)
-    engine.save_adapter(tmp_path)
+    write_adapter(engine, tmp_path)
     theirs = PeftModel.from_pretrained(load(vision_dir), tmp_path, is_trainable=True)
     expected = plain_steps(
         theirs.base_model.model, batches(MIXED), trained=lambda name: ".lora_" in name

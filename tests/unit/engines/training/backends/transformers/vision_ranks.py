@@ -2,8 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from adapter_files import write_adapter
 from rlhf.testing.context import OPTIMIZER
 from rlhf.testing.launch import join_group, rank_arguments
 from safetensors.torch import save_file
@@ -12,7 +13,6 @@ from vision_cases import IMAGE, NUM_STEPS, Grid, make_batch, sft
 from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
-from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.types import TokenBatch
@@ -89,7 +89,7 @@ class Rank:
         if name == "lora":
             path = self.root / f"adapter-{self.backend}"
             path.mkdir(exist_ok=True)
-            cast(TransformersModelEngine, engine).save_adapter(path)
+            write_adapter(engine, path)
         share = own_share(whose, 0, self.rank)
         logprobs = engine.infer_batch(share).logprobs_T.tolist()
         steps = []
