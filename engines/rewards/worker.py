@@ -56,11 +56,7 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _check_arguments(function: ComputeScore, kwargs: dict[str, Any]) -> None:
-    """Refuse a function that no sample can be given to, before there is one.
-
-    Raises:
-        TypeError: says which argument is missing or unknown, and which are given.
-    """
+    """Refuse a function that no sample can be given to, before there is one: `TypeError`."""
     named = dict.fromkeys(ScoreRequest.__dataclass_fields__)
     try:
         with contextlib.suppress(ValueError):  # a builtin may hide its signature
