@@ -3,7 +3,8 @@
 Promises: a checkpoint appears under its name only when every byte is durable and its manifest
 verifies; a process killed at any point leaves the older ones usable; rotation happens after
 publishing and always leaves the newest two or more; a damaged checkpoint is skipped with a
-warning, a read error is raised and never taken for damage.
+warning, a read error is raised and never taken for damage; a step asked for by number is
+loaded or refused, never replaced by another.
 Does not promise: several writers at once. One process saves, whoever wrote the files.
 
     <root>/step-00000050/checkpoint/...   what the engine wrote
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.errors import CheckpointError
-from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
+from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 from infra.store.artifacts import build_manifest, verify_directory, write_manifest
 from infra.store.atomic import (
     fsync_directory,
@@ -29,7 +30,7 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
-from infra.store.step_directories import newest_valid, step_directories
+from infra.store.step_directories import newest_valid, step_directories, verify_step
 from infra.waiting import when_there_is_room
 
 CHECKPOINT_DIR = "checkpoint"
@@ -135,6 +136,24 @@ class StepCheckpoints:
         except ArtifactCorruptError as error:
             raise CheckpointError(str(error)) from error
         return _read(newest[1]) if newest else None
+
+    def load(self, step: int) -> StepCheckpoint:
+        """The checkpoint of exactly that step.
+
+        Args:
+            step: its number.
+
+        Returns:
+            The checkpoint, verified.
+
+        Raises:
+            CheckpointError: it is absent or damaged; lists those that are there.
+        """
+        try:
+            return _read(verify_step(self._root, step)[0])
+        except ArtifactError as error:
+            others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
+            raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
 
     def _digest(self, directory: Path) -> str | None:
         """Digest of a published checkpoint; None when it is absent or damaged."""

@@ -30,12 +30,6 @@ def saved(root: Path, *steps: int, keep: int = 2) -> StepCheckpoints:
     return store
 
 
-def newest_text(store: StepCheckpoints) -> str:
-    newest = store.latest_valid()
-    assert newest is not None
-    return (newest.path / "tensors" / "weights").read_text()
-
-
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
@@ -81,6 +75,17 @@ def test_a_damaged_one_is_skipped_with_a_warning(
     assert found is not None
     assert found.step == 5
     assert "skipping the checkpoint of step 10" in caplog.text
+    with pytest.raises(CheckpointError, match=r"^step 10: .*; other steps: 5"):
+        store.load(10)
+
+
+def test_a_step_asked_for_is_never_replaced(tmp_path: Path) -> None:
+    store = saved(tmp_path, 5, 10)
+    assert store.load(5).step == 5
+    with pytest.raises(
+        CheckpointError, match=r"step 7: .* has no manifest.json; other steps: 5, 10"
+    ):
+        store.load(7)
 
 
 def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path: Path) -> None:
@@ -121,9 +126,9 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000010").stat().st_ino == before, "equal content stays untouched"
     (tmp_path / "step-00000010" / "checkpoint" / "tensors" / "weights").write_text("damaged")
     saved(tmp_path, 10)
-    assert newest_text(store) == "weights of 10"
+    assert store.load(10).step == 10
     store.save(10, write("other"), TrainerState(10))
-    assert newest_text(store) == "other"
+    assert (store.load(10).path / "tensors" / "weights").read_text() == "other"
 
 
 def test_a_step_is_there_until_its_replacement_is(
@@ -134,10 +139,10 @@ def test_a_step_is_there_until_its_replacement_is(
     monkeypatch.setenv("RLHF_FAULTS", "atomic.before_publish=raise")
     with pytest.raises(InjectedFaultError):
         store.save(5, write("other"), TrainerState(5))
-    assert newest_text(store) == "weights of 5"
+    assert (store.load(5).path / "tensors" / "weights").read_text() == "weights of 5"
     monkeypatch.delenv("RLHF_FAULTS")
     store.save(5, write("other"), TrainerState(5))
-    assert newest_text(store) == "other"
+    assert (store.load(5).path / "tensors" / "weights").read_text() == "other"
     assert len(names(tmp_path)) == 1
 
 

@@ -1,6 +1,5 @@
 """Supervised training on a real tiny model: when it ends, and what a later attempt repeats."""
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint.step_store import TRAINER_NAME, StepCheckpoints
+from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.rollout import RolloutConfig
 from engines.config.stages import SFTConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -165,9 +164,8 @@ def test_the_average_survives_a_kill_bit_for_bit(
     assert (unbroken.num_steps, resumed.num_steps) == (5, 5)
     assert resumed.losses == unbroken.losses
 
-    def kept(work: Path, step: int) -> float:
-        file = work / "checkpoints" / f"step-{step:08d}" / TRAINER_NAME
-        return json.loads(file.read_bytes())["values"][LOSS_AVERAGE]
+    def kept(attempt: Attempt, step: int) -> float:
+        return float(attempt.checkpoints.load(step).state.values[LOSS_AVERAGE])
 
-    assert kept(work, 2) == pytest.approx(course[1], rel=1e-12)
-    assert kept(work, 5) == kept(tmp_path / "unbroken", 5)
+    assert kept(resumed, 2) == pytest.approx(course[1], rel=1e-12)
+    assert kept(resumed, 5) == kept(unbroken, 5)
