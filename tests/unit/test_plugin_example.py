@@ -49,7 +49,9 @@ def test_a_part_of_each_kind_is_found_and_loads(kind) -> None:
     row = TABLES[kind].find(name)
     assert row.registrar == "example_chip.register"
     assert callable(TABLES[kind].load(name))
-    assert plugin_modules([(kind, name)]) == tuple(sorted({row.module, "example_chip.register"}))
+    known = {row.module, "example_chip.register"}
+    options = {row.options.partition(":")[0]} if row.options else set()
+    assert plugin_modules([(kind, name)]) == tuple(sorted(known | options))
 
 
 def test_a_recipe_names_them_all_and_their_options_are_validated() -> None:
