@@ -8,7 +8,7 @@ Does not promise: that data and models are well formed inside; the jobs check th
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -51,6 +51,26 @@ class MergeConfig(StrictModel):
     """Largest size of one safetensors file, and of what merging holds in memory."""
 
 
+class ProgressDeadlines(StrictModel):
+    """Seconds without progress after which a job is ended with its stacks; null: the phase's own.
+
+    A phase is what a job says on its heartbeat (`Heartbeat.enter`).
+    """
+
+    load: float | None = Field(default=None, gt=0)
+    """Verifying the inputs and building the model."""
+    preprocess: float | None = Field(default=None, gt=0)
+    """Reading and tokenizing the data."""
+    train: float | None = Field(default=None, gt=0)
+    """One step, a generation of RL included."""
+    merge: float | None = Field(default=None, gt=0)
+    """Writing the whole model."""
+    evaluate: float | None = Field(default=None, gt=0)
+    """Generating and scoring."""
+    publish: float | None = Field(default=None, gt=0)
+    """Taking the output into the store."""
+
+
 class LocationConfig(StrictModel):
     """Where a run keeps things. Changing these re-runs nothing that the new place already holds."""
 
@@ -85,9 +105,7 @@ class Recipe(StrictModel):
     merge: MergeConfig = MergeConfig()
     promote: PromoteConfig = PromoteConfig()
     hardware: HardwareConfig = HardwareConfig()
-    progress_deadlines_s: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """By phase of a job (load, preprocess, train, merge, evaluate, publish): seconds without
-    progress after which it is ended with its stacks, instead of the phase's own."""
+    progress_deadlines_s: ProgressDeadlines = ProgressDeadlines()
     location: LocationConfig = LocationConfig()
 
     @property

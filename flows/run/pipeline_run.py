@@ -141,7 +141,9 @@ def open_run(
         ray_jobs=cluster.jobs,
         recorder=recorder,
         observer=surroundings.observer,
-        runtime=Runtime(progress_deadlines_s=recipe.progress_deadlines_s),
+        runtime=Runtime(
+            progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
+        ),
         orchestrated=flow_run is not None,
         seed=recipe.seed,
         force=force,

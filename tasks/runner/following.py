@@ -120,7 +120,7 @@ class JobFollower:
         self._watcher, self._on_stand = say, on_stand
         self._ours = ours
         self._positions: dict[int, int] = {}
-        self.began = ""
+        self.ray_job = ""
         """Name of the job that was waited for last."""
         self.others_wait = False
         """Whether a cancelled job goes on because someone else follows it."""
@@ -177,11 +177,11 @@ class JobFollower:
             except FencedError:
                 continue  # someone was faster
             holder = self._storage.attempts.entries(self._fingerprint)[attempt].holder
-            self.began = holder.ray_job
+            self.ray_job = holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
             self._on_stand()
             is_here = holder.cluster == jobs.cluster_id
-            return _Job(attempt, self.began, attached, self._watch(attempt), is_here)
+            return _Job(attempt, self.ray_job, attached, self._watch(attempt), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Whether an attempt is certainly over, without waiting for silence."""

@@ -222,8 +222,8 @@ class StageContext:
         try:
             record = follower.follow(self._ray_jobs(), on_record)
         except BaseException as error:
-            if follower.began and not follower.others_wait:
-                self.followed.add(follower.began)
+            if follower.ray_job and not follower.others_wait:
+                self.followed.add(follower.ray_job)
             self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
             error.add_note(request.label)
             raise

@@ -245,6 +245,7 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
     family = _family(record)
     assert len(family) > 5
     assert cluster.release() is False, "the job goes on"
+    assert ensure_cluster(home).release(besides=["of a run that was cancelled"]) is False
     again = ensure_cluster(home)
     assert not again.started
     started = time.monotonic()

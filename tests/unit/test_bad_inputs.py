@@ -35,6 +35,10 @@ OVERRIDES = [
         "min_lr_ratio, betas, eps, weight_decay, max_grad_norm",
     ),
     (["rl.grop_size=4"], "rl.grop_size: unknown field; did you mean group_size?"),
+    (
+        ["progress_deadlines_s.train_s=9"],
+        "progress_deadlines_s.train_s: unknown field; did you mean train?",
+    ),
     (["group_size=4"], "group_size: unknown field; did you mean rl.group_size?"),
     (["training.backnd=fsdp2"], "training.backnd: unknown field; did you mean backend?"),
     # Row 2: required field missing.

@@ -1,9 +1,12 @@
-"""Submissions whose answers are lost; `tests/e2e/test_ray_jobs.py` has the rest, on a real head."""
+"""Answers that are lost or never come; `tests/e2e/test_ray_jobs.py` has a real head."""
 
+import socket
+import time
 from typing import Any
 
 import pytest
 
+from infra.ray import jobs
 from infra.ray.api import RayApi, RayResponseError, RayUnreachableError
 from infra.ray.cluster import Cluster
 from infra.ray.job_types import JobRequest
@@ -34,3 +37,18 @@ def test_a_submission_that_arrived_is_ours_although_its_answer_was_lost(
 ) -> None:
     cluster = Cluster("http://127.0.0.1:1", None, started=False, home=None, api=Api(*answers))
     assert RayJobs(cluster).submit("a-0", JobRequest(["true"], {}, {})) is is_ours
+
+
+def test_a_head_that_never_answers_holds_a_look_up_for_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when its host has gone: a watcher that waits for it hears no beats meanwhile."""
+    assert jobs.LOOK_DEADLINE_S <= 5
+    monkeypatch.setattr(jobs, "LOOK_DEADLINE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        cluster = Cluster(url, None, started=False, home=None, api=RayApi(url, None))
+        started = time.monotonic()
+        with pytest.raises(RayUnreachableError):
+            RayJobs(cluster).look("a-0")
+        assert 0.2 < time.monotonic() - started < 5
