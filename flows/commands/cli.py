@@ -6,6 +6,7 @@ expected errors are their text and exit code 1; `--debug` adds the traceback.
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -41,25 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    if argv is None:  # in a process of its own
-        OrderlyEnd().install()
-    arguments = build_parser().parse_args(argv)
-    if arguments.debug:
-        env.set_for_process(env.RLHF_DEBUG.name, "1")
+    in_own_process = argv is None
+    debug = False
     try:
-        # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
-        command = importlib.import_module(f"flows.commands.{arguments.command}")
-        return command.main(arguments)
+        with OrderlyEnd() if in_own_process else contextlib.nullcontext():
+            arguments = build_parser().parse_args(argv)
+            debug = arguments.debug
+            if debug:
+                env.set_for_process(env.RLHF_DEBUG.name, "1")
+            # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
+            command = importlib.import_module(f"flows.commands.{arguments.command}")
+            return command.main(arguments)
     except ConfigError as error:
-        return _fail(error, EXIT_USER_ERROR, arguments.debug)
+        return _fail(error, EXIT_USER_ERROR, debug)
     except PipelineError as error:
-        return _fail(error, EXIT_FAILURE, arguments.debug)
+        return _fail(error, EXIT_FAILURE, debug)
     except BrokenPipeError:
         # `rlhf doctor | head`: nobody reads on. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except OSError as error:
-        return _fail(error, EXIT_FAILURE, arguments.debug)
+        return _fail(error, EXIT_FAILURE, debug)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command resumes\n")
         return EXIT_INTERRUPTED

@@ -8,7 +8,8 @@ import time
 import pytest
 
 PROGRAM = """
-import builtins, sys, time
+import builtins, contextlib, sys, time
+from pydantic import BaseModel, model_serializer
 from infra.host.signals import OrderlyEnd
 
 class SlowToEnd:
@@ -16,29 +17,73 @@ class SlowToEnd:
         print("finalizing", flush=True)
         time.sleep(0.5)
 
-OrderlyEnd().install()
+class SlowToSerialize(BaseModel):
+    @model_serializer
+    def serialize(self) -> str:
+        print("serializing", flush=True)
+        time.sleep(10)
+        return ""
+
 builtins.kept = SlowToEnd()
 try:
-    %s
-    print("up", flush=True)
-    time.sleep(30)
+    with OrderlyEnd():
+        %s
+        print("up", flush=True)
+        time.sleep(30)
 except KeyboardInterrupt:
     sys.exit(130)
+"""
+SWALLOWED = """
+        with contextlib.suppress(Exception):
+            SlowToSerialize().model_dump()
+"""
+SLOW_TO_END = """
+        try:
+            print("up", flush=True)
+            time.sleep(30)
+        finally:
+            with contextlib.suppress(KeyError):
+                {}["a nested exception"]
+            time.sleep(1)
+            print("ended well", flush=True)
 """
 ENDS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
+def _start(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
 @ENDS
-def test_a_signal_whose_exception_python_ignores_ends_the_command_all_the_same(
-    number: signal.Signals, code: int
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        pytest.param("SlowToEnd()", "finalizing\n", id="python-ignores-it"),
+        pytest.param(SWALLOWED, "serializing\n", id="pydantic-replaces-it-and-someone-swallows"),
+        pytest.param("SlowToSerialize().model_dump()", "serializing\n", id="pydantic-replaces-it"),
+    ],
+)
+def test_a_signal_whose_exception_gets_lost_ends_the_command_all_the_same(
+    number: signal.Signals, code: int, body: str, line: str
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM % "SlowToEnd()"], stdout=subprocess.PIPE, text=True
-    )
+    process = _start(PROGRAM % body)
     assert process.stdout is not None
     with process.stdout as out:
-        assert out.readline() == "finalizing\n"
+        assert out.readline() == line
         process.send_signal(number)
+        assert process.wait(timeout=5) == code
+
+
+@ENDS
+def test_a_slow_end_is_not_interrupted(number: signal.Signals, code: int) -> None:
+    process = _start(PROGRAM % SLOW_TO_END)
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert out.readline() == "up\n"
+        process.send_signal(number)
+        time.sleep(0.3)
+        process.send_signal(number)
+        assert out.readline() == "ended well\n"
         assert process.wait(timeout=10) == code
 
 
@@ -46,7 +91,6 @@ IMPORTING = """
 import sys, threading, time
 from infra.host.signals import OrderlyEnd
 
-OrderlyEnd().install()
 # The part of the import system that runs with its lock held, made long.
 part = '''
 print("importing", flush=True)
@@ -56,13 +100,14 @@ print("imported", flush=True)
 '''
 stop = []
 threading.Timer(0.5, stop.append, [1]).start()
-exec(compile(part, "<frozen importlib._bootstrap>", "exec"))
-time.sleep(30)
+with OrderlyEnd():
+    exec(compile(part, "<frozen importlib._bootstrap>", "exec"))
+    time.sleep(30)
 """
 
 
 def test_a_signal_in_the_middle_of_an_import_waits_for_it() -> None:
-    process = subprocess.Popen([sys.executable, "-c", IMPORTING], stdout=subprocess.PIPE, text=True)
+    process = _start(IMPORTING)
     assert process.stdout is not None
     with process.stdout as out:
         assert out.readline() == "importing\n"
@@ -75,9 +120,7 @@ def test_a_signal_in_the_middle_of_an_import_waits_for_it() -> None:
 def test_a_signal_that_comes_while_python_ends_does_not_change_the_exit_code(
     number: signal.Signals, code: int
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM % "pass"], stdout=subprocess.PIPE, text=True
-    )
+    process = _start(PROGRAM % "pass")
     assert process.stdout is not None
     with process.stdout as out:
         assert out.readline() == "up\n"
