@@ -1,4 +1,4 @@
-"""Starting the worker group of a policy: in this process, or as Ray actors.
+"""Starting the worker group of a policy, and what samples from it: here, or as Ray actors.
 
 Ray is imported only when more than one rank is asked for.
 """
@@ -7,13 +7,17 @@ import functools
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.rollout import RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
+from engines.rollout.create import create_rollout_engine
+from engines.weight_sync.in_process import InProcessTransport
 from hardware.detection import detect
 from infra.errors import DeadlineError
 from infra.job_environments import is_inside
@@ -56,6 +60,36 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
     )
     return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)
+
+
+def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerGroup, Rollout]:
+    """Start the ranks of a policy and the engines that sample from it.
+
+    Args:
+        spec: what each rank builds; `rollout` says how to sample.
+        log_dir: as for `launch_policy_group`.
+
+    Returns:
+        Both, ready for calls; the caller closes them, the rollout first.
+
+    Raises:
+        ConfigError: the rollout engine cannot serve that model, dtype or those options.
+        WorkerError: a rank died while it started.
+        DeadlineError: the ranks did not fit into the cluster or did not meet in time.
+    """
+    rollout, training = spec.rollout, spec.training
+    if rollout is None:
+        raise ValueError("a policy without a rollout is started by launch_policy_group")
+    if training.num_workers > 1:
+        workers = launch_policy_group(spec, log_dir)
+        return workers, RankRollout(workers)
+    dtype = rollout.dtype or training.dtype
+    platform, _ = detect(spec.platform)
+    # First, because it costs nothing and may refuse.
+    engine = create_rollout_engine(rollout.engine, spec.serving_dir, rollout, dtype, platform)
+    workers = launch_policy_group(replace(spec, rollout=None), log_dir)
+    new_transport = functools.partial(InProcessTransport, dtype, rollout.timeout_s)
+    return workers, ServedRollout([engine], rollout.timeout_s, workers, new_transport)
 
 
 def connect_ray() -> None:

@@ -6,7 +6,6 @@ many ranks there are. The reference model exists only when it was asked for.
 Does not know: rewards, advantages, data, or where checkpoints are kept.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +18,14 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import RolloutError
-from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import collect
 from engines.rollout.create import create_rollout_engine
+from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
-from engines.weight_sync.base import SyncReport
-from engines.weight_sync.in_process import InProcessCheckpointEngine
+from engines.weight_sync.base import Receipt, SyncReport, Transport
+from engines.weight_sync.in_process import InProcessTransport
 from hardware.detection import check_planned, detect
 
 
@@ -89,8 +87,7 @@ class PolicyWorker:
         check_planned(self._platform, spec.platform, spec.device_kind)
         self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None
-        self._rollout: RolloutEngine | None = None
-        self._loop = asyncio.new_event_loop()
+        self._rollout: RolloutService | None = None
 
     def initialize(self) -> None:
         """Build the models and load their weights. Collective.
@@ -102,9 +99,10 @@ class PolicyWorker:
         rollout = self._spec.rollout
         if rollout is not None:
             dtype = rollout.dtype or self._spec.training.dtype
-            self._rollout = create_rollout_engine(
+            engine = create_rollout_engine(
                 rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
             )
+            self._rollout = RolloutService([engine], rollout.timeout_s)
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
@@ -168,17 +166,21 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        engine, rollout = self._served()
-        return self._loop.run_until_complete(collect(engine, requests, rollout.timeout_s))
+        service, _ = self._served()
+        return service.generate(requests)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        engine, rollout = self._served()
-        sender = InProcessCheckpointEngine(engine, rollout.dtype or self._spec.training.dtype)
-        return self._loop.run_until_complete(
-            sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
-        )
+        service, rollout = self._served()
+        dtype = rollout.dtype or self._spec.training.dtype
+        transport = InProcessTransport(dtype, rollout.timeout_s)
+        return service.sync(transport, self.send_weights, version)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def send_weights(self, transport: Transport) -> Receipt:
+        """Send the policy's weights to engines elsewhere; returns what was sent. Collective."""
+        return transport.send(iter(self._policy.get_per_tensor_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
@@ -198,18 +200,17 @@ class PolicyWorker:
         return step
 
     def close(self) -> None:
-        """Free the rollout engine and the event loop, and leave the process group; once is enough.
+        """Free the rollout engine and leave the process group; once is enough.
 
         The group is the process's default one: other workers of this process end with it.
         """
         try:
-            if self._rollout is not None and not self._loop.is_closed():
-                self._loop.run_until_complete(self._rollout.close())
+            if self._rollout is not None:
+                self._rollout.close()
         finally:
-            self._loop.close()
             close_process_group()
 
-    def _served(self) -> tuple[RolloutEngine, RolloutConfig]:
+    def _served(self) -> tuple[RolloutService, RolloutConfig]:
         if self._rollout is None or self._spec.rollout is None:
             raise RolloutError("this worker was built without a rollout engine")
         return self._rollout, self._spec.rollout

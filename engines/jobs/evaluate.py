@@ -4,9 +4,9 @@ Promises: a policy is read from its committed checkpoint, whatever backend and n
 wrote it, so it scores what the model merged from it scores.
 """
 
-import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +21,13 @@ from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_wi
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.collect import collect
 from engines.rollout.create import create_rollout_engine
+from engines.rollout.service import RolloutService
 from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
-from engines.types import Completion, RolloutRequest
-from engines.weight_sync.in_process import InProcessCheckpointEngine
+from engines.weight_sync.in_process import InProcessTransport
 
 DEFAULT_DTYPE = "float32"
 EVALUATION_DEADLINE_S = 7200.0
@@ -38,7 +37,8 @@ EVALUATION_DEADLINE_S = 7200.0
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     """Serve the model, answer every problem, judge the answers."""
     config, spec = context.config, context.spec
-    with RewardScorer(local_reward(context, config.reward)) as rewards:
+    with ExitStack() as stack:
+        rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
             platform = prepare_torch(config.hardware, config.num_threads, context.journal.log)
             served = served_model(context)
@@ -53,15 +53,17 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             engine = create_rollout_engine(
                 config.rollout.engine, served.hf_dir, config.rollout, dtype, platform
             )
-            sender = InProcessCheckpointEngine(engine, dtype)
-            sender.send_weights(served.weights, served.num_steps)
-
-        def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-            return asyncio.run(collect(engine, requests, config.rollout.timeout_s))
-
+            service = stack.enter_context(
+                closing(RolloutService([engine], config.rollout.timeout_s))
+            )
+            service.sync(
+                InProcessTransport(dtype, config.rollout.timeout_s),
+                lambda transport: transport.send(served.weights),
+                served.num_steps,
+            )
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
-        evaluation = _run(context, generate, evaluator)
+        evaluation = _run(context, service.generate, evaluator)
     metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in metrics.items()})

@@ -7,7 +7,7 @@ optimizer of the round before. The reference is loaded only for a KL loss.
 from contextlib import ExitStack, closing
 
 from engines.config.stages import RLRoundStageConfig
-from engines.controller.launch import launch_policy_group
+from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.policy_worker import ModelSource, PolicySpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import (
@@ -47,32 +47,29 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             prompts = prompts_within(
                 dataset.rl_rows(), tokenizer, config.model.max_length, num_new_tokens
             )
-            workers = stack.enter_context(
-                closing(
-                    launch_policy_group(
-                        PolicySpec(
-                            policy=policy,
-                            reference=reference,
-                            serving_dir=hf_dir,
-                            restore_optimizer=config.round > 1,
-                            training=config.training,
-                            optimizer=rl.optimizer,
-                            total_num_steps=config.round * rl.num_steps_per_round,
-                            rollout=config.rollout,
-                            temperature=rl.sampling.temperature,
-                            platform=config.hardware.platform,
-                            device_kind=config.hardware.device_kind,
-                            seed=spec.seed,
-                        ),
-                        context.attempt_dir,
-                    )
-                )
+            policy_spec = PolicySpec(
+                policy=policy,
+                reference=reference,
+                serving_dir=hf_dir,
+                restore_optimizer=config.round > 1,
+                training=config.training,
+                optimizer=rl.optimizer,
+                total_num_steps=config.round * rl.num_steps_per_round,
+                rollout=config.rollout,
+                temperature=rl.sampling.temperature,
+                platform=config.hardware.platform,
+                device_kind=config.hardware.device_kind,
+                seed=spec.seed,
             )
+            workers, rollout = launch_policy_with_rollout(policy_spec, context.attempt_dir)
+            stack.enter_context(closing(workers))
+            stack.enter_context(closing(rollout))
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         trainer = RLTrainer(
             config,
             workers,
+            rollout,
             PromptSource(prompts, config, spec.seed),
             CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
             progress,

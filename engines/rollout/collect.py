@@ -1,4 +1,4 @@
-"""All samples of a batch of requests, from inside an event loop or outside of one.
+"""All samples of a batch of requests.
 
 Promises: every sample of every request, or an error by the deadline; the order is that of the
 requests and their seeds, whatever finished first.
@@ -44,20 +44,3 @@ async def collect(
         raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
     ordered = iter(found)
     return [[next(ordered) for _ in request.seeds] for request in requests]
-
-
-def generate_all(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float = 1800.0
-) -> list[Completion]:
-    """As `collect`, in one list. Not for code inside an event loop.
-
-    Args:
-        engine: the engine.
-        requests: what to sample.
-        timeout_s: deadline of the whole batch.
-
-    Returns:
-        One completion per sample, in the order of (request, sample index).
-    """
-    rows = asyncio.run(collect(engine, requests, timeout_s))
-    return [completion for row in rows for completion in row]

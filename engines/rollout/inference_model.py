@@ -10,7 +10,7 @@ transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most othe
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
+from engines.rollout.kv_cache import KVCache
+from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 
 
@@ -80,14 +82,30 @@ class InferenceModel:
         """(B, V) logits behind one more token of each row."""
         return self._logits(input_ids_B[:, None], step.position_B[:, None], step, 0)[:, -1]
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> str:
+    @torch.inference_mode()
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[tuple[float, ...]]:
+        """Logprobs of every token but the first of each sequence, computed one by one."""
+        return [self._score(sequence, temperature) for sequence in sequences]
+
+    def _score(self, sequence: Sequence[int], temperature: float) -> tuple[float, ...]:
+        cache = KVCache(self.num_layers, 1, self.context_length)
+        cache.reserve(1, len(sequence))
+        step = PrefillStep.build(cache, 0, [len(sequence)], [1], self.device)
+        ids_T = torch.tensor(sequence, device=self.device)
+        logits_TV = self._logits(ids_T[None], step.position_T[None], step, 0)[0, :-1].float()
+        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+        return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """Overwrite every parameter.
 
         Args:
             tensors: (name on disk, whole tensor) of every weight, tied ones once.
 
         Returns:
-            Digest of the parameters as they now stand in memory.
+            The parameters as they now stand in memory.
 
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
@@ -104,9 +122,11 @@ class InferenceModel:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
         # From the module, not from our table: it is the module that computes.
         held = dict(self._model.named_parameters())
-        return combine(
-            (name, tensor_checksum(slot.view(held[slot.parameter])))
-            for name, slot in self._slots.items()
+        views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
+        return Receipt(
+            digest=combine((name, tensor_checksum(view)) for name, view in views.items()),
+            num_tensors=len(views),
+            num_bytes=sum(view.numel() * view.element_size() for view in views.values()),
         )
 
     def release(self) -> None:

@@ -10,21 +10,21 @@ a row may differ by about 1e-7 with the batch it shares, see `engines.rollout.sa
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.base import RolloutEngine
+from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
 from engines.rollout.inference_model import InferenceModel
 from engines.rollout.options import TransformersOptions
 from engines.rollout.request_check import check_request
 from engines.rollout.running_batch import RunningBatch
 from engines.rollout.scheduler import Sample, Scheduler
 from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt, WeightSource
 from hardware.base import PlatformBase
 from infra.errors import DeadlineError
 
@@ -43,6 +43,8 @@ class TransformersEngine(RolloutEngine):
     Raises:
         ConfigError: bad options, no model configuration, or an unsupported architecture.
     """
+
+    capabilities = frozenset({Capability.SLEEP_FREES_MEMORY})
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -93,7 +95,7 @@ class TransformersEngine(RolloutEngine):
         )
         return self._stream(call, requests)
 
-    async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
+    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
         if self._closed or self._asleep:
             raise WeightSyncError(self._refusal())
@@ -107,9 +109,9 @@ class TransformersEngine(RolloutEngine):
         # What stands in the cache was computed by the old weights, so nothing of it may stay.
         self._scheduler.send_back(self._batch.clear())
         self._version, self._pending = NO_VERSION, None
-        digest = self._model.load(tensors)
-        self._pending = (version, digest)
-        return digest
+        held = self._model.load(source.tensors())
+        self._pending = (version, held.digest)
+        return held
 
     async def finish_update(self, version: int, digest: str) -> None:
         """See the base class."""
@@ -143,7 +145,15 @@ class TransformersEngine(RolloutEngine):
         for sample in self._take(lambda s: wanted is None or s.request.request_id in wanted):
             self._deliver(sample, "abort")
 
-    async def sleep(self) -> None:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[tuple[float, ...]]:
+        """See the base class."""
+        if not self._can_serve():
+            raise RolloutError(self._refusal())
+        return self._model.score(sequences, temperature)
+
+    async def sleep(self, level: SleepLevel = "weights") -> None:
         """See the base class.
 
         Raises:
@@ -152,8 +162,9 @@ class TransformersEngine(RolloutEngine):
         if self._batch.samples or self._scheduler.waiting:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         self._batch.free()
-        self._model.release()
-        self._asleep, self._version, self._pending = True, NO_VERSION, None
+        if level == "weights":
+            self._model.release()
+            self._asleep, self._version, self._pending = True, NO_VERSION, None
 
     async def wake_up(self) -> None:
         """See the base class."""
@@ -161,9 +172,10 @@ class TransformersEngine(RolloutEngine):
             self._model.allocate()
         self._asleep = False
 
-    async def health(self) -> bool:
+    async def health(self) -> Health:
         """See the base class."""
-        return self._can_serve()
+        in_flight = len(self._batch.samples) + len(self._scheduler.waiting)
+        return Health(self._can_serve(), self._version, in_flight)
 
     async def close(self) -> None:
         """See the base class. What is in flight comes out as `abort`."""

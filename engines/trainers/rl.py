@@ -14,6 +14,7 @@ What each line stands for is in its own module: prompts, experience, rl_metrics,
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
+from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
 from engines.trainers.experience import Collector, Experience
@@ -37,6 +38,7 @@ class RLTrainer:
     Args:
         config: the round.
         workers: ranks that hold the policy, with the round's first weights loaded.
+        rollout: samples from the weights it was last given.
         prompts: what is sampled in each step.
         scorer: turns completions into scored samples.
         progress: journal, step checkpoints and job clock.
@@ -47,12 +49,14 @@ class RLTrainer:
         self,
         config: RLRoundStageConfig,
         workers: WorkerGroup,
+        rollout: Rollout,
         prompts: PromptSource,
         scorer: CompletionScorer,
         progress: StageProgress,
         num_skipped: int = 0,
     ) -> None:
-        self.config, self.workers, self.prompts = config.rl, workers, prompts
+        self.config, self.workers, self.rollout = config.rl, workers, rollout
+        self.prompts = prompts
         self.scorer, self.progress = scorer, progress
         objective = policy_loss_fn(config.rl.algorithm, config.rl.sampling.max_new_tokens)
         self.loss_fn = MeasuredObjective(objective)
@@ -69,7 +73,7 @@ class RLTrainer:
         self.version = int(state.values.get("version", self.previous_steps + state.step))
         self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
         with self.progress.clock("train"):
-            self.workers.run(PolicyWorker.sync_weights, self.version)
+            self.rollout.publish(self.version)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
 
@@ -90,7 +94,7 @@ class RLTrainer:
         if experience.num_groups:
             experience, updates = self._train(experience, clock)
             with clock("update_weights"):
-                run(PolicyWorker.sync_weights, global_step)
+                self.rollout.publish(global_step)
             self.version, self.num_skipped = global_step, 0
         else:
             self.num_skipped += 1
@@ -121,7 +125,7 @@ class RLTrainer:
         collector = Collector(self.config.batch_size_prompts, self.config.algorithm.filter_groups)
         for prompts in self.prompts.generation_batches(global_step):
             with clock("gen"):
-                completions = self.workers.run(PolicyWorker.generate, prompts.requests)
+                completions = self.rollout.generate(prompts.requests)
             check_versions(completions, self.version)
             with clock("reward"):
                 scored = self.scorer.score(prompts, completions)

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.testing.rollout_calls import generate_all, send_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import generate_all
 from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
-from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
 
 EOS_TOKEN_ID = 3
@@ -100,7 +99,7 @@ def build(directory: Path) -> tuple[PreTrainedModel, RolloutEngine]:
     model = AutoModelForCausalLM.from_config(config).eval()
     rollout = RolloutConfig(max_num_sequences=512)
     engine = create_rollout_engine("transformers", directory, rollout, "float32", CPUPlatform())
-    InProcessCheckpointEngine(engine, "float32").send_weights(iter(model.named_parameters()), 0)
+    send_weights(engine, model.named_parameters(), 0)
     return model, engine
 
 

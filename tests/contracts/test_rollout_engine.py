@@ -12,15 +12,14 @@ import math
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all, send_weights
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.collect import generate_all
 from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
-from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
 
 EOS = 3
@@ -63,8 +62,7 @@ def new_engine(request, tmp_path):
 
 
 def send(engine, model, version: int) -> None:
-    sync = InProcessCheckpointEngine(engine, "float32")
-    sync.send_weights(iter(model.named_parameters()), version)
+    send_weights(engine, model.named_parameters(), version)
 
 
 def requests(max_new_tokens: int = 16, **sampling) -> list[RolloutRequest]:
@@ -154,13 +152,13 @@ def test_nothing_is_sampled_without_confirmed_weights(new_engine):
         generate_all(engine, requests(), TIMEOUT_S)
     named = list(weights(1).named_parameters())
     with pytest.raises(WeightSyncError):
-        InProcessCheckpointEngine(engine, "float32").send_weights(iter(named[:-1]), 0)
+        send_weights(engine, named[:-1], 0)
     with pytest.raises(RolloutError):
         generate_all(engine, requests(), TIMEOUT_S)
     with pytest.raises(WeightSyncError):
         run(engine.finish_update(0, "0" * 32))
-    InProcessCheckpointEngine(engine, "float32").send_weights(iter(named), 0)
-    assert run(engine.health())
+    send_weights(engine, named, 0)
+    assert run(engine.health()).can_serve
     assert len(generate_all(engine, requests(), TIMEOUT_S)) == 9
 
 
@@ -230,4 +228,4 @@ def test_sleep_and_wake_up_ask_for_the_weights_again(new_engine):
     send(engine, model, 1)
     assert [c.token_ids for c in generate_all(engine, requests(), TIMEOUT_S)] == expected
     run(engine.close())
-    assert not run(engine.health())
+    assert not run(engine.health()).can_serve

@@ -6,10 +6,12 @@ transformers model that holds the same weights and sees each whole sample at onc
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all, send_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,13 +20,12 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import generate_all
 from engines.rollout.create import create_rollout_engine
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
-from engines.weight_sync.in_process import InProcessCheckpointEngine
+from engines.weight_sync.base import Receipt, WeightSource
 from hardware.base import PlatformBase
 
 DTYPES = ("float32", "bfloat16")
@@ -92,10 +93,9 @@ def test_logprobs_are_those_of_the_trained_weights(
 ) -> None:
     trainer = new_trainer(model_dir, platform, dtype)
     engine = create_rollout_engine("transformers", model_dir, ROLLOUT, dtype, platform)
-    sender, digests = InProcessCheckpointEngine(engine, dtype), []
-    asked = requests()
+    digests, asked = [], requests()
     for version in (0, 1):
-        report = sender.send_weights(iter(trainer.get_per_tensor_param()), version)
+        report = send_weights(engine, trainer.get_per_tensor_param(), version, dtype)
         digests.append(report.digest)
         completions = generate_all(engine, asked, timeout_s=120.0)
         model = teacher(model_dir, trainer, dtype, platform.device())
@@ -117,7 +117,7 @@ def test_trainer_and_rollout_agree(platform: PlatformBase, model_dir: Path, dtyp
     """What `mismatch/logprob_abs_*` measures in every RL step."""
     trainer = new_trainer(model_dir, platform, dtype)
     engine = create_rollout_engine("transformers", model_dir, ROLLOUT, dtype, platform)
-    InProcessCheckpointEngine(engine, dtype).send_weights(trainer.get_per_tensor_param(), 0)
+    send_weights(engine, trainer.get_per_tensor_param(), 0, dtype)
     asked = requests()
     prompts = {request.request_id: request.prompt_ids for request in asked}
     completions = generate_all(engine, asked, timeout_s=120.0)
@@ -133,27 +133,33 @@ def test_trainer_and_rollout_agree(platform: PlatformBase, model_dir: Path, dtyp
     assert float(found.sum() / batch.columns["loss_mask"].sum()) < MEAN_DIFFERENCE[dtype]
 
 
-class Damaged(TransformersEngine):
+@dataclass(frozen=True)
+class Damaging:
     """Loses one bit of one weight on the way."""
 
-    async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
-        return await super().update_weights(self._damaged(tensors), version)
+    source: WeightSource
 
-    def _damaged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.source.tensors():
             if name == "model.norm.weight":
                 tensor = tensor.clone()
                 tensor.view(torch.uint8)[0] ^= 1
             yield name, tensor
 
 
+class Damaged(TransformersEngine):
+    """Gets one wrong bit."""
+
+    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+        return await super().update_weights(Damaging(source), version)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_wrong_bit_is_found(platform: PlatformBase, model_dir: Path, dtype: str) -> None:
     trainer = new_trainer(model_dir, platform, dtype)
     engine = Damaged(model_dir, ROLLOUT, dtype, platform)
-    sender = InProcessCheckpointEngine(engine, dtype)
     with pytest.raises(WeightSyncError, match="digest"):
-        sender.send_weights(iter(trainer.get_per_tensor_param()), 0)
+        send_weights(engine, trainer.get_per_tensor_param(), 0, dtype)
     with pytest.raises(RolloutError, match="no confirmed weights"):
         generate_all(engine, requests(), timeout_s=120.0)
 
@@ -166,14 +172,14 @@ def test_sleep_frees_the_device(platform: PlatformBase, model_dir: Path) -> None
     engine: RolloutEngine = create_rollout_engine(
         "transformers", model_dir, ROLLOUT, "float32", platform
     )
-    sender, greedy = InProcessCheckpointEngine(engine, "float32"), requests(1, temperature=0.0)
-    sender.send_weights(iter(trainer.get_per_tensor_param()), 0)
+    greedy = requests(1, temperature=0.0)
+    send_weights(engine, trainer.get_per_tensor_param(), 0)
     first = generate_all(engine, greedy, timeout_s=120.0)
     awake_bytes = platform.memory_allocated_bytes()
     asyncio.run(engine.sleep())
     if platform.device_name != "cpu":
         assert awake_bytes - platform.memory_allocated_bytes() >= held_bytes
     asyncio.run(engine.wake_up())
-    sender.send_weights(iter(trainer.get_per_tensor_param()), 1)
+    send_weights(engine, trainer.get_per_tensor_param(), 1)
     again = generate_all(engine, greedy, timeout_s=120.0)
     assert [c.token_ids for c in again] == [c.token_ids for c in first]

@@ -132,7 +132,7 @@ def test_updates_reach_the_sampler_only_by_a_sync(policy_spec: PolicySpec, start
     worker.train_mini_batch(packed(asked, before), LOSS)
     assert worker.generate(asked) == before
     second = worker.sync_weights(1)
-    assert second.digest != first.digest
+    assert second.sent.digest != first.sent.digest
     assert worker.generate(asked) != before
 
 

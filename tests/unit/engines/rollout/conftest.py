@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import send_weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,8 +21,7 @@ from engines.checkpoint.hub_names import HubNames
 from engines.config.rollout import RolloutConfig
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
-from engines.weight_sync.base import SyncReport
-from engines.weight_sync.in_process import InProcessCheckpointEngine
+from engines.weight_sync.base import Receipt
 from hardware.cpu import CPUPlatform
 
 EOS = 3
@@ -76,10 +76,10 @@ class Lab:
         return engine
 
     @staticmethod
-    def send(engine, model, version: int, dtype: str = "float32") -> SyncReport:
-        sync = InProcessCheckpointEngine(engine, dtype)
+    def send(engine, model, version: int, dtype: str = "float32") -> Receipt:
         # As a trainer sends them: by the names on disk.
-        return sync.send_weights(HubNames(model).stream(model.named_parameters()), version)
+        named = HubNames(model).stream(model.named_parameters())
+        return send_weights(engine, named, version, dtype)
 
     def requests(
         self,
@@ -137,3 +137,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 @pytest.fixture
 def build_lab(tmp_path: Path):
     return lambda architecture="qwen3", **changes: Lab.build(tmp_path, architecture, **changes)
+
+
+@pytest.fixture
+def long_lab(build_lab):
+    """Without an end-of-sequence token every sample runs to its limit."""
+    return build_lab(eos_token_id=None)

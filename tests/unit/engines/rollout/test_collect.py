@@ -1,9 +1,9 @@
 """The synchronous front keeps order and notices what an engine lost; engines here are scripted."""
 
 import pytest
+from rlhf.testing.rollout_calls import generate_all
 
 from engines.errors import RolloutError
-from engines.rollout.collect import generate_all
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all, send_weights_async
 
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.collect import generate_all
 from engines.rollout.create import create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
-from engines.weight_sync.in_process import InProcessCheckpointEngine
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, DeadlineError
 
@@ -50,12 +49,6 @@ async def steps_until(condition) -> None:
 
 def tokens_in_flight(engine) -> int:
     return sum(len(sample.token_ids) for sample in engine._batch.samples)
-
-
-@pytest.fixture
-def long_lab(build_lab):
-    """Without an end-of-sequence token every sample runs to its limit."""
-    return build_lab(eos_token_id=None)
 
 
 def test_requests_join_a_running_batch_and_leave_it_alone(long_lab):
@@ -118,8 +111,7 @@ def test_every_token_carries_the_version_that_sampled_it(long_lab):
         task = asyncio.create_task(collect(engine, requests))
         await steps_until(lambda: tokens_in_flight(engine) > 40)
         await engine.pause()
-        sync = InProcessCheckpointEngine(engine, "float32")
-        await sync.send_weights_async(iter(other.named_parameters()), 7)
+        await send_weights_async(engine, other.named_parameters(), 7)
         await engine.resume()
         return await task
 
@@ -146,7 +138,7 @@ def test_weights_do_not_change_under_a_running_batch(long_lab):
         task = asyncio.create_task(collect(engine, long_lab.requests(2, 2, max_new_tokens=30)))
         await steps_until(lambda: engine.num_running == 4)
         with pytest.raises(WeightSyncError, match="in flight"):
-            await engine.update_weights(iter(long_lab.model.named_parameters()), 1)
+            await engine.update_weights(Held(long_lab.model), 1)
         return await task
 
     assert {v for c in run(scenario()).values() for v in c.policy_versions} == {0}
@@ -270,7 +262,7 @@ def test_sleep_frees_memory_and_asks_for_new_weights(long_lab):
     expected = generate_all(engine, requests)
     asyncio.run(engine.sleep())
     assert sum(p.numel() for p in engine._model._model.parameters()) == 0
-    assert asyncio.run(engine.health()) is False
+    assert not asyncio.run(engine.health()).can_serve
     with pytest.raises(RolloutError, match="asleep"):
         generate_all(engine, requests)
     with pytest.raises(WeightSyncError, match="asleep"):
@@ -280,7 +272,17 @@ def test_sleep_frees_memory_and_asks_for_new_weights(long_lab):
         generate_all(engine, requests)
     long_lab.send(engine, long_lab.model, 0)
     assert generate_all(engine, requests) == expected
-    assert asyncio.run(engine.health()) is True
+    assert asyncio.run(engine.health()).can_serve
+
+
+class Held:
+    """Weights that are just there."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def tensors(self):
+        return ((name, p.detach()) for name, p in self._model.named_parameters())
 
 
 def test_nothing_is_sampled_before_the_first_confirmed_update(lab):
@@ -288,7 +290,7 @@ def test_nothing_is_sampled_before_the_first_confirmed_update(lab):
     assert engine.version == -1
     with pytest.raises(RolloutError, match="no confirmed weights"):
         engine.generate(lab.requests(1, 1))
-    digest = asyncio.run(engine.update_weights(iter(lab.model.named_parameters()), 4))
+    digest = asyncio.run(engine.update_weights(Held(lab.model), 4)).digest
     with pytest.raises(RolloutError, match="no confirmed weights"):
         engine.generate(lab.requests(1, 1))
     with pytest.raises(WeightSyncError, match="digest"):

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all
 
 from engines.errors import RolloutError
-from engines.rollout.collect import generate_all
 from engines.types import RolloutRequest, SamplingParams
 
 ARCHITECTURES = {

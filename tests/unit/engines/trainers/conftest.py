@@ -1,10 +1,12 @@
 """A whole RL round in this process: tiny model, real rollouts, rewards, journal, checkpoints."""
 
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages import RLRoundStageConfig
-from engines.controller.launch import launch_policy_group
+from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.policy_worker import ModelSource, PolicySpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
@@ -73,16 +75,18 @@ def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     draw = sampling._sample_chunk
 
     def spy(*arguments: Any) -> Any:
-        seen.append(_files_on_the_stack())
+        main = sys._current_frames()[threading.main_thread().ident]
+        both = _files_on_the_stack() + _files_on_the_stack(main)
+        seen.append(list(dict.fromkeys(both)))
         return draw(*arguments)
 
     monkeypatch.setattr(sampling, "_sample_chunk", spy)
     return seen
 
 
-def _files_on_the_stack() -> list[str]:
+def _files_on_the_stack(of: FrameType | None = None) -> list[str]:
     root = Path(engines.__file__).parents[1]
-    files = [Path(frame.filename) for frame in reversed(traceback.extract_stack())]
+    files = [Path(frame.filename) for frame in reversed(traceback.extract_stack(of))]
     own = [str(file.relative_to(root)) for file in files if file.is_relative_to(root)]
     return list(dict.fromkeys(name for name in own if name.startswith("engines/")))
 
@@ -154,7 +158,9 @@ def _run(
             platform="cpu",
             seed=0,
         )
-        workers = stack.enter_context(closing(launch_policy_group(spec, work)))
+        workers, rollout = launch_policy_with_rollout(spec, work)
+        stack.enter_context(closing(workers))
+        stack.enter_context(closing(rollout))
         journal = stack.enter_context(closing(Journal(work / "journal.jsonl")))
         progress = StageProgress(
             journal,
@@ -168,6 +174,6 @@ def _run(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
         source = PromptSource(prompts, config, 0)
-        RLTrainer(config, workers, source, scorer, progress, num_skipped).run()
+        RLTrainer(config, workers, rollout, source, scorer, progress, num_skipped).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

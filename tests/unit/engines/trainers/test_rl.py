@@ -1,12 +1,11 @@
 """The RL loop in the cases where a division by nothing lurks."""
 
-import functools
 import math
 from dataclasses import replace
 
 import pytest
 
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
 from engines.types import Completion
 
@@ -17,14 +16,13 @@ TRUNCATED = {"max_new_tokens": 5, "top_k": 3}
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The versions that weights were published under, in order."""
     versions: list[int] = []
-    sync = PolicyWorker.sync_weights
+    publish = ServedRollout.publish
 
-    @functools.wraps(sync)
-    def spy(worker: PolicyWorker, version: int):
+    def spy(rollout: ServedRollout, version: int):
         versions.append(version)
-        return sync(worker, version)
+        return publish(rollout, version)
 
-    monkeypatch.setattr(PolicyWorker, "sync_weights", spy)
+    monkeypatch.setattr(ServedRollout, "publish", spy)
     return versions
 
 
@@ -55,7 +53,7 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
 
 
 def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_stacks) -> None:
-    """In one process; a group of Ray actors adds `rank_process.py`."""
+    """The loop's thread and the one that samples for it, together."""
     run_round("odd_length")
     assert sampling_stacks
     for files in sampling_stacks:
@@ -63,8 +61,8 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
             "engines/rollout/sampling.py",
             "engines/rollout/running_batch.py",
             "engines/rollout/transformers_engine.py",
-            "engines/controller/policy_worker.py",
-            "engines/controller/in_process.py",
+            "engines/rollout/event_loop.py",
+            "engines/rollout/service.py",
             "engines/trainers/rl.py",
         ]
 
@@ -151,8 +149,8 @@ def test_samples_of_other_weights_than_the_published_ones_are_refused(
     def stale(*args) -> list[list[Completion]]:
         return [[replace(c, policy_versions=(7,) * 5) for c in row] for row in generate(*args)]
 
-    generate = PolicyWorker.generate
-    monkeypatch.setattr(PolicyWorker, "generate", functools.wraps(generate)(stale))
+    generate = ServedRollout.generate
+    monkeypatch.setattr(ServedRollout, "generate", stale)
     with pytest.raises(RolloutError, match=r"versions \[7\], published is 0"):
         run_round("odd_length", sampling={"max_new_tokens": 5})
 

@@ -1,0 +1,165 @@
+"""The service over real engines in this process, and over ones that fail on purpose."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.service import RolloutService
+from engines.weight_sync.base import WeightSource
+from engines.weight_sync.in_process import InProcessTransport
+from infra.errors import DeadlineError
+
+
+@contextmanager
+def serving(*engines) -> Iterator[RolloutService]:
+    with closing(RolloutService(engines, timeout_s=60.0)) as service:
+        yield service
+
+
+def publish(service: RolloutService, model: torch.nn.Module, version: int):
+    """To every replica of this process, one transport each, as a fan-out."""
+    return service.sync(
+        Fan(service.num_replicas), lambda fan: fan.send_all(model.named_parameters()), version
+    )
+
+
+class Fan:
+    """In-process transports to several replicas; each gets all of the weights."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._each = [InProcessTransport("float32", 30.0) for _ in range(num_replicas)]
+        self.sources = tuple(self._each)
+
+    def send_all(self, tensors):
+        held = [(name, tensor.detach()) for name, tensor in tensors]
+        senders = [threading.Thread(target=one.send, args=(iter(held),)) for one in self._each[1:]]
+        for sender in senders:
+            sender.start()
+        sent = self._each[0].send(iter(held))
+        for sender in senders:
+            sender.join()
+        return sent
+
+    def stop(self) -> None:
+        for one in self._each:
+            one.stop()
+
+
+def test_replicas_share_the_requests_and_come_back_as_one(lab) -> None:
+    requests = lab.requests(7, 2)
+    with serving(lab.bare_engine()) as alone:
+        publish(alone, lab.model, 3)
+        expected = alone.generate(requests)
+    engines = [lab.bare_engine() for _ in range(3)]
+    asked: list[list[str]] = [[], [], []]
+    for engine, seen in zip(engines, asked, strict=True):
+        inner = engine.generate
+
+        def spy(part, inner=inner, seen=seen):
+            seen += [request.request_id for request in part]
+            return inner(part)
+
+        engine.generate = spy
+    with serving(*engines) as service:
+        report = publish(service, lab.model, 3)
+        found = service.generate(requests)
+        assert [health.version for health in service.health()] == [3, 3, 3]
+    assert report.version == 3
+    assert [[c.token_ids for c in row] for row in found] == [
+        [c.token_ids for c in row] for row in expected
+    ]
+    ids = [request.request_id for request in requests]
+    assert asked == [ids[0::3], ids[1::3], ids[2::3]]
+
+
+def test_one_replica_that_holds_something_else_stops_all(lab) -> None:
+    engines = [lab.bare_engine(), lab.bare_engine()]
+    receive = engines[1].update_weights
+
+    class Damaging:
+        def __init__(self, source: WeightSource) -> None:
+            self.source = source
+
+        def tensors(self):
+            for number, (name, tensor) in enumerate(self.source.tensors()):
+                yield name, tensor + 1e-3 if number == 2 else tensor
+
+    engines[1].update_weights = lambda source, version: receive(Damaging(source), version)
+    with serving(*engines) as service:
+        with pytest.raises(WeightSyncError, match="version 0: sent .* replica 1 holds"):
+            publish(service, lab.model, 0)
+        for engine in engines:
+            assert engine.version == -1
+        with pytest.raises(RolloutError, match="no confirmed weights"):
+            service.generate(lab.requests(2, 1))
+
+
+def test_the_reason_of_a_replica_is_told_not_that_it_is_gone(lab) -> None:
+    engine = lab.bare_engine()
+    with serving(engine) as service, pytest.raises(WeightSyncError, match="were not sent, first"):
+        service.sync(
+            InProcessTransport("float32", 30.0),
+            lambda transport: transport.send(iter(list(lab.model.named_parameters())[:-1])),
+            0,
+        )
+    engine = lab.bare_engine()
+    with serving(engine) as service:
+        asyncio.run(engine.sleep())
+        with pytest.raises(WeightSyncError, match="asleep"):
+            publish(service, lab.model, 0)
+
+
+def test_a_trainer_that_fails_while_it_sends_is_told(lab) -> None:
+    def fail(_: InProcessTransport):
+        raise ZeroDivisionError("the trainer")
+
+    with serving(lab.bare_engine()) as service:
+        with pytest.raises(ZeroDivisionError):
+            service.sync(InProcessTransport("float32", 30.0), fail, 0)
+        publish(service, lab.model, 1)
+        assert service.generate(lab.requests(1, 1))
+
+
+def test_it_is_asked_for_its_health_and_aborted_while_it_generates(build_lab) -> None:
+    lab = build_lab(eos_token_id=None, max_position_embeddings=4096)
+    with serving(lab.bare_engine()) as service:
+        publish(service, lab.model, 0)
+        requests = lab.requests(4, 4, max_new_tokens=4000)
+        rows: list = []
+        sampling = threading.Thread(target=lambda: rows.extend(service.generate(requests)))
+        sampling.start()
+        deadline = time.monotonic() + 20
+        while service.health()[0].num_running != 16:
+            assert time.monotonic() < deadline
+        service.abort()
+        sampling.join(timeout=20)
+        assert {c.finish_reason for row in rows for c in row} == {"abort"}
+        assert service.health()[0].num_running == 0
+
+
+def test_a_loop_ends_what_nobody_waits_for() -> None:
+    loop = EventLoopThread("test")
+    ended = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    with pytest.raises(DeadlineError, match="a thing"):
+        loop.run(hang(), "a thing", 0.05)
+    assert ended.wait(5)
+    ended.clear()
+    loop.start(hang())
+    time.sleep(0.05)
+    loop.close()
+    loop.close()
+    assert ended.is_set()
