@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engines.checkpoint.background import write_in_background
+from engines.checkpoint.hub_names import served_float32_names
 from engines.collectives import close_process_group, rank
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -90,6 +92,7 @@ class PolicyWorker:
         self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None
         self._rollout: RolloutEngine | None = None
+        self._float32_names: frozenset[str] = frozenset()
         self._loop = asyncio.new_event_loop()
 
     def initialize(self) -> None:
@@ -104,6 +107,9 @@ class PolicyWorker:
             dtype = rollout.dtype or self._spec.training.dtype
             self._rollout = create_rollout_engine(
                 rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
+            )
+            self._float32_names = served_float32_names(
+                self._spec.serving_dir, getattr(torch, dtype)
             )
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
@@ -175,7 +181,8 @@ class PolicyWorker:
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
         engine, rollout = self._served()
-        sender = InProcessCheckpointEngine(engine, rollout.dtype or self._spec.training.dtype)
+        dtype = rollout.dtype or self._spec.training.dtype
+        sender = InProcessCheckpointEngine(engine, dtype, self._float32_names)
         return self._loop.run_until_complete(
             sender.send_weights_async(iter(self._policy.get_per_tensor_param()), version)
         )

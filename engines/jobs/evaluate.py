@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from engines.checkpoint.hub_names import served_float32_names
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
@@ -53,7 +55,8 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             engine = create_rollout_engine(
                 config.rollout.engine, served.hf_dir, config.rollout, dtype, platform
             )
-            sender = InProcessCheckpointEngine(engine, dtype)
+            kept = served_float32_names(served.hf_dir, getattr(torch, dtype))
+            sender = InProcessCheckpointEngine(engine, dtype, kept)
             sender.send_weights(served.weights, served.num_steps)
 
         def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:

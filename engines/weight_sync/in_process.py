@@ -8,51 +8,15 @@ Does not move memory between devices beyond the copy into the receiver's paramet
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
-from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.weight_sync.base import CheckpointEngine, SyncReport
-
-
-class OutgoingStream(Iterator[tuple[str, Tensor]]):
-    """Casts the tensors of an iterator and keeps the checksum of each that passes.
-
-    Args:
-        tensors: (name, full tensor) pairs.
-        dtype: dtype of the receiver; floating-point tensors are cast to it.
-    """
-
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        self._tensors = tensors
-        self._dtype = dtype
-        self._checksums: dict[str, str] = {}
-        self.num_bytes = 0
-
-    def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._tensors)
-        tensor = tensor.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
-        if name in self._checksums:
-            raise WeightSyncError(f"{name}: the training engine sent it twice")
-        self._checksums[name] = tensor_checksum(tensor)
-        self.num_bytes += tensor.numel() * tensor.element_size()
-        return name, tensor
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors that passed so far."""
-        return len(self._checksums)
-
-    @property
-    def digest(self) -> str:
-        """Digest of what passed so far."""
-        return combine(self._checksums.items())
+from engines.weight_sync.outgoing import OutgoingStream
 
 
 class InProcessCheckpointEngine(CheckpointEngine):
@@ -61,10 +25,14 @@ class InProcessCheckpointEngine(CheckpointEngine):
     Args:
         rollout_engine: the receiver.
         dtype: name of its dtype (`float32`, `bfloat16`).
+        float32_names: of `OutgoingStream`.
     """
 
-    def __init__(self, rollout_engine: RolloutEngine, dtype: str) -> None:
+    def __init__(
+        self, rollout_engine: RolloutEngine, dtype: str, float32_names: Collection[str] = ()
+    ) -> None:
         self._rollout_engine = rollout_engine
+        self._float32_names = float32_names
         self._dtype: torch.dtype = getattr(torch, dtype)
 
     def send_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> SyncReport:
@@ -76,7 +44,7 @@ class InProcessCheckpointEngine(CheckpointEngine):
     ) -> SyncReport:
         """`send_weights` for callers inside the rollout engine's event loop."""
         start = time.monotonic()
-        stream = OutgoingStream(iter(tensors), self._dtype)
+        stream = OutgoingStream(iter(tensors), self._dtype, self._float32_names)
         received = await self._rollout_engine.update_weights(stream, version)
         if received != stream.digest:
             raise WeightSyncError(

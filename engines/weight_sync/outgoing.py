@@ -1,0 +1,70 @@
+"""What a sender does to weights on their way: the receiver's dtype, and a checksum of each.
+
+Promises: a tensor passes as it is where its dtype is the receiver's; the checksum is that of what
+passes, computed before anyone else sees it. Beside it, memory for one tensor in the receiver's
+dtype.
+Does not promise that a tensor stays: one that was cast is overwritten by the next.
+"""
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from engines.checksum import combine, tensor_checksum
+from engines.errors import WeightSyncError
+
+
+class OutgoingStream(Iterator[tuple[str, Tensor]]):
+    """Casts the tensors of an iterator and keeps the checksum of each that passes.
+
+    Args:
+        tensors: (name, full tensor) pairs.
+        dtype: dtype of the receiver; floating-point tensors are cast to it.
+        float32_names: but these are float32 there, see `hub_names.served_float32_names`.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        float32_names: Collection[str] = (),
+    ) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self._float32_names = frozenset(float32_names)
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._checksums: dict[str, str] = {}
+        self.num_bytes = 0
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        tensor = tensor.detach()
+        if name in self._checksums:
+            raise WeightSyncError(f"{name}: the training engine sent it twice")
+        if tensor.is_floating_point():
+            kept = name in self._float32_names
+            tensor = self._cast(tensor, torch.float32 if kept else self._dtype)
+        self._checksums[name] = tensor_checksum(tensor)
+        self.num_bytes += tensor.nbytes
+        return name, tensor
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype == dtype:
+            return tensor
+        # One piece of memory for all: pages that are new to a process cost more than the cast.
+        key = dtype, tensor.device
+        if key not in self._scratch or self._scratch[key].numel() < tensor.numel():
+            self._scratch.pop(key, None)
+            self._scratch[key] = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
+        return self._scratch[key][: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that passed so far."""
+        return len(self._checksums)
+
+    @property
+    def digest(self) -> str:
+        """Digest of what passed so far."""
+        return combine(self._checksums.items())
