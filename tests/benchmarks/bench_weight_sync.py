@@ -1,0 +1,110 @@
+"""Weight sync inside one process, checksums on both sides, against a plain copy of the bytes.
+
+A model of 64 M parameters, 256 MB in float32. Three figures, in turn: one sync into the rollout
+engine in float32 and in bfloat16, and `torch.Tensor.copy_` of as many bytes as arrive in float32
+(in bfloat16 half of them), tensor by tensor between memory that is already there. At best a sync
+reads the weights to hash them, copies them, and reads what arrived.
+
+Run: python tests/benchmarks/bench_weight_sync.py [--repeats N] [--threads N]
+"""
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+from measure import Measurement, arguments, ratio_line, take_turns
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engines.checkpoint.hub_names import served_float32_names
+from engines.config.rollout import RolloutConfig
+from engines.rollout.transformers_engine import TransformersEngine
+from engines.weight_sync.in_process import InProcessCheckpointEngine
+from hardware.cpu import CPUPlatform
+
+GOAL = 0.4
+MIN_REPEATS = 7
+
+
+def make_weights(directory: Path) -> dict[str, Tensor]:
+    """Random weights by name; their configuration is written to `directory`."""
+    config = Qwen3Config(
+        vocab_size=32_768,
+        hidden_size=640,
+        num_hidden_layers=10,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        head_dim=64,
+        intermediate_size=1664,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def syncs(directory: Path, weights: dict[str, Tensor], dtype: str) -> Callable[[], float]:
+    """A function that sends the weights once more and says how long it took."""
+    engine = TransformersEngine(directory, RolloutConfig(), dtype, CPUPlatform())
+    kept = served_float32_names(directory, getattr(torch, dtype))
+    sender = InProcessCheckpointEngine(engine, dtype, kept)
+    versions = count()
+
+    def sync() -> float:
+        start = time.perf_counter()
+        sender.send_weights(iter(weights.items()), next(versions))
+        return time.perf_counter() - start
+
+    return sync
+
+
+def copies(weights: dict[str, Tensor]) -> Callable[[], float]:
+    """A function that copies the weights and says how long it took."""
+    own = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def copy() -> float:
+        start = time.perf_counter()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        return time.perf_counter() - start
+
+    return copy
+
+
+def turn_by_turn(other: Measurement, ours: Measurement) -> Measurement:
+    """The ratio within each turn, which what else runs on the machine disturbs least."""
+    return Measurement(tuple(a / b for a, b in zip(other.values, ours.values, strict=True)))
+
+
+def main() -> None:
+    """Measure and print."""
+    chosen = arguments(__doc__, peer=False)
+    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+        gc.freeze()  # as jobs do
+        weights = make_weights(Path(name))
+        halves = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+        taken = take_turns(
+            {
+                "sync in float32": syncs(Path(name), weights, "float32"),
+                "copy in float32": copies(weights),
+                "sync in bfloat16": syncs(Path(name), weights, "bfloat16"),
+                "copy in bfloat16": copies(halves),
+            },
+            max(chosen.repeats, MIN_REPEATS),
+        )
+    size_gb = sum(tensor.nbytes for tensor in weights.values()) / 1e9
+    for what, measured in taken.items():
+        arrived_gb = size_gb if "float32" in what else size_gb / 2
+        print(f"  {what}: {measured.text('s')}, {arrived_gb / measured.median:.2f} GB/s")
+    for dtype, goal in (("float32", GOAL), ("bfloat16", None)):
+        ratio = turn_by_turn(taken[f"copy in {dtype}"], taken[f"sync in {dtype}"])
+        print(f"  {dtype}, within each turn: {ratio.text('of a copy')}")
+        print(ratio_line(f"sync in {dtype} against a copy", ratio.median, goal))
+
+
+if __name__ == "__main__":
+    main()
