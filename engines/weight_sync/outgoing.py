@@ -1,9 +1,9 @@
 """What a sender does to weights on their way: the receiver's dtype, and a checksum of each.
 
 Promises: a tensor passes as it is where its dtype is the receiver's; the checksum is that of what
-passes, computed before anyone else sees it. Beside it, memory for one tensor in the receiver's
-dtype.
-Does not promise that a tensor stays: one that was cast is overwritten by the next.
+passes, computed before anyone else sees it; one that was cast has memory of its own, so that a
+receiver may still read it while the next one is made.
+Does not promise that a receiver sees it unchanged: that is what the checksum is for.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,7 +33,6 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
         self._tensors = tensors
         self._dtype = dtype
         self._float32_names = frozenset(float32_names)
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._checksums: dict[str, str] = {}
         self.num_bytes = 0
 
@@ -44,20 +43,10 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
             raise WeightSyncError(f"{name}: the training engine sent it twice")
         if tensor.is_floating_point():
             kept = name in self._float32_names
-            tensor = self._cast(tensor, torch.float32 if kept else self._dtype)
+            tensor = tensor.to(torch.float32 if kept else self._dtype)
         self._checksums[name] = tensor_checksum(tensor)
         self.num_bytes += tensor.nbytes
         return name, tensor
-
-    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor.dtype == dtype:
-            return tensor
-        # One piece of memory for all: pages that are new to a process cost more than the cast.
-        key = dtype, tensor.device
-        if key not in self._scratch or self._scratch[key].numel() < tensor.numel():
-            self._scratch.pop(key, None)
-            self._scratch[key] = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
-        return self._scratch[key][: tensor.numel()].view(tensor.shape).copy_(tensor)
 
     @property
     def num_tensors(self) -> int:
