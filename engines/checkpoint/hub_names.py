@@ -3,17 +3,26 @@
 For most architectures they are the same. transformers fuses or renames some when it loads (the
 experts of a mixture, for one); then tensors are converted back one by one as they stream by.
 Promises: the streamed names are exactly those a conversion of the whole state would yield; an
-architecture whose tensors on disk need several tensors from memory is refused.
+architecture whose tensors on disk need several tensors from memory is refused. Tensors are
+parameters and persistent buffers alike: `save_pretrained` writes both.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
+from engines.checkpoint.model_directory import vision_model_type
 from infra.errors import ConfigError
 
 
@@ -24,9 +33,67 @@ def named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
+def keep_float32(model: PreTrainedModel) -> None:
+    """Give float32 to what is float32 in every model of this architecture, whatever its dtype.
+
+    What the architecture declares so, as `from_pretrained` does and `from_config` does not; and
+    floating persistent buffers, because training computes with them as they are while it casts
+    parameters.
+
+    Args:
+        model: may be without memory.
+    """
+    declared = [glob.replace("*", ".*") for glob in model._keep_in_fp32_modules_strict or ()]
+    parameters = dict(model.named_parameters())
+    for name, tensor in named_state(model):
+        is_kept = name not in parameters or any(re.search(glob, name) for glob in declared)
+        if is_kept and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+
+
+def float32_names(model: PreTrainedModel) -> frozenset[str]:
+    """Names on disk of what is float32 in a model.
+
+    Args:
+        model: may be without memory.
+
+    Returns:
+        The names; of a model in float32, all of them.
+    """
+    found: set[str] = set()
+    for name, tensor in named_state(model):
+        if tensor.dtype == torch.float32:
+            shape = torch.empty(tensor.shape, device="meta")
+            found.update(revert_weight_conversion(model, {name: shape}))
+    return frozenset(found)
+
+
+def served_float32_names(hf_dir: Path, dtype: torch.dtype) -> frozenset[str]:
+    """What a rollout engine of this dtype holds in float32 all the same, by name on disk.
+
+    Sender and receiver each find it from `config.json`, so nothing has to be asked for.
+
+    Args:
+        hf_dir: model directory; only its configuration is read.
+        dtype: of the rollout engine.
+
+    Returns:
+        The names; none where nothing is cast at all.
+    """
+    if dtype == torch.float32:
+        return frozenset()
+    sees = vision_model_type(hf_dir) is not None
+    auto_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+    keep_float32(model)
+    return float32_names(model)
+
+
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor on disk lies inside a parameter in memory.
+    """Where a tensor on disk lies inside a parameter or buffer in memory.
 
     Attributes:
         parameter: name in memory.
@@ -51,24 +118,27 @@ class Slot:
 
 
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
-    """Every tensor on disk as a part of a parameter, so that it can be written where it belongs.
+    """Every tensor on disk as a part of one in memory, so that it can be written where it belongs.
 
     Args:
-        model: with parameters of the final shapes.
+        model: with tensors of the final shapes.
 
     Returns:
         Slots by name on disk.
 
     Raises:
-        ConfigError: a tensor on disk is no regular part of one parameter.
+        ConfigError: a tensor on disk is no regular part of one in memory.
     """
     slots: dict[str, Slot] = {}
     known: dict[tuple[int, ...], Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_state(model):
         shape = tuple(parameter.shape)
-        converted = revert_weight_conversion(model, {name: torch.empty(shape, device="meta")})
-        if len(converted) == 1 and tuple(next(iter(converted.values())).shape) == shape:
-            slots[next(iter(converted))] = Slot(name, shape, parameter.stride(), 0)
+        empty = torch.empty(shape, device="meta")
+        (on_disk, converted), *further = revert_weight_conversion(model, {name: empty}).items()
+        # One that is only renamed comes back as the same object; an equal shape would not tell,
+        # and neither would the digest, which both sides compute of the tensors on disk.
+        if converted is empty and not further:
+            slots[on_disk] = Slot(name, shape, parameter.stride(), 0)
             continue
         # Convert the places instead of the values: they tell where each value comes from.
         if shape not in known:

@@ -17,7 +17,7 @@ from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.rollout import RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.create import create_rollout_engine
-from engines.weight_sync.in_process import InProcessTransport
+from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect
 from infra.errors import DeadlineError
 from infra.job_environments import is_inside
@@ -88,8 +88,8 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
     # First, because it costs nothing and may refuse.
     engine = create_rollout_engine(rollout.engine, spec.serving_dir, rollout, dtype, platform)
     workers = launch_policy_group(replace(spec, rollout=None), log_dir)
-    new_transport = functools.partial(InProcessTransport, dtype, rollout.timeout_s)
-    return workers, ServedRollout([engine], rollout.timeout_s, workers, new_transport)
+    transports = new_transport(spec.serving_dir, dtype, rollout.timeout_s)
+    return workers, ServedRollout([engine], rollout.timeout_s, workers, transports)
 
 
 def connect_ray() -> None:

@@ -25,7 +25,7 @@ from engines.training.create import create_engine
 from engines.training.spec import LossFn
 from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import Receipt, SyncReport, Transport
-from engines.weight_sync.in_process import InProcessTransport
+from engines.weight_sync.in_process import new_transport
 from hardware.detection import check_planned, detect
 
 
@@ -103,6 +103,7 @@ class PolicyWorker:
                 rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
+            self._new_transport = new_transport(self._spec.serving_dir, dtype, rollout.timeout_s)
         _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
         self._policy.leave_device()
         if self._spec.reference is not None and not self._adapter_off_is_reference:
@@ -166,16 +167,12 @@ class PolicyWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        service, _ = self._served()
-        return service.generate(requests)
+        return self._served().generate(requests)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        service, rollout = self._served()
-        dtype = rollout.dtype or self._spec.training.dtype
-        transport = InProcessTransport(dtype, rollout.timeout_s)
-        return service.sync(transport, self.send_weights, version)
+        return self._served().sync(self._new_transport(), self.send_weights, version)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, transport: Transport) -> Receipt:
@@ -210,10 +207,10 @@ class PolicyWorker:
         finally:
             close_process_group()
 
-    def _served(self) -> tuple[RolloutService, RolloutConfig]:
-        if self._rollout is None or self._spec.rollout is None:
+    def _served(self) -> RolloutService:
+        if self._rollout is None:
             raise RolloutError("this worker was built without a rollout engine")
-        return self._rollout, self._spec.rollout
+        return self._rollout
 
     def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
         spec = self._spec

@@ -27,7 +27,7 @@ from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
-from engines.weight_sync.in_process import InProcessTransport
+from engines.weight_sync.in_process import new_transport
 
 DEFAULT_DTYPE = "float32"
 EVALUATION_DEADLINE_S = 7200.0
@@ -57,7 +57,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 closing(RolloutService([engine], config.rollout.timeout_s))
             )
             service.sync(
-                InProcessTransport(dtype, config.rollout.timeout_s),
+                new_transport(served.hf_dir, dtype, config.rollout.timeout_s)(),
                 lambda transport: transport.send(served.weights),
                 served.num_steps,
             )

@@ -80,7 +80,7 @@ class RolloutEngine(ABC):
         until `finish_update` the engine refuses to sample, also after an error.
 
         Args:
-            source: every parameter, tied ones once, in the engine's dtype.
+            source: every parameter and persistent buffer, each in the dtype it is held in.
             version: number of the weights, 0 or more.
 
         Returns:

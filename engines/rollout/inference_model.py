@@ -1,10 +1,10 @@
 """A transformers causal LM as the rollout engine holds it: own weights, own attention.
 
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
-takes weights by the names that `save_pretrained` gives them, each exactly once, in its own dtype,
-or raises; its digest is computed from what it really holds. Refuses at construction what its
-attention does not do: recurrent layers. The context ends where rotary embeddings would begin to
-depend on the longest sequence of the batch.
+takes weights, persistent buffers among them, by the names that `save_pretrained` gives them, each
+exactly once, in the dtype that it holds them in, or raises; its digest is computed from what it
+really holds. Refuses at construction what its attention does not do: recurrent layers. The context
+ends where rotary embeddings would begin to depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
 transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from engines.checkpoint.hub_names import hub_slots
+from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError, WeightSyncError
@@ -33,7 +33,7 @@ class InferenceModel:
 
     Args:
         hf_dir: model directory with `config.json`; weights in it are not read.
-        dtype: dtype of parameters and activations.
+        dtype: dtype of parameters and activations; see `keep_float32` for what is not.
         device: where it runs.
 
     Raises:
@@ -65,14 +65,14 @@ class InferenceModel:
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
         model.tie_weights()
+        keep_float32(model)
         self._model: nn.Module = model.to(device).eval().requires_grad_(False)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
         self._tied = {
             name for name, _ in model.named_parameters(remove_duplicate=False)
         } - self._parameters.keys()
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
-        self._dtype = dtype
 
     def prefill(self, input_ids_T: Tensor, step: PrefillStep) -> Tensor:
         """(P, V) logits behind each of P sequences whose (T,) tokens are laid end to end."""
@@ -99,13 +99,13 @@ class InferenceModel:
         return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
-        """Overwrite every parameter.
+        """Overwrite every parameter and persistent buffer.
 
         Args:
             tensors: (name on disk, whole tensor) of every weight, tied ones once.
 
         Returns:
-            The parameters as they now stand in memory.
+            The tensors as they now stand in memory.
 
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
@@ -121,23 +121,24 @@ class InferenceModel:
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
         # From the module, not from our table: it is the module that computes.
-        held = dict(self._model.named_parameters())
+        held = dict(named_state(self._model))
         views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
         return Receipt(
             digest=combine((name, tensor_checksum(view)) for name, view in views.items()),
             num_tensors=len(views),
-            num_bytes=sum(view.numel() * view.element_size() for view in views.values()),
+            num_bytes=sum(view.nbytes for view in views.values()),
         )
 
     def release(self) -> None:
         """Free the memory of the parameters."""
         for parameter in self._parameters.values():
-            parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
     def allocate(self) -> None:
         """Undo `release`; the values are undefined until `load`."""
         for name, parameter in self._parameters.items():
-            parameter.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self.device)
+            shape, dtype = self._shapes[name], parameter.dtype
+            parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
 
     def _logits(
         self,
@@ -166,10 +167,9 @@ class InferenceModel:
                 f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
                 f"{self._slots[name].size}"
             )
-        if tensor.dtype != self._dtype:
-            raise WeightSyncError(
-                f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}"
-            )
+        held = self._parameters[self._slots[name].parameter].dtype
+        if tensor.dtype != held:
+            raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {held}")
 
 
 def _check_supported(config: PretrainedConfig) -> None:

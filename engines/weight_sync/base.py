@@ -26,8 +26,9 @@ class WeightSource(Protocol):
         """The weights, once.
 
         Yields:
-            (Hugging Face name, full tensor) of every parameter, tied ones once, in the
-            receiver's dtype. A tensor may be overwritten when the next one is asked for.
+            (Hugging Face name, full tensor) of every parameter and persistent buffer, tied ones
+            once, in the dtype that the receiver holds it in: its own, or float32 where the
+            architecture keeps it (`hub_names.served_float32_names`). A tensor may be overwritten when the next one is asked for.
 
         Raises:
             WeightSyncError: the sender failed, or nothing came before the deadline.
@@ -66,7 +67,8 @@ class Transport(Protocol):
         """Pass everything on, in the thread of the trainer; on each rank that holds the weights.
 
         Args:
-            tensors: (name, full tensor) of every parameter, tied ones once.
+            tensors: (name, full tensor) of every parameter and persistent buffer, tied ones
+                once.
 
         Returns:
             What was sent.

@@ -6,12 +6,15 @@ other ends with a `WeightSyncError`.
 Does not move memory between devices beyond the copy into the receiver's parameters.
 """
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engines.checkpoint.hub_names import served_float32_names
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import Receipt, ReceiverGoneError
 from engines.weight_sync.outgoing import OutgoingStream
@@ -23,10 +26,12 @@ class InProcessTransport:
 
     Args:
         dtype: name of the receiver's dtype (`float32`, `bfloat16`); they are cast to it.
+        float32_names: of `OutgoingStream`.
         timeout_s: how long one side waits for the other.
     """
 
-    def __init__(self, dtype: str, timeout_s: float) -> None:
+    def __init__(self, dtype: str, timeout_s: float, float32_names: Collection[str] = ()) -> None:
+        self._float32_names = frozenset(float32_names)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -36,7 +41,7 @@ class InProcessTransport:
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """See `Transport`."""
-        stream = OutgoingStream(tensors, self._dtype)
+        stream = OutgoingStream(tensors, self._dtype, self._float32_names)
         try:
             for item in stream:
                 self._put(item)
@@ -79,3 +84,18 @@ class InProcessTransport:
             (item,), self._offered = self._offered, ()
             self._changed.notify_all()
             return item
+
+
+def new_transport(hf_dir: Path, dtype: str, timeout_s: float) -> Callable[[], InProcessTransport]:
+    """What makes a transport for each sync of one model.
+
+    Args:
+        hf_dir: model directory; says which tensors stay float32.
+        dtype: as for `InProcessTransport`.
+        timeout_s: as for `InProcessTransport`.
+
+    Returns:
+        A function without arguments.
+    """
+    float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
+    return functools.partial(InProcessTransport, dtype, timeout_s, float32_names)

@@ -1,6 +1,12 @@
-"""The sender's side of a sync: what leaves the trainer, cast and counted."""
+"""What a sender does to weights on their way: the receiver's dtype, and a checksum of each.
 
-from collections.abc import Iterator
+Promises: a tensor passes as it is where its dtype is the receiver's; the checksum is that of what
+passes, computed before anyone else sees it; one that was cast has memory of its own, so that a
+receiver may still read it while the next one is made.
+Does not promise that a receiver sees it unchanged: that is what the checksum is for.
+"""
+
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -16,23 +22,31 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
     Args:
         tensors: (name, full tensor) pairs.
         dtype: dtype of the receiver; floating-point tensors are cast to it.
+        float32_names: but these are float32 there, see `hub_names.served_float32_names`.
     """
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        float32_names: Collection[str] = (),
+    ) -> None:
         self._tensors = tensors
         self._dtype = dtype
+        self._float32_names = frozenset(float32_names)
         self._checksums: dict[str, str] = {}
         self._num_bytes = 0
 
     def __next__(self) -> tuple[str, Tensor]:
         name, tensor = next(self._tensors)
         tensor = tensor.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
         if name in self._checksums:
             raise WeightSyncError(f"{name}: the training engine sent it twice")
+        if tensor.is_floating_point():
+            kept = name in self._float32_names
+            tensor = tensor.to(torch.float32 if kept else self._dtype)
         self._checksums[name] = tensor_checksum(tensor)
-        self._num_bytes += tensor.numel() * tensor.element_size()
+        self._num_bytes += tensor.nbytes
         return name, tensor
 
     @property

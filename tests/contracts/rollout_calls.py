@@ -1,7 +1,7 @@
 """Blocking calls of a rollout engine that lives in the caller's process, for tests."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -29,9 +29,10 @@ def send_weights(
     tensors: Iterable[tuple[str, Tensor]],
     version: int,
     dtype: str = "float32",
+    float32_names: Collection[str] = (),
 ) -> Receipt:
     """Send weights by name, to be served as `version`; returns what was sent."""
-    return asyncio.run(send_weights_async(engine, tensors, version, dtype))
+    return asyncio.run(send_weights_async(engine, tensors, version, dtype, float32_names))
 
 
 async def send_weights_async(
@@ -39,9 +40,10 @@ async def send_weights_async(
     tensors: Iterable[tuple[str, Tensor]],
     version: int,
     dtype: str = "float32",
+    float32_names: Collection[str] = (),
 ) -> Receipt:
     """`send_weights` inside the loop that the engine belongs to."""
-    transport = InProcessTransport(dtype, SYNC_TIMEOUT_S)
+    transport = InProcessTransport(dtype, SYNC_TIMEOUT_S, float32_names)
     sending = asyncio.get_running_loop().run_in_executor(None, transport.send, iter(tensors))
     try:
         held = await engine.update_weights(transport, version)

@@ -1,14 +1,17 @@
 """Writing tensors by their names on disk into a model that fuses them in memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rlhf.testing.tiny_models import SHAPES, write_tiny_models
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import PermuteForRope, Transpose, WeightConverter
 
-from engines.checkpoint.hub_names import hub_slots
+from engines.checkpoint.hub_names import HubNames, hub_slots, named_state
+from infra.errors import ConfigError
 
 
 @pytest.mark.parametrize("model_type", SHAPES)
@@ -29,3 +32,52 @@ def test_what_is_written_by_slots_is_what_transformers_loads(
             slots[name].view(parameters[slots[name].parameter]).copy_(tensor)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameters[name], parameter), name
+
+
+def square_model(operation: Any) -> Any:
+    """A model whose weights of this name have another form on disk, of the same shape."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=16, max_position_embeddings=32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model._weight_conversions = [
+        WeightConverter(
+            source_patterns="self_attn.q_proj.weight",
+            target_patterns="self_attn.q_proj.weight",
+            operations=[operation],
+        )
+    ]
+    return model
+
+
+def test_a_tensor_turned_into_its_own_shape_is_turned_back() -> None:
+    """The digest cannot tell: both sides compute it of the tensor on disk."""
+    model = square_model(Transpose(0, 1))
+    streamed = dict(HubNames(model).stream(named_state(model)))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    held = dict(model.named_parameters())[name].detach()
+    assert torch.equal(streamed[name], held.t())
+    received = torch.zeros_like(held)
+    hub_slots(model)[name].view(received).copy_(streamed[name])
+    assert torch.equal(received, held)
+
+
+def test_rows_permuted_without_a_regular_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rearranges model.layers.0.self_attn.q_proj.weight"):
+        hub_slots(square_model(PermuteForRope()))
+
+
+def test_a_persistent_buffer_has_a_slot_and_a_computed_one_has_none() -> None:
+    config = AutoConfig.for_model(
+        "minimax_m2", vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    buffers = dict(model.named_buffers())
+    assert "model.rotary_emb.inv_freq" in buffers
+    in_slots = {slot.parameter for slot in hub_slots(model).values()} & buffers.keys()
+    assert in_slots == {"model.layers.0.mlp.e_score_correction_bias"}
