@@ -28,7 +28,8 @@ class WeightSource(Protocol):
         Yields:
             (Hugging Face name, full tensor) of every parameter and persistent buffer, tied ones
             once, in the dtype that the receiver holds it in: its own, or float32 where the
-            architecture keeps it (`hub_names.served_float32_names`). A tensor may be overwritten when the next one is asked for.
+            architecture keeps it (`hub_names.served_float32_names`). A tensor may be overwritten
+            when the next one is asked for.
 
         Raises:
             WeightSyncError: the sender failed, or nothing came before the deadline.

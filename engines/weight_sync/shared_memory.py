@@ -1,0 +1,276 @@
+"""Weights from a trainer to rollout engines in other processes of one machine.
+
+Two buckets of shared memory are filled in turn: while the receivers read one, the sender fills
+the other. A bucket is described by a small file that appears when it is full, and is free again
+when every receiver has left its own beside it.
+Promises: nothing is written before every receiver has come; two buckets are the whole of the
+extra memory; whichever side fails, or stays away, the others end with an error by the deadline;
+the memory of a sender that was killed is freed by the next one.
+Does not promise speed across machines, or with tensors on a device: they are copied to the host.
+"""
+
+import json
+import math
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.collectives import rank
+from engines.errors import WeightSyncError
+from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.outgoing import OutgoingStream
+from infra.errors import DeadlineError
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, not a place for files to be guessed
+PREFIX = "rlhf-weights-"
+BUCKET_BYTES = 64 * 2**20
+ALIGNMENT_BYTES = 64
+POLL_S = 0.0005
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SharedMemorySource:
+    """See `WeightSource`; plain data.
+
+    Attributes:
+        directory: of the transport.
+        reader: number of this receiver.
+        timeout_s: how long it waits for the next bucket.
+    """
+
+    directory: Path
+    reader: int
+    timeout_s: float
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`; a tensor is a view of a bucket, overwritten once it was left."""
+        done = False
+        try:
+            (self.directory / f"reader-{self.reader}").touch()
+            number = 0
+            buckets = _Buckets(self.directory)
+            while entries := self._bucket(number):
+                memory = buckets.memory(number)
+                for entry in entries:
+                    yield entry.name, entry.view(memory)
+                (self.directory / f"{number}.read-{self.reader}").touch()
+                number += 1
+            done = True
+        except FileNotFoundError as error:
+            raise WeightSyncError("the trainer gave up while it sent weights") from error
+        finally:
+            if not done:
+                _mark_failed(self.directory)
+
+    def _bucket(self, number: int) -> list["_Entry"]:
+        """What lies in a bucket; nothing in the last one."""
+        message = self.directory / f"{number}.json"
+        end = time.monotonic() + self.timeout_s
+        while not message.exists():
+            if (self.directory / FAILED).exists() or not self.directory.exists():
+                raise WeightSyncError("the trainer gave up while it sent weights")
+            if time.monotonic() > end:
+                raise DeadlineError("the trainer to send weights", self.timeout_s)
+            time.sleep(POLL_S)
+        return [_Entry(*entry) for entry in json.loads(message.read_text(encoding="utf-8"))]
+
+
+@dataclass(frozen=True)
+class SharedMemoryTransport:
+    """See `Transport`; plain data, so that it travels to the rank that sends.
+
+    Attributes:
+        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
+        float32_names: of `OutgoingStream`.
+        num_readers: receivers on this machine.
+        timeout_s: how long one side waits for the other.
+        bucket_bytes: of each of the two; a larger tensor makes its bucket as large as it is.
+        directory: where the buckets are; made by `open_transport`.
+    """
+
+    dtype: str
+    float32_names: frozenset[str]
+    num_readers: int
+    timeout_s: float
+    bucket_bytes: int
+    directory: Path
+
+    @property
+    def sources(self) -> tuple[SharedMemorySource, ...]:
+        """See `Transport`."""
+        return tuple(
+            SharedMemorySource(self.directory, reader, self.timeout_s)
+            for reader in range(self.num_readers)
+        )
+
+    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+        """See `Transport`. Every rank counts what it holds, rank 0 passes it on."""
+        stream = OutgoingStream(tensors, getattr(torch, self.dtype), frozenset(self.float32_names))
+        if rank() != 0:
+            for _ in stream:
+                pass
+            return stream.sent
+        try:
+            self._await_files([f"reader-{n}" for n in range(self.num_readers)], "come")
+            writer = _Writer(self)
+            for name, tensor in stream:
+                writer.add(name, tensor)
+            writer.finish()
+        except BaseException:
+            self.stop()
+            raise
+        return stream.sent
+
+    def stop(self) -> None:
+        """See `Transport`; the memory is given back."""
+        _mark_failed(self.directory)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def await_read(self, bucket: int) -> None:
+        """Wait until every receiver has left a bucket."""
+        self._await_files([f"{bucket}.read-{n}" for n in range(self.num_readers)], "read on")
+
+    def _await_files(self, names: Collection[str], what: str) -> None:
+        end = time.monotonic() + self.timeout_s
+        for number, name in enumerate(names):
+            while not (self.directory / name).exists():
+                if (self.directory / FAILED).exists() or not self.directory.exists():
+                    raise ReceiverGoneError("a rollout engine gave up while it took weights")
+                if time.monotonic() > end:
+                    raise DeadlineError(f"rollout engine {number} to {what}", self.timeout_s)
+                time.sleep(POLL_S)
+
+
+def open_transport(
+    dtype: str,
+    float32_names: frozenset[str],
+    num_readers: int,
+    timeout_s: float,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> SharedMemoryTransport:
+    """A transport with a place of its own; what killed processes left is removed.
+
+    Args:
+        dtype: as in `SharedMemoryTransport`.
+        float32_names: as in `SharedMemoryTransport`.
+        num_readers: as in `SharedMemoryTransport`.
+        timeout_s: as in `SharedMemoryTransport`.
+        bucket_bytes: as in `SharedMemoryTransport`.
+
+    Returns:
+        The transport; `stop` removes its place.
+    """
+    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
+        if namespace == _process_namespace() and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    owner = f"{_process_namespace()}-{os.getpid()}"
+    directory = SHARED_MEMORY / f"{PREFIX}{owner}-{secrets.token_hex(8)}"
+    directory.mkdir(mode=0o700)
+    return SharedMemoryTransport(
+        dtype, float32_names, num_readers, timeout_s, bucket_bytes, directory
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor lies in its bucket."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset_bytes: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        num_bytes = math.prod(self.shape) * dtype.itemsize
+        return (
+            memory[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
+        )
+
+
+class _Buckets:
+    """The two files, mapped once for as long as they keep their size."""
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = (directory / "bucket-0", directory / "bucket-1")
+        self._mapped: dict[int, Tensor] = {}
+
+    def memory(self, number: int, num_bytes: int = 0) -> Tensor:
+        """All bytes of a bucket, (N,) uint8; the file is made, and as large as `num_bytes`."""
+        place = number % 2
+        with self._paths[place].open("a+b" if num_bytes else "r+b") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes < num_bytes:
+                # Taken now, so that full memory is an error here, not a signal at the first write.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                size_bytes = num_bytes
+            held = self._mapped.get(place)
+            if held is None or held.numel() != size_bytes:
+                held = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
+                self._mapped[place] = held
+        return held
+
+
+class _Writer:
+    """Fills one bucket after the other."""
+
+    def __init__(self, to: SharedMemoryTransport) -> None:
+        self._to = to
+        self._buckets = _Buckets(to.directory)
+        self._number = self._offset_bytes = 0
+        self._entries: list[_Entry] = []
+        self._memory = torch.empty(0)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor behind the others, or into the next bucket."""
+        if self._entries and self._offset_bytes + tensor.nbytes > self._to.bucket_bytes:
+            self._publish()
+        if not self._entries:
+            self._await_read()
+            num_bytes = max(self._to.bucket_bytes, tensor.nbytes)
+            self._memory = self._buckets.memory(self._number, num_bytes)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entry = _Entry(name, dtype, list(tensor.shape), self._offset_bytes)
+        entry.view(self._memory).copy_(tensor)
+        self._entries.append(entry)
+        self._offset_bytes += math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def finish(self) -> None:
+        """Publish what is left and the end, and wait until all of it was read."""
+        if self._entries:
+            self._publish()
+        self._publish()
+        self._await_read()
+
+    def _await_read(self) -> None:
+        """Wait until the bucket before the last one is free again."""
+        if self._number > 1:
+            self._to.await_read(self._number - 2)
+
+    def _publish(self) -> None:
+        message = self._to.directory / f"{self._number}.json"
+        draft = message.with_suffix(".draft")
+        draft.write_text(json.dumps([astuple(entry) for entry in self._entries]), "utf-8")
+        draft.rename(message)
+        self._number, self._offset_bytes, self._entries = self._number + 1, 0, []
+
+
+def _mark_failed(directory: Path) -> None:
+    with suppress(FileNotFoundError):  # removed meanwhile, which says the same
+        (directory / FAILED).touch()
+
+
+def _process_namespace() -> str:
+    """Names what process ids are unique in: containers may share memory and not those."""
+    return str(Path("/proc/self/ns/pid").stat().st_ino)
