@@ -27,6 +27,10 @@ class RolloutConfig(StrictModel):
     """null uses `training.dtype`."""
     max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
     """Sequences decoded together."""
+    placement: Annotated[Literal["colocated", "disaggregated"], Execution] = "colocated"
+    """Where the engines run: in the training ranks, or beside them in processes of their own."""
+    num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
+    """Engines beside the ranks; `colocated` has one in each rank."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Deadline of one batch of requests."""
     options: dict[str, Any] = {}

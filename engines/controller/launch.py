@@ -10,14 +10,21 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from engines.checkpoint.hub_names import served_float32_names
+from engines.config.rollout import RolloutConfig
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.replica import ReplicaSpec, start_replicas
 from engines.controller.rollout import RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.create import create_rollout_engine
 from engines.weight_sync.in_process import new_transport
+from engines.weight_sync.shared_memory import open_transport
+from hardware.base import PlatformBase
 from hardware.detection import detect
 from infra.errors import DeadlineError
 from infra.job_environments import is_inside
@@ -80,16 +87,44 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
     rollout, training = spec.rollout, spec.training
     if rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
+    dtype = rollout.dtype or training.dtype
+    platform, _ = detect(spec.platform)
+    if rollout.placement == "disaggregated":
+        return _launch_beside(spec, rollout, dtype, platform, log_dir)
     if training.num_workers > 1:
         workers = launch_policy_group(spec, log_dir)
         return workers, RankRollout(workers)
-    dtype = rollout.dtype or training.dtype
-    platform, _ = detect(spec.platform)
     # First, because it costs nothing and may refuse.
     engine = create_rollout_engine(rollout.engine, spec.serving_dir, rollout, dtype, platform)
     workers = launch_policy_group(replace(spec, rollout=None), log_dir)
     transports = new_transport(spec.serving_dir, dtype, rollout.timeout_s)
     return workers, ServedRollout([engine], rollout.timeout_s, workers, transports)
+
+
+def _launch_beside(
+    spec: PolicySpec, rollout: RolloutConfig, dtype: str, platform: PlatformBase, log_dir: Path
+) -> tuple[WorkerGroup, Rollout]:
+    """Engines in processes of their own, which get their weights through shared memory."""
+    connect_ray()
+    replicas = start_replicas(
+        ReplicaSpec(
+            serving_dir=spec.serving_dir,
+            rollout=rollout,
+            dtype=dtype,
+            platform=spec.platform,
+            device_kind=spec.device_kind,
+            num_threads=spec.training.num_threads,
+            log_dir=log_dir,
+            resources=platform.ray_resource_options(1),
+        ),
+        rollout.num_replicas,
+    )
+    workers = launch_policy_group(replace(spec, rollout=None), log_dir)
+    float32_names = served_float32_names(spec.serving_dir, getattr(torch, dtype))
+    transports = functools.partial(
+        open_transport, dtype, float32_names, rollout.num_replicas, rollout.timeout_s
+    )
+    return workers, ServedRollout(replicas, rollout.timeout_s, workers, transports)
 
 
 def connect_ray() -> None:

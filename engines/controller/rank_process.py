@@ -4,7 +4,6 @@ It sets threads, joins the process group, builds the worker and passes calls on 
 file holds the worker's log and, should the process crash, the Python stack of every thread.
 """
 
-import faulthandler
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,8 @@ import torch
 
 from engines.collectives import close_process_group
 from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
+from engines.controller.process_log import log_to
 from infra.plugins import import_external_modules
-from infra.redact import RedactingFilter
-from infra.redacted_output import redact_output
 from infra.store.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -73,17 +71,9 @@ class RankProcess:
 
     def __init__(self, rank: int, options: RayGroupOptions) -> None:
         self._rank, self._options = rank, options
-        redact_output()
+        log_to(options.log_path(rank))
         self._worker: Any = None
         self._store: TCPStore | None = None
-        # Line buffered and kept open: the crash handler writes to this descriptor.
-        self._log = options.log_path(rank).open("a", buffering=1, encoding="utf-8")
-        faulthandler.enable(self._log)
-        handler = logging.StreamHandler(self._log)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        handler.addFilter(RedactingFilter())
-        logging.getLogger().addHandler(handler)
-        logging.getLogger().setLevel(logging.INFO)
         torch.set_num_threads(options.num_threads)
         self._heartbeat = Heartbeat(options.heartbeat_path(rank), options.heartbeat_s)
         self._heartbeat.__enter__()

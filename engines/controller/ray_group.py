@@ -22,6 +22,7 @@ from engines.controller.dispatch import (
     split_plan,
     take,
 )
+from engines.controller.process_log import log_tail
 from engines.controller.rank_process import RankProcess, RayGroupOptions
 from engines.controller.worker_group import P, R
 from engines.errors import WorkerError
@@ -33,7 +34,6 @@ WorkerFactory = Callable[[], Any]
 POLL_S = 0.5
 SETTLE_S = 2.0
 """After a first failure the other ranks may fail too; the one that died is the cause."""
-NUM_LOG_LINES = 20
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +201,7 @@ class RayWorkerGroup:
         return None
 
     def _tail(self, rank: int) -> str:
-        path = self._options.log_path(rank)
-        if not path.exists():
-            return ""
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
-        return "".join(f"\n  rank {rank} | {line}" for line in lines)
+        return log_tail(self._options.log_path(rank), f"rank {rank}")
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []

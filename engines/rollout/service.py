@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from engines.errors import WeightSyncError
@@ -94,12 +95,38 @@ class RolloutService:
         async def update(replica: RolloutEngine, place: int) -> Receipt:
             return await replica.update_weights(sources[place], version)
 
-        async def finish(replica: RolloutEngine, place: int) -> None:
-            await replica.finish_update(version, receipts[place].digest)
+        async def finish(replica: RolloutEngine, _: int) -> None:
+            await replica.finish_update(version, sent.digest)
+
+        try:
+            sent, receipts = self._transfer(transport, send, update, version)
+        finally:
+            transport.stop()
+        for place, held in enumerate(receipts):
+            if held != sent:
+                raise WeightSyncError(
+                    f"version {version}: sent {sent}, replica {place} holds {held}; it will not "
+                    "generate from them"
+                )
+        self._loop.run(self._on_each(finish), f"version {version} to be served", ANSWER_DEADLINE_S)
+        return SyncReport(version, sent, time.monotonic() - start)
+
+    def _transfer(
+        self,
+        transport: Transport,
+        send: Callable[[Transport], Receipt],
+        update: Callable[[RolloutEngine, int], Coroutine[Any, Any, Receipt]],
+        version: int,
+    ) -> tuple[Receipt, list[Receipt]]:
+        """What was sent, and what each replica holds."""
+
+        def stop_unless_arrived(arriving: Future[list[Receipt]]) -> None:
+            if arriving.cancelled() or arriving.exception() is not None:
+                transport.stop()
 
         what = f"weights of version {version} to arrive"
         arriving = self._loop.start(self._on_each(update))
-        arriving.add_done_callback(lambda _: transport.stop())
+        arriving.add_done_callback(stop_unless_arrived)
         try:
             sent = send(transport)
         except ReceiverGoneError:
@@ -110,15 +137,7 @@ class RolloutService:
             with contextlib.suppress(PipelineError):  # theirs follows from ours
                 self._loop.wait(arriving, what, ANSWER_DEADLINE_S)
             raise
-        receipts = self._loop.wait(arriving, what, self._timeout_s)
-        for place, held in enumerate(receipts):
-            if held != sent:
-                raise WeightSyncError(
-                    f"version {version}: sent {sent}, replica {place} holds {held}; it will not "
-                    "generate from them"
-                )
-        self._loop.run(self._on_each(finish), f"version {version} to be served", ANSWER_DEADLINE_S)
-        return SyncReport(version, sent, time.monotonic() - start)
+        return sent, self._loop.wait(arriving, what, self._timeout_s)
 
     def health(self) -> list[Health]:
         """What each replica says of itself, also while others call `generate`."""

@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def stop(self) -> None:
-        """Nobody reads any more: `send` shall end. From any thread, harmless when repeated."""
+        """End `send` if it runs, and free everything; from any thread, harmless when repeated."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, and workers on it."""
+"""A tiny model with a tokenizer, workers on it, and Ray."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +9,12 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.controller import launch
 from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from infra import env
+from infra.host import servers
+from infra.ray.cluster import ensure_cluster
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +59,34 @@ def start_worker() -> Iterator[Callable[[PolicySpec], PolicyWorker]]:
     yield start
     for worker in workers:
         worker.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Ray on loopback, to which this process is connected."""
+    home = tmp_path_factory.mktemp("ray")
+    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+    before = {name: env.child_environment().get(name) for name in names}
+    for name in names:
+        env.set_for_process(name, None)
+    patch = pytest.MonkeyPatch()
+    # The head listens on loopback only; jobs on it inherit this, a foreign process must say it.
+    patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    started = ensure_cluster(home, num_cpus=4)
+    import ray
+    from ray import cloudpickle
+    from ray._private import ray_constants
+
+    patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    cloudpickle.register_pickle_by_value(request.module)
+    env.set_for_process("RAY_ADDRESS", started.gcs_address)
+    launch.connect_ray()
+    yield
+    ray.shutdown()
+    patch.undo()
+    env.set_for_process("RAY_ADDRESS", None)
+    servers.end(home, "ray")
+    for name, value in before.items():
+        env.set_for_process(name, value)

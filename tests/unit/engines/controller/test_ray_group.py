@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import TrainingConfig
-from engines.controller import launch
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
@@ -25,14 +23,11 @@ from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.errors import NonFiniteError, WorkerError
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
-from infra import env
 from infra.errors import DeadlineError
-from infra.host import servers
-from infra.ray.cluster import ensure_cluster
 from infra.store.heartbeat import Beat, BeatWatch
 from infra.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
 
 GroupFactory = Callable[..., RayWorkerGroup]
 
@@ -79,34 +74,6 @@ class Probe:
         time.sleep(seconds)
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    home = tmp_path_factory.mktemp("ray")
-    names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
-    before = {name: env.child_environment().get(name) for name in names}
-    for name in names:
-        env.set_for_process(name, None)
-    patch = pytest.MonkeyPatch()
-    # The head listens on loopback only; jobs on it inherit this, a foreign process must say it.
-    patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    started = ensure_cluster(home, num_cpus=4)
-    import ray
-    from ray import cloudpickle
-    from ray._private import ray_constants
-
-    patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    env.set_for_process("RAY_ADDRESS", started.gcs_address)
-    launch.connect_ray()
-    yield
-    ray.shutdown()
-    patch.undo()
-    env.set_for_process("RAY_ADDRESS", None)
-    servers.end(home, "ray")
-    for name, value in before.items():
-        env.set_for_process(name, value)
 
 
 @pytest.fixture

@@ -1,0 +1,250 @@
+"""A rollout engine in a Ray actor of its own, and the same engine as its driver sees it.
+
+Promises: `RemoteReplica` is the engine's contract, wherever it runs; its errors arrive as they
+were raised; a replica that died is a `WorkerError` with the last lines of its log.
+Does not promise: to start it again.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engines.config.rollout import RolloutConfig
+from engines.controller.process_log import log_tail, log_to
+from engines.errors import WorkerError
+from engines.rollout.base import Health, RolloutEngine, SleepLevel
+from engines.rollout.create import create_rollout_engine
+from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt, WeightSource
+from hardware.detection import check_planned, detect
+from infra.errors import DeadlineError, PipelineError
+from infra.plugins import import_external_modules
+
+T = TypeVar("T")
+NO_VERSION = -1
+START_DEADLINE_S = 600.0
+"""An engine that compiles or loads kernels takes minutes."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What a replica builds; plain data, so that it travels to its process.
+
+    Attributes:
+        serving_dir: Hugging Face directory that the engine reads its configuration from.
+        rollout: engine, capacity and options.
+        dtype: of the weights it serves.
+        platform: name for `hardware.detection.detect`.
+        device_kind: of `hardware.detection.check_planned`.
+        num_threads: CPU threads.
+        log_dir: where it writes `replica-<n>.log`.
+        resources: keyword arguments of `ray.remote` that reserve what one replica needs.
+    """
+
+    serving_dir: Path
+    rollout: RolloutConfig
+    dtype: str
+    platform: str
+    device_kind: str | None
+    num_threads: int
+    log_dir: Path
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+    def log_path(self, number: int) -> Path:
+        """The log file of a replica."""
+        return self.log_dir / f"replica-{number}.log"
+
+
+class ReplicaProcess:
+    """The class of the Ray actor; its methods run in one event loop, beside each other.
+
+    Args:
+        number: of this replica.
+        spec: what it builds.
+    """
+
+    def __init__(self, number: int, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._engine: RolloutEngine
+        log_to(spec.log_path(number))
+
+    async def build(self) -> None:
+        """Make the engine; not in the constructor, whose errors Ray wraps in a death."""
+        spec = self._spec
+        for broken in import_external_modules():
+            logger.warning("%s", broken)
+        torch.set_num_threads(spec.num_threads)
+        platform, _ = detect(spec.platform)
+        check_planned(platform, spec.platform, spec.device_kind)
+        self._engine = create_rollout_engine(
+            spec.rollout.engine, spec.serving_dir, spec.rollout, spec.dtype, platform
+        )
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
+        """See `RolloutEngine`, as the rest."""
+        async for completion in self._engine.generate(requests):
+            yield completion
+
+    async def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Await another of the engine's methods."""
+        return await getattr(self._engine, name)(*arguments)
+
+
+class RemoteReplica(RolloutEngine):
+    """See the module.
+
+    Args:
+        actor: handle of a `ReplicaProcess`.
+        number: of the replica.
+        log_path: of its process.
+    """
+
+    def __init__(self, actor: Any, number: int, log_path: Path) -> None:
+        self._actor = actor
+        self._number = number
+        self._log_path = log_path
+        self._version = NO_VERSION
+
+    @property
+    def version(self) -> int:
+        """See the base class; what this side knows of it."""
+        return self._version
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
+        """See the base class."""
+        method = self._actor.generate.options(num_returns="streaming")
+        stream = aiter(method.remote(requests))
+        while True:
+            try:
+                reference = await anext(stream)
+            except StopAsyncIteration:
+                return
+            yield await self._answer(reference)
+
+    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+        """See the base class."""
+        self._version = NO_VERSION
+        return await self._call("update_weights", source, version)
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """See the base class."""
+        await self._call("finish_update", version, digest)
+        self._version = version
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[tuple[float, ...]]:
+        """See the base class."""
+        return await self._call("score", sequences, temperature)
+
+    async def pause(self) -> None:
+        """See the base class."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        """See the base class."""
+        await self._call("resume")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See the base class."""
+        await self._call("abort", request_ids)
+
+    async def sleep(self, level: SleepLevel = "weights") -> None:
+        """See the base class."""
+        await self._call("sleep", level)
+        if level == "weights":
+            self._version = NO_VERSION
+
+    async def wake_up(self) -> None:
+        """See the base class."""
+        await self._call("wake_up")
+
+    async def health(self) -> Health:
+        """See the base class."""
+        return await self._call("health")
+
+    async def close(self) -> None:
+        """See the base class; its process ends."""
+        import ray
+
+        try:
+            await self._call("close")
+        except WorkerError as error:
+            logger.warning("a replica did not close by itself: %s", error)
+        finally:
+            ray.kill(self._actor)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await self._answer(self._actor.call.remote(name, arguments))
+
+    async def _answer(self, reference: Awaitable[T]) -> T:
+        with _told(self._number, self._log_path):
+            return await reference
+
+
+@contextmanager
+def _told(number: int, log_path: Path) -> Iterator[None]:
+    """Errors of Ray around a call of a replica, as what they stand for."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        yield
+    except RayActorError as error:
+        tail = log_tail(log_path, f"replica {number}")
+        raise WorkerError(f"replica {number}: its process died{tail}") from error
+    except RayTaskError as error:
+        cause = error.cause
+        if not isinstance(cause, PipelineError):
+            raise
+        cause.add_note(f"raised in replica {number}")
+        raise cause from None
+
+
+def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
+    """Start replicas and wait until each has built its engine. Ray must be connected.
+
+    Args:
+        spec: what each builds.
+        num_replicas: how many.
+
+    Returns:
+        The replicas; they serve nothing before their first weight update.
+
+    Raises:
+        WorkerError: one died while it started.
+        PipelineError: what an engine refused.
+        DeadlineError: the cluster had no room for them, or one took too long.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    remote: Any = ray.remote(max_restarts=0, max_task_retries=0, **spec.resources)(ReplicaProcess)
+    environment = {"OMP_NUM_THREADS": str(spec.num_threads)}
+    actors: list[Any] = [
+        remote.options(runtime_env={"env_vars": environment}).remote(number, spec)
+        for number in range(num_replicas)
+    ]
+    end = time.monotonic() + START_DEADLINE_S
+    try:
+        for number, built in enumerate([actor.build.remote() for actor in actors]):
+            with _told(number, spec.log_path(number)):
+                ray.get(built, timeout=max(0.0, end - time.monotonic()))
+    except BaseException as error:
+        for actor in actors:
+            ray.kill(actor)
+        if isinstance(error, GetTimeoutError):
+            wanted = f"{num_replicas} replicas of {dict(spec.resources)}"
+            room = f"the cluster has {ray.cluster_resources()}"
+            raise DeadlineError(f"{wanted} to start ({room})", START_DEADLINE_S) from None
+        raise
+    return [
+        RemoteReplica(actor, number, spec.log_path(number)) for number, actor in enumerate(actors)
+    ]

@@ -1,0 +1,110 @@
+"""Rollout engines in processes of their own, beside the ranks; on a real embedded cluster."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engines.algorithms.supervised import sft_loss_fn
+from engines.config.rollout import RolloutConfig
+from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.rollout import Rollout, ServedRollout
+from engines.controller.worker_group import WorkerGroup
+from engines.errors import WorkerError
+from engines.types import RolloutRequest, SamplingParams, TokenBatch
+from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
+from infra.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
+
+REQUESTS = [
+    RolloutRequest(f"p{i}", tuple(range(4, 7 + i)), SamplingParams(12), (i, i + 50, i + 100))
+    for i in range(5)
+]
+IDS = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]
+BATCH = TokenBatch.from_sequences(IDS, loss_mask=[[0, 0, *[1] * (len(x) - 2)] for x in IDS])
+
+
+@contextmanager
+def launched(
+    spec: PolicySpec, log_dir: Path, **rollout: Any
+) -> Iterator[tuple[WorkerGroup, Rollout]]:
+    log_dir.mkdir()
+    spec = replace(spec, rollout=RolloutConfig(timeout_s=60.0, **rollout))
+    with ExitStack() as stack:
+        workers, engines = launch_policy_with_rollout(spec, log_dir)
+        stack.enter_context(closing(workers))
+        stack.enter_context(closing(engines))
+        yield workers, engines
+
+
+def two_versions(workers: WorkerGroup, rollout: Rollout) -> list[Any]:
+    """What comes of a sync, samples, a step, another sync and samples."""
+    found: list[Any] = []
+    for version in (0, 7):
+        found.append(rollout.publish(version))
+        found.append(rollout.generate(REQUESTS))
+        found.append(workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn()).loss)
+    return found
+
+
+def test_engines_beside_the_ranks_sample_what_those_inside_do(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
+        expected = two_versions(workers, rollout)
+    assert expected[1] != expected[4]
+    with launched(policy_spec, tmp_path / "one", placement="disaggregated") as parts:
+        assert two_versions(*parts) == expected
+    several = {"placement": "disaggregated", "num_replicas": 2}
+    with launched(policy_spec, tmp_path / "two", **several) as (workers, rollout):
+        found = two_versions(workers, rollout)
+        assert isinstance(rollout, ServedRollout)
+        assert [health.version for health in rollout.health()] == [7, 7]
+    # Another batch rounds differently, by far less than what a draw notices here.
+    assert (found[0], found[3]) == (expected[0], expected[3])
+    tokens = [[[c.token_ids for c in row] for row in rows] for rows in (found[4], expected[4])]
+    assert tokens[0] == tokens[1]
+    assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{os.getpid()}-*"))
+
+
+def test_ranks_that_are_actors_send_to_replicas(policy_spec: PolicySpec, tmp_path: Path) -> None:
+    with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
+        expected = two_versions(workers, rollout)
+    training = policy_spec.training.model_copy(update={"num_workers": 2})
+    spec = replace(policy_spec, training=training)
+    with launched(spec, tmp_path / "beside", placement="disaggregated") as parts:
+        found = two_versions(*parts)
+    assert found[:2] == expected[:2]
+    assert found[2] == pytest.approx(expected[2], abs=1e-5)
+
+
+def test_an_engine_that_refuses_its_options_says_so(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    options = {"max_prefill_tokens": 0}
+    with (
+        pytest.raises(ConfigError, match="rollout.options.max_prefill_tokens"),
+        launched(policy_spec, tmp_path / "log", placement="disaggregated", options=options),
+    ):
+        pass
+
+
+def test_a_replica_that_dies_is_named(policy_spec: PolicySpec, tmp_path: Path) -> None:
+    with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (_, rollout):
+        rollout.publish(0)
+        (replica,) = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if "ray::ReplicaProcess" in " ".join(process.info["cmdline"] or [])
+        ]
+        os.kill(replica.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="replica 0: its process died"):
+            rollout.generate(REQUESTS)
