@@ -1,19 +1,20 @@
 """Starting the worker group of a policy, and what samples from it: here, or as Ray actors.
 
-Ray is imported only when more than one rank is asked for.
+Ray is imported only for what runs in processes of its own.
 """
 
-import functools
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engines.checkpoint.hub_names import served_float32_names
-from engines.config.rollout import RolloutConfig
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.rank_process import RayGroupOptions
@@ -21,10 +22,11 @@ from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.replica import ReplicaSpec, start_replicas
 from engines.controller.rollout import RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
+from engines.rollout.base import RolloutEngine
 from engines.rollout.create import create_rollout_engine
-from engines.weight_sync.in_process import new_transport
+from engines.weight_sync.base import Transport
+from engines.weight_sync.in_process import InProcessTransport
 from engines.weight_sync.shared_memory import open_transport
-from hardware.base import PlatformBase
 from hardware.detection import detect
 from infra.errors import DeadlineError
 from infra.job_environments import is_inside
@@ -66,7 +68,7 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         collective_timeout_s=timeout_s,
         timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
     )
-    return RayWorkerGroup(functools.partial(PolicyWorker, spec), options)
+    return RayWorkerGroup(partial(PolicyWorker, spec), options)
 
 
 def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerGroup, Rollout]:
@@ -87,44 +89,58 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
     rollout, training = spec.rollout, spec.training
     if rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
-    dtype = rollout.dtype or training.dtype
-    platform, _ = detect(spec.platform)
-    if rollout.placement == "disaggregated":
-        return _launch_beside(spec, rollout, dtype, platform, log_dir)
-    if training.num_workers > 1:
+    if rollout.placement == "colocated" and training.num_workers > 1:
         workers = launch_policy_group(spec, log_dir)
         return workers, RankRollout(workers)
-    # First, because it costs nothing and may refuse.
-    engine = create_rollout_engine(rollout.engine, spec.serving_dir, rollout, dtype, platform)
-    workers = launch_policy_group(replace(spec, rollout=None), log_dir)
-    transports = new_transport(spec.serving_dir, dtype, rollout.timeout_s)
-    return workers, ServedRollout([engine], rollout.timeout_s, workers, transports)
-
-
-def _launch_beside(
-    spec: PolicySpec, rollout: RolloutConfig, dtype: str, platform: PlatformBase, log_dir: Path
-) -> tuple[WorkerGroup, Rollout]:
-    """Engines in processes of their own, which get their weights through shared memory."""
-    connect_ray()
-    replicas = start_replicas(
+    # First, because it may refuse.
+    engines, transports = launch_engines(
         ReplicaSpec(
             serving_dir=spec.serving_dir,
             rollout=rollout,
-            dtype=dtype,
+            dtype=rollout.dtype or training.dtype,
             platform=spec.platform,
             device_kind=spec.device_kind,
-            num_threads=spec.training.num_threads,
+            num_threads=training.num_threads,
             log_dir=log_dir,
-            resources=platform.ray_resource_options(1),
-        ),
-        rollout.num_replicas,
+        )
     )
     workers = launch_policy_group(replace(spec, rollout=None), log_dir)
-    float32_names = served_float32_names(spec.serving_dir, getattr(torch, dtype))
-    transports = functools.partial(
-        open_transport, dtype, float32_names, rollout.num_replicas, rollout.timeout_s
+    return workers, ServedRollout(engines, rollout.timeout_s, workers, transports)
+
+
+def launch_engines(
+    spec: ReplicaSpec,
+) -> tuple[Sequence[RolloutEngine], Callable[[], Transport]]:
+    """Start rollout engines: one in this process, or replicas in processes of their own.
+
+    Args:
+        spec: what to build.
+
+    Returns:
+        The engines, without weights, and what makes a transport that reaches all of them.
+
+    Raises:
+        ConfigError: the engine cannot serve that model, dtype or those options.
+        WorkerError: a replica died while it started.
+        DeadlineError: the cluster had no room for the replicas, or one took too long.
+    """
+    rollout = spec.rollout
+    platform, _ = detect(spec.platform)
+    names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
+    if rollout.placement == "colocated":
+        engine = create_rollout_engine(
+            rollout.engine, spec.serving_dir, rollout, spec.dtype, platform
+        )
+        return [engine], partial(InProcessTransport, spec.dtype, rollout.timeout_s, names)
+    interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
+    connect_ray()
+    replicas = start_replicas(
+        replace(spec, interpreter=interpreter, resources=platform.ray_resource_options(1)),
+        rollout.num_replicas,
     )
-    return workers, ServedRollout(replicas, rollout.timeout_s, workers, transports)
+    return replicas, partial(
+        open_transport, spec.dtype, names, rollout.num_replicas, rollout.timeout_s
+    )
 
 
 def connect_ray() -> None:

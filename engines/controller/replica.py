@@ -47,6 +47,7 @@ class ReplicaSpec:
         num_threads: CPU threads.
         log_dir: where it writes `replica-<n>.log`.
         resources: keyword arguments of `ray.remote` that reserve what one replica needs.
+        interpreter: Python of the engine's job environment; None: as its starter.
     """
 
     serving_dir: Path
@@ -57,6 +58,7 @@ class ReplicaSpec:
     num_threads: int
     log_dir: Path
     resources: Mapping[str, Any] = field(default_factory=dict)
+    interpreter: Path | None = None
 
     def log_path(self, number: int) -> Path:
         """The log file of a replica."""
@@ -227,10 +229,11 @@ def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
     from ray.exceptions import GetTimeoutError
 
     remote: Any = ray.remote(max_restarts=0, max_task_retries=0, **spec.resources)(ReplicaProcess)
-    environment = {"OMP_NUM_THREADS": str(spec.num_threads)}
+    runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
+    if spec.interpreter is not None:
+        runtime["py_executable"] = str(spec.interpreter)
     actors: list[Any] = [
-        remote.options(runtime_env={"env_vars": environment}).remote(number, spec)
-        for number in range(num_replicas)
+        remote.options(runtime_env=runtime).remote(number, spec) for number in range(num_replicas)
     ]
     end = time.monotonic() + START_DEADLINE_S
     try:

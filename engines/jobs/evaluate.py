@@ -15,19 +15,19 @@ from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
+from engines.controller.launch import launch_engines
+from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.create import create_rollout_engine
 from engines.rollout.service import RolloutService
 from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
-from engines.weight_sync.in_process import new_transport
 
 DEFAULT_DTYPE = "float32"
 EVALUATION_DEADLINE_S = 7200.0
@@ -40,7 +40,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            platform = prepare_torch(config.hardware, config.num_threads, context.journal.log)
+            prepare_torch(config.hardware, config.num_threads, context.journal.log)
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)
             prompts = prompts_within(
@@ -49,18 +49,21 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 context_length(served.hf_dir),
                 config.evaluation.answer_length,
             )
-            dtype = config.rollout.dtype or DEFAULT_DTYPE
-            engine = create_rollout_engine(
-                config.rollout.engine, served.hf_dir, config.rollout, dtype, platform
+            engines, new_transport = launch_engines(
+                ReplicaSpec(
+                    serving_dir=served.hf_dir,
+                    rollout=config.rollout,
+                    dtype=config.rollout.dtype or DEFAULT_DTYPE,
+                    platform=config.hardware.platform,
+                    device_kind=config.hardware.device_kind,
+                    num_threads=config.num_threads,
+                    log_dir=context.attempt_dir,
+                )
             )
             service = stack.enter_context(
-                closing(RolloutService([engine], config.rollout.timeout_s))
+                closing(RolloutService(engines, config.rollout.timeout_s))
             )
-            service.sync(
-                new_transport(served.hf_dir, dtype, config.rollout.timeout_s)(),
-                lambda transport: transport.send(served.weights),
-                served.num_steps,
-            )
+            service.sync(new_transport(), lambda to: to.send(served.weights), served.num_steps)
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
         evaluation = _run(context, service.generate, evaluator)
