@@ -8,15 +8,47 @@ Not promised: the order of completions. The engine knows nothing of text, reward
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal
 
 from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt, WeightSource
+
+SleepLevel = Literal["kv", "weights"]
+
+
+class Capability(Enum):
+    """What an engine may be able to do beyond the contract; `rlhf engines` tells it."""
+
+    PREFIX_CACHE = "prefix_cache"
+    """Keeps keys and values of prompts between requests: a sync has to forget them."""
+    SLEEP_FREES_MEMORY = "sleep_frees_memory"
+    """`sleep` gives memory back; otherwise it only refuses to sample."""
+    SHARED_MEMORY = "shared_memory"
+    """Takes its weights in processes of its own: the source must be readable there."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What an engine says of itself, also while it generates.
+
+    Attributes:
+        can_serve: whether a request would be sampled now.
+        version: of the weights it serves; -1 for none.
+        num_running: samples in flight.
+    """
+
+    can_serve: bool
+    version: int
+    num_running: int
 
 
 class RolloutEngine(ABC):
-    """One rollout engine on one worker. Calls come from a single asyncio loop."""
+    """One rollout engine on one worker. All calls come from one and the same asyncio loop."""
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
     @property
     @abstractmethod
@@ -40,7 +72,7 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    async def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> str:
+    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """Take new weights by Hugging Face name, to be served as `version`.
 
         Streams: holds at most one incoming tensor at a time beside its own copy. Requests in
@@ -48,15 +80,14 @@ class RolloutEngine(ABC):
         until `finish_update` the engine refuses to sample, also after an error.
 
         Args:
-            tensors: (name, full tensor) of every parameter, tied ones once, in the engine's dtype.
+            source: every parameter, tied ones once, in the engine's dtype.
             version: number of the weights, 0 or more.
 
         Returns:
-            The digest of the weights as the engine now holds them
-            (`engines.checksum.combine`), for the sender to compare with its own.
+            What the engine now holds, for the sender to compare with what it sent.
 
         Raises:
-            WeightSyncError: a name is unknown, missing, repeated, or has another shape.
+            WeightSyncError: a name is unknown, missing, repeated, or has another shape or dtype.
         """
 
     @abstractmethod
@@ -73,6 +104,23 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[tuple[float, ...]]:
+        """Logprobs of given tokens under the weights that are served: the probe after a sync.
+
+        Args:
+            sequences: token ids, at least two each.
+            temperature: of the distribution, above 0.
+
+        Returns:
+            For each sequence the logprob of every token but its first.
+
+        Raises:
+            RolloutError: no confirmed weights.
+        """
+
+    @abstractmethod
     async def pause(self) -> None:
         """Stop sampling between two tokens; requests in flight keep their state."""
 
@@ -85,16 +133,21 @@ class RolloutEngine(ABC):
         """End requests now (None: all); their partial samples come out as `abort`."""
 
     @abstractmethod
-    async def sleep(self) -> None:
-        """Free device memory; weights must be updated again after `wake_up`."""
+    async def sleep(self, level: SleepLevel = "weights") -> None:
+        """Give device memory back; what is in flight must have been drained or aborted.
+
+        Args:
+            level: `kv` the cache only, serving goes on after `wake_up`; `weights` everything,
+                they must be updated again after `wake_up`.
+        """
 
     @abstractmethod
     async def wake_up(self) -> None:
         """Undo `sleep`."""
 
     @abstractmethod
-    async def health(self) -> bool:
-        """Whether the engine can serve now."""
+    async def health(self) -> Health:
+        """What the engine says of itself."""
 
     @abstractmethod
     async def close(self) -> None:
