@@ -156,6 +156,9 @@ VLLM_LOGGING_STREAM = EnvVar("VLLM_LOGGING_STREAM", None, "ext://sys.stderr: vLL
 VLLM_WORKER_MULTIPROC_METHOD = EnvVar(
     "VLLM_WORKER_MULTIPROC_METHOD", None, "spawn: a fork would copy the threads of Ray and torch"
 )
+VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS = EnvVar(
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None, "1: a worker on a CPU waits for its end in vain"
+)
 VLLM_ASCEND_ENABLE_NZ = EnvVar(
     "VLLM_ASCEND_ENABLE_NZ", None, "0 keeps weights on Ascend in a layout that can be reloaded"
 )

@@ -60,7 +60,7 @@ class VllmEngine(RolloutEngine):
         self._layout = read_layout(hf_dir)
         self._dtype = dtype
         self._timeout_s = rollout.timeout_s
-        self._llm = launch.start(hf_dir, rollout, dtype, platform, self._layout.context_length)
+        self._llm = launch.start(hf_dir, rollout, dtype, platform, self._layout)
         config = self._llm.vllm_config
         self._context_length: int = config.model_config.max_model_len
         self._frees_memory = launch.sleep_frees_memory()
@@ -237,6 +237,7 @@ class VllmEngine(RolloutEngine):
         tasks = [sample.task for sample in self._samples if sample.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        self._llm = None  # its destructor fails when it comes at the end of the process
 
     def _can_serve(self) -> bool:
         serves = self._version != NO_VERSION and not self._asleep and not self._closed

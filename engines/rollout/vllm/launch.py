@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config.rollout import RolloutConfig
+from engines.rollout.vllm.model_layout import ModelLayout
 from engines.rollout.vllm.options import VllmOptions
 from hardware.base import PlatformBase
 from infra import env
@@ -21,7 +22,7 @@ _FIELD = "rollout.options"
 
 
 def start(
-    hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, context_length: int
+    hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, layout: ModelLayout
 ) -> Any:
     """Start vLLM's processes and wait until they can take requests.
 
@@ -30,7 +31,7 @@ def start(
         rollout: capacity and options.
         dtype: `float32` or `bfloat16`.
         platform: where it shall run.
-        context_length: of the model.
+        layout: of the model.
 
     Returns:
         An `AsyncLLM` with random weights.
@@ -50,7 +51,7 @@ def start(
             f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
             f"platform is {platform.device_name}; install the build for it",
         )
-    arguments = engine_arguments(options, rollout.max_num_sequences, context_length)
+    arguments = engine_arguments(options, rollout.max_num_sequences, layout)
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
     if unknown:
         raise ConfigError(
@@ -68,14 +69,14 @@ def start(
 
 
 def engine_arguments(
-    options: VllmOptions, max_num_sequences: int, context_length: int
+    options: VllmOptions, max_num_sequences: int, layout: ModelLayout
 ) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs`, without model and dtype.
 
     Args:
         options: of the user.
         max_num_sequences: decoded together.
-        context_length: of the model; what is served may be shorter.
+        layout: of the model.
 
     Returns:
         Arguments by name.
@@ -83,9 +84,12 @@ def engine_arguments(
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    max_model_len = min(options.max_model_len or context_length, context_length)
+    max_model_len = min(options.max_model_len or layout.context_length, layout.context_length)
     kv_cache_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     return {
+        # vLLM goes by the name of the class, which a bare configuration lacks.
+        "hf_overrides": {"architectures": [layout.architecture]},
+        "runner": "generate",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
@@ -128,6 +132,7 @@ def _set_environment(platform: PlatformBase) -> None:
     for variable, value in (
         (env.VLLM_WORKER_MULTIPROC_METHOD, "spawn"),
         (env.VLLM_NO_USAGE_STATS, "1"),
+        (env.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, "1"),
         (env.HF_HUB_OFFLINE, "1"),
         (env.VLLM_LOGGING_LEVEL, env.VLLM_LOGGING_LEVEL.get() or "WARNING"),
         (env.VLLM_LOGGING_STREAM, env.VLLM_LOGGING_STREAM.get() or "ext://sys.stderr"),

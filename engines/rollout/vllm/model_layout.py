@@ -23,6 +23,7 @@ class ModelLayout:
     """One model.
 
     Attributes:
+        architecture: class of it, for a configuration that does not name it.
         tensors: shape of every tensor on disk, tied ones once.
         tied: names of parameters that share their memory with one of them.
         vocab_size: token ids are below this.
@@ -30,6 +31,7 @@ class ModelLayout:
         eos_token_ids: what ends a sample.
     """
 
+    architecture: str
     tensors: dict[str, tuple[int, ...]]
     tied: frozenset[str]
     vocab_size: int
@@ -67,6 +69,7 @@ def read_layout(hf_dir: Path) -> ModelLayout:
     own = dict(model.named_parameters())
     limit = rotary_limit(config.to_dict())
     return ModelLayout(
+        architecture=type(model).__name__,
         tensors={name: slot.size for name, slot in hub_slots(model).items()},
         tied=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)) - own.keys(),
         vocab_size=config.vocab_size,
