@@ -1,4 +1,4 @@
-"""The contract of a rollout engine: `pytest --pyargs rlhf.testing.test_rollout_engine --engine NAME`.
+"""The contract of a rollout engine, the one that `--engine` names.
 
 Run it in the environment where the engine's library is installed. Uses the public interface alone
 and models of a few thousand parameters, tied and untied. Covered: parity of logprobs with a plain
@@ -45,7 +45,11 @@ SHORT_TIMEOUT_S = 20.0
 MAX_LOGPROB_DIFFERENCE = 1e-4
 WRONG_BY = 1e-2
 """A wrong weight shows by more than this; rounding stays below the other bound."""
-OPTIONS = {"vllm": {"kv_cache_bytes": 2**26}}
+OPTIONS = {
+    # A budget that makes prompts wait for each other.
+    "transformers": {"max_prefill_tokens": CONTEXT_LENGTH},
+    "vllm": {"max_prefill_tokens": CONTEXT_LENGTH, "kv_cache_bytes": 2**26},
+}
 FAULTS = {"vllm": "vllm.head_refresh=nan@2,vllm.prefix_reset=nan@3"}
 """What breaks the second and the third update of an engine, by its name."""
 
@@ -122,10 +126,12 @@ def served(request, engine_name, tmp_path_factory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RLHF_FAULTS", raising=False)
         made = Served(engine_name, request.param == "tied", directory, TIMEOUT_S)
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and made.tied:
+    if made.tied:
         can = ", ".join(sorted(c.value for c in made.engine.capabilities)) or "nothing more"
-        reporter.write_line(f"{engine_name} on {CPUPlatform.device_name}: {can}")
+        with request.config.pluginmanager.get_plugin(
+            "capturemanager"
+        ).global_and_fixture_disabled():
+            print(f"{engine_name} on {CPUPlatform.device_name}: {can}")
     yield made
     made.close()
 
@@ -219,7 +225,7 @@ def test_distributions_may_be_mixed_in_one_batch(served):
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_update_of_one_part_is_served_whole(served, group):
     if group == "head" and served.tied:
-        pytest.skip("the head is the embedding")
+        group = "embedding"  # one tensor, in two places
     made = model(served.tied, 3)
     served.send(made, 0)
     assert served.parity(made) <= MAX_LOGPROB_DIFFERENCE
@@ -244,7 +250,10 @@ def test_an_update_that_is_not_whole_is_refused_and_the_next_one_works(served):
     if served.tied:
         bad["tied name"] = {**good, "lm_head.weight": good["model.embed_tokens.weight"].clone()}
     for tensors in bad.values():
-        with pytest.raises(WeightSyncError, match="lm_head" if "lm_head.weight" in tensors and served.tied else "up_proj"):
+        with pytest.raises(
+            WeightSyncError,
+            match="lm_head" if "lm_head.weight" in tensors and served.tied else "up_proj",
+        ):
             served.run(served.engine.update_weights(served.source(tensors), 1))
         with pytest.raises(RolloutError):
             served.generate(requests())
@@ -453,19 +462,23 @@ def test_sleep_of_the_cache_keeps_the_weights(served):
 
 
 def test_the_parity_above_sees_a_stale_head_and_a_stale_cache(faulty):
-    if faulty.name not in FAULTS:
-        pytest.skip(f"no fault points in {faulty.name}")
+    def shows(difference: float) -> bool:
+        """Without fault points the same updates have to be served rightly."""
+        if faulty.name in FAULTS:
+            return difference > WRONG_BY
+        return difference <= MAX_LOGPROB_DIFFERENCE
+
     made = model(True, 1)
     faulty.send(made, 0)
     assert faulty.parity(made) <= MAX_LOGPROB_DIFFERENCE
     made = changed(made, "embedding", 2)
     faulty.send(made, 1)  # every call says that all is well
-    assert faulty.parity(made) > WRONG_BY
+    assert shows(faulty.parity(made))
     made = changed(made, "projections", 3)
     faulty.send(made, 2)
     short = requests()[:1]
     assert largest_difference(made, short, faulty.generate(short)) <= MAX_LOGPROB_DIFFERENCE
-    assert faulty.parity(made) > WRONG_BY
+    assert shows(faulty.parity(made))
     faulty.send(made, 3)
     assert faulty.parity(made) <= MAX_LOGPROB_DIFFERENCE
 

@@ -20,14 +20,10 @@ from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
 from engines.rollout.request_check import check_request
 from engines.rollout.vllm import launch
+from engines.rollout.vllm.in_flight import InFlight
 from engines.rollout.vllm.model_layout import read_layout
 from engines.rollout.vllm.scoring import score_sequence
-from engines.rollout.vllm.translation import (
-    RunningSample,
-    check_temperature,
-    completion,
-    sampling_params,
-)
+from engines.rollout.vllm.translation import check_temperature
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from engines.weight_sync.wire import source_to_json
@@ -60,7 +56,7 @@ class VllmEngine(RolloutEngine):
         self._layout = read_layout(hf_dir)
         self._dtype = dtype
         self._timeout_s = rollout.timeout_s
-        self._llm = launch.start(hf_dir, rollout, dtype, platform, self._layout)
+        self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, self._layout)
         config = self._llm.vllm_config
         self._context_length: int = config.model_config.max_model_len
         self._frees_memory = launch.sleep_frees_memory()
@@ -70,9 +66,8 @@ class VllmEngine(RolloutEngine):
         }
         # Of this very engine: they depend on its options and its platform.
         self.capabilities = VllmEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
-        self._samples: set[RunningSample] = set()
-        self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
-        self._numbers = itertools.count()
+        self._in_flight = InFlight(self._llm, self._layout.eos_token_ids, rollout.timeout_s)
+        self._score_numbers = itertools.count()
         self._num_scoring = 0
         self._version = NO_VERSION
         self._pending: tuple[int, str] | None = None
@@ -90,19 +85,14 @@ class VllmEngine(RolloutEngine):
         From the call on they are in line, and their ids taken until the completions are out.
         """
         self._check_can_serve()
-        seen = {sample.request.request_id for sample in self._samples}
+        seen = self._in_flight.request_ids
         for request in requests:
             check_request(request, self._context_length, self._layout.vocab_size)
             check_temperature(request)
             if request.request_id in seen:
                 raise RolloutError(f"{request.request_id}: a request of that id is in flight")
             seen.add(request.request_id)
-        call = next(self._numbers)
-        self._calls[call] = asyncio.Queue()
-        for request in requests:
-            for index in range(request.num_samples):
-                self._start(RunningSample(request, index, f"{call}/{index}/{request.request_id}", call))
-        return self._stream(call, requests)
+        return self._in_flight.start(requests)
 
     async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
@@ -110,17 +100,20 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(self._refusal())
         if version < 0:
             raise WeightSyncError(f"version: got {version}; need 0 or more")
-        if self._num_scoring or (self._samples and not self._paused):
+        if self._num_scoring or (self._in_flight and not self._paused):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
-        order = json.dumps({
-            "source": source_to_json(source),
-            "shapes": self._layout.tensors,
-            "tied": sorted(self._layout.tied),
-            "dtype": self._dtype,
-        })
+        order = json.dumps(
+            {
+                "source": source_to_json(source),
+                "shapes": self._layout.tensors,
+                "tied": sorted(self._layout.tied),
+                "dtype": self._dtype,
+            }
+        )
         self._version, self._pending = NO_VERSION, None
         replies = await self._wait(
-            self._llm.collective_rpc("receive_weights", args=(order,)), "the workers to load weights"
+            self._llm.collective_rpc("receive_weights", args=(order,)),
+            "the workers to load weights",
         )
         receipt = _agreed(replies)
         if not fault("vllm.prefix_reset"):
@@ -146,11 +139,7 @@ class VllmEngine(RolloutEngine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
-        """See the base class. Any temperature but 1 takes the logprobs of the whole vocabulary.
-
-        Raises:
-            RolloutError: no confirmed weights, paused, or a sequence that fills the context.
-        """
+        """See the base class. Refused while paused, and for a sequence that fills the context."""
         self._check_can_serve()
         if self._paused:
             raise RolloutError("vLLM computes nothing while it is paused; resume it first")
@@ -163,7 +152,9 @@ class VllmEngine(RolloutEngine):
         try:
             return [
                 await self._wait(
-                    score_sequence(self._llm, ids, temperature, f"score/{next(self._numbers)}"),
+                    score_sequence(
+                        self._llm, ids, temperature, f"score/{next(self._score_numbers)}"
+                    ),
                     "vLLM to score a sequence",
                 )
                 for ids in sequences
@@ -190,20 +181,13 @@ class VllmEngine(RolloutEngine):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See the base class."""
-        wanted = None if request_ids is None else set(request_ids)
-        hit = [s for s in self._samples if wanted is None or s.request.request_id in wanted]
-        for sample in hit:
-            sample.aborted = True
-        if hit:
-            await self._wait(self._llm.abort([s.vllm_id for s in hit]), "vLLM to abort")
+        vllm_ids = self._in_flight.mark_aborted(request_ids)
+        if vllm_ids:
+            await self._wait(self._llm.abort(vllm_ids), "vLLM to abort")
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
-        """See the base class. Nothing is sampled before `wake_up`, of whichever level.
-
-        Raises:
-            RolloutError: samples are in flight.
-        """
-        if self._samples:
+        """See the base class. Of either level nothing is sampled before `wake_up`."""
+        if self._in_flight:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         await self.wake_up()
         if level == "weights":
@@ -225,7 +209,7 @@ class VllmEngine(RolloutEngine):
 
     async def health(self) -> Health:
         """See the base class."""
-        return Health(self._can_serve(), self._version, len(self._samples))
+        return Health(self._can_serve(), self._version, len(self._in_flight))
 
     async def close(self) -> None:
         """See the base class. What is in flight comes out as `abort`."""
@@ -234,8 +218,7 @@ class VllmEngine(RolloutEngine):
         if not self._llm.errored:
             await self.abort()
         self._closed = True
-        tasks = [sample.task for sample in self._samples if sample.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._in_flight.close()
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         self._llm = None  # its destructor fails when it comes at the end of the process
 
@@ -267,65 +250,6 @@ class VllmEngine(RolloutEngine):
             raise DeadlineError(what, self._timeout_s) from None
         except EngineDeadError as error:
             raise RolloutError(f"vLLM died while we waited for {what}") from error
-
-    async def _stream(
-        self, call: int, requests: Sequence[RolloutRequest]
-    ) -> AsyncIterator[Completion]:
-        queue = self._calls[call]
-        num_open = sum(request.num_samples for request in requests)
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            while num_open:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        item = await queue.get()
-                except TimeoutError:
-                    what = f"{num_open} samples of {len(requests)} requests"
-                    raise DeadlineError(what, self._timeout_s) from None
-                if isinstance(item, RolloutError):
-                    raise item
-                num_open -= 1
-                yield item
-        finally:
-            del self._calls[call]
-            for sample in self._samples:
-                if sample.call == call and sample.task is not None:
-                    sample.task.cancel()  # vLLM aborts a request that nobody waits for
-
-    def _start(self, sample: RunningSample) -> None:
-        """Put a sample in line."""
-        self._samples.add(sample)
-        sample.task = asyncio.get_running_loop().create_task(self._run(sample))
-
-        def ended(task: "asyncio.Task[None]") -> None:
-            self._samples.discard(sample)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                failure = RolloutError(f"sampling failed: {error}")
-                failure.__cause__ = error
-                self._deliver(sample, failure)
-
-        sample.task.add_done_callback(ended)
-
-    async def _run(self, sample: RunningSample) -> None:
-        """Let vLLM sample it; up to where vLLM knows of it nothing else runs."""
-        from vllm.inputs.engine import tokens_input
-
-        if sample.aborted:
-            result = sample.empty()
-        else:
-            prompt = tokens_input(list(sample.request.prompt_ids))
-            params = sampling_params(sample, sorted(self._layout.eos_token_ids))
-            final: Any = None
-            async for final in self._llm.generate(prompt, params, sample.vllm_id):
-                pass
-            result = completion(sample, final.outputs[0])
-        self._samples.discard(sample)
-        self._deliver(sample, result)
-
-    def _deliver(self, sample: RunningSample, item: Completion | RolloutError) -> None:
-        queue = self._calls.get(sample.call)
-        if queue is not None:
-            queue.put_nowait(item)
 
 
 def _agreed(replies: Sequence[str]) -> Receipt:

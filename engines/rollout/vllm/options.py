@@ -7,10 +7,10 @@ from pydantic import Field, field_validator
 from engines.config.base import StrictModel
 
 SET_BY_US = frozenset({
-    "block_size", "disable_log_stats", "dtype", "enable_chunked_prefill",
-    "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "generation_config",
-    "gpu_memory_utilization", "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode",
-    "max_logprobs", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "runner", "seed",
+    "block_size", "disable_log_stats", "dtype", "enable_chunked_prefill", "enable_prefix_caching",
+    "enable_sleep_mode", "enforce_eager", "generation_config", "gpu_memory_utilization",
+    "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_logprobs",
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "runner", "seed",
     "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
     "worker_extension_cls",
 })  # fmt: skip

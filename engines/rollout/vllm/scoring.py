@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from engines.rollout.vllm.translation import last
+
 
 async def score_sequence(
     llm: Any, ids: Sequence[int], temperature: float, vllm_id: str
@@ -26,9 +28,8 @@ async def score_sequence(
     Returns:
         One logprob less than there are tokens.
     """
-    from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0.0,
@@ -38,9 +39,7 @@ async def score_sequence(
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    final: Any = None
-    async for final in llm.generate(tokens_input(list(ids)), params, vllm_id):
-        pass
+    final = await last(llm.generate(tokens_input(list(ids)), params, vllm_id))
     rows = zip(final.prompt_logprobs[1:], ids[1:], strict=True)
     if temperature == 1:
         return tuple(row[token].logprob for row, token in rows)

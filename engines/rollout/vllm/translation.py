@@ -6,7 +6,7 @@ Does not promise the same tokens for a seed as another engine: vLLM has random s
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,8 @@ def vllm_seed(seed: int) -> int:
 
 
 def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
-    """vLLM's parameters of one sample: one completion, whole, as token ids."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    """Parameters for vLLM of one sample: one completion, whole, as token ids."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = sample.request.sampling
     return SamplingParams(
@@ -76,6 +75,14 @@ def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
         stop_token_ids=list(eos_token_ids),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+async def last(outputs: AsyncIterator[Any]) -> Any:
+    """The final output of one vLLM request, the only one of its kind that we ask for."""
+    found: Any = None
+    async for output in outputs:
+        found = output
+    return found
 
 
 def completion(sample: RunningSample, output: Any) -> Completion:

@@ -53,19 +53,19 @@ class WorkerExtension:
         except (PipelineError, *_VLLM_REFUSALS) as error:
             kind = "" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: "
             return json.dumps({"error": f"{kind}{error}"})
-        return json.dumps({
-            "digest": combine(incoming.checksums.items()),
-            "num_tensors": len(incoming.checksums),
-            "num_bytes": incoming.num_bytes,
-        })
+        return json.dumps(
+            {
+                "digest": combine(incoming.checksums.items()),
+                "num_tensors": len(incoming.checksums),
+                "num_bytes": incoming.num_bytes,
+            }
+        )
 
 
 class _Incoming:
     """Checks tensors on their way into the model, and remembers what passed."""
 
-    def __init__(
-        self, shapes: Mapping[str, list[int]], tied: set[str], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, list[int]], tied: set[str], dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._tied = tied
         self._dtype = dtype
