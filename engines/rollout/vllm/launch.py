@@ -51,6 +51,13 @@ def start(
             f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
             f"platform is {platform.device_name}; install the build for it",
         )
+    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
+        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
+        raise ConfigError(
+            "rollout.engine",
+            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
+            "they are updated on a CPU; choose transformers",
+        )
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
     if unknown:
