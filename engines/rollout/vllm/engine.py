@@ -10,7 +10,6 @@ Not promised: the same tokens for a seed as another engine draws; a quick start 
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from engines.rollout.vllm.in_flight import InFlight
 from engines.rollout.vllm.model_layout import read_layout
 from engines.rollout.vllm.scoring import score_sequence
 from engines.rollout.vllm.translation import check_temperature
+from engines.rollout.vllm.weight_order import agreed, order_of
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
-from engines.weight_sync.wire import source_to_json
 from hardware.base import PlatformBase
 from infra.errors import DeadlineError
 from infra.faults import fault
@@ -102,20 +101,13 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(f"version: got {version}; need 0 or more")
         if self._num_scoring or (self._in_flight and not self._paused):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
-        order = json.dumps(
-            {
-                "source": source_to_json(source),
-                "shapes": self._layout.tensors,
-                "tied": sorted(self._layout.tied),
-                "dtype": self._dtype,
-            }
-        )
+        order = order_of(source, self._layout, self._dtype)
         self._version, self._pending = NO_VERSION, None
         replies = await self._wait(
             self._llm.collective_rpc("receive_weights", args=(order,)),
             "the workers to load weights",
         )
-        receipt = _agreed(replies)
+        receipt = agreed(replies)
         if not fault("vllm.prefix_reset"):
             # Of samples that are paused, too: what they hold was computed by the old weights.
             await self._wait(self._llm.reset_prefix_cache(True), "vLLM to forget its cache")
@@ -250,15 +242,3 @@ class VllmEngine(RolloutEngine):
             raise DeadlineError(what, self._timeout_s) from None
         except EngineDeadError as error:
             raise RolloutError(f"vLLM died while we waited for {what}") from error
-
-
-def _agreed(replies: Sequence[str]) -> Receipt:
-    """The receipt that all workers gave; an error of one is the error of the update."""
-    receipts: set[Receipt] = set()
-    for reply in map(json.loads, replies):
-        if "error" in reply:
-            raise WeightSyncError(reply["error"])
-        receipts.add(Receipt(**reply))
-    if len(receipts) != 1:
-        raise WeightSyncError(f"vLLM's workers hold {len(receipts)} different sets of weights")
-    return receipts.pop()

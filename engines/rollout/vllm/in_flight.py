@@ -26,7 +26,7 @@ class InFlight:
     """
 
     def __init__(self, llm: Any, eos_token_ids: frozenset[int], timeout_s: float) -> None:
-        self._llm = llm
+        self._llm: Any = llm
         self._eos_token_ids = sorted(eos_token_ids)
         self._timeout_s = timeout_s
         self._samples: set[RunningSample] = set()

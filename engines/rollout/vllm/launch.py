@@ -45,19 +45,7 @@ def start(
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if current_platform.device_type != platform.device_name:
-        raise ConfigError(
-            "rollout.engine",
-            f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
-            f"platform is {platform.device_name}; install the build for it",
-        )
-    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
-        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
-        raise ConfigError(
-            "rollout.engine",
-            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
-            "they are updated on a CPU; choose transformers",
-        )
+    _check_device(platform, layout)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
     if unknown:
@@ -123,6 +111,25 @@ def engine_arguments(
         "enable_prefix_caching": options.enable_prefix_caching,
         "enable_sleep_mode": sleep_frees_memory(),
     }
+
+
+def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
+    """Refuse what the installed vLLM would compute elsewhere, or wrongly."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != platform.device_name:
+        raise ConfigError(
+            "rollout.engine",
+            f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
+            f"platform is {platform.device_name}; install the build for it",
+        )
+    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
+        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
+        raise ConfigError(
+            "rollout.engine",
+            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
+            "they are updated on a CPU; choose transformers",
+        )
 
 
 def sleep_frees_memory() -> bool:
