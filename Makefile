@@ -16,7 +16,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks races contracts lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks races contracts contracts-rollout lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -58,6 +58,12 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 	  $(MAKE) env-$$name; \
 	  .envs/$$name/bin/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $$name \
 	    -m "$(ENVIRONMENT_TIER)" $(ARGS); done
+
+contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in its own environment
+	$(BIN)/python -m pytest --pyargs rlhf.testing.test_rollout_engine --engine transformers $(ARGS)
+	$(MAKE) env-vllm
+	OMP_NUM_THREADS=1 .envs/vllm/bin/python -m pytest --pyargs rlhf.testing.test_rollout_engine \
+	  --engine vllm $(ARGS)
 
 # Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...
 env-%: .envs/%/.installed ;

@@ -94,6 +94,10 @@ class CPUPlatform(PlatformBase):
         """So many cores."""
         return {"num_cpus": num_devices}
 
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Threads go where the system puts them: training runs on the same cores."""
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
     def library_scope(self, library: str) -> AbstractContextManager[None]:
         """Megatron-Core and TorchTitan expect CUDA in places; on a CPU those are stood in for."""
         if library == "megatron":

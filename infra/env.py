@@ -7,7 +7,7 @@ for the few variables that a library reads when it loads, and is called before t
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +141,30 @@ MLFLOW_DISABLE_TELEMETRY = EnvVar(
     "MLFLOW_DISABLE_TELEMETRY", None, "true keeps MLflow from phoning home"
 )
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", None, "threads of OpenMP, read when torch loads")
+TORCHDYNAMO_DISABLE = EnvVar(
+    "TORCHDYNAMO_DISABLE", None, "1 spares a rollout engine the compilation of its sampler"
+)
+VLLM_CPU_KVCACHE_SPACE = EnvVar(
+    "VLLM_CPU_KVCACHE_SPACE", None, "removed by us: it overrules rollout.options.kv_cache_bytes"
+)
+VLLM_CPU_OMP_THREADS_BIND = EnvVar(
+    "VLLM_CPU_OMP_THREADS_BIND", None, "nobind: vLLM leaves the choice of cores to the system"
+)
+VLLM_NO_USAGE_STATS = EnvVar("VLLM_NO_USAGE_STATS", None, "1 keeps vLLM from phoning home")
+VLLM_LOGGING_LEVEL = EnvVar("VLLM_LOGGING_LEVEL", None, "least level of vLLM's own lines")
+VLLM_LOGGING_STREAM = EnvVar("VLLM_LOGGING_STREAM", None, "ext://sys.stderr: vLLM's own is stdout")
+VLLM_WORKER_MULTIPROC_METHOD = EnvVar(
+    "VLLM_WORKER_MULTIPROC_METHOD", None, "spawn: a fork would copy the threads of Ray and torch"
+)
+VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS = EnvVar(
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None, "1: a worker on a CPU waits for its end in vain"
+)
+VLLM_ASCEND_ENABLE_NZ = EnvVar(
+    "VLLM_ASCEND_ENABLE_NZ", None, "0 keeps weights on Ascend in a layout that can be reloaded"
+)
+NCCL_CUMEM_ENABLE = EnvVar(
+    "NCCL_CUMEM_ENABLE", None, "0 switches off an allocator of NCCL that clashes with vLLM's sleep"
+)
 CUDA_VISIBLE_DEVICES = EnvVar(
     "CUDA_VISIBLE_DEVICES", None, "NVIDIA or MetaX devices this process may use"
 )
@@ -214,6 +238,15 @@ def set_for_process(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def set_for_rollout(variables: Mapping[str, str]) -> None:
+    """Set what a platform says that a rollout engine's process needs.
+
+    Args:
+        variables: `PlatformBase.rollout_env_vars`; another's platform may name undeclared ones.
+    """
+    os.environ.update(variables)
 
 
 def all_variables() -> tuple[EnvVar, ...]:

@@ -120,7 +120,14 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers_engine:TransformersEngine",
             options="engines.rollout.options:TransformersOptions",
-        )
+        ),
+        Row(
+            name="vllm",
+            target="engines.rollout.vllm.engine:VllmEngine",
+            requires="vllm",
+            environment="vllm",
+            options="engines.rollout.vllm.options:VllmOptions",
+        ),
     ],
     Row,
 )

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checksum import combine, tensor_checksum
-from engines.errors import RolloutError, WeightSyncError
+from engines.errors import WeightSyncError
 from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.rollout.kv_cache import KVCache
+from engines.rollout.stop_tokens import eos_token_ids
 from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 
@@ -59,7 +60,7 @@ class InferenceModel:
         self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
-        self.eos_token_ids = _eos_token_ids(hf_dir, config)
+        self.eos_token_ids = eos_token_ids(hf_dir, config)
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
@@ -182,18 +183,3 @@ def _check_supported(config: PretrainedConfig) -> None:
             f"{', '.join(sorted(unknown))}, which this engine does not compute; choose another "
             "engine",
         )
-
-
-def _eos_token_ids(hf_dir: Path, config: PretrainedConfig) -> frozenset[int]:
-    """What `generate` would stop at: generation_config.json, else config.json."""
-    source: GenerationConfig | PretrainedConfig = config
-    if (hf_dir / "generation_config.json").is_file():
-        source = GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
-    eos = source.eos_token_id
-    if eos is None:
-        return frozenset()
-    if isinstance(eos, int):
-        return frozenset([eos])
-    if all(isinstance(token, int) for token in eos):
-        return frozenset(eos)
-    raise RolloutError(f"{hf_dir}: eos_token_id {eos!r} is no list of token ids")

@@ -1,0 +1,1 @@
+"""The rollout engine vllm, and the only place where vLLM is imported."""

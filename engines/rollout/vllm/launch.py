@@ -1,0 +1,154 @@
+"""Starts vLLM: its environment, its arguments, its processes.
+
+Promises: variables are set before vLLM reads them; it runs on the platform that was asked for, or
+not at all; it phones nobody and fetches nothing; no weight is read from the model directory.
+Does not promise a quick start: its processes import vLLM anew, about 25 s of CPU time.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from engines.config.rollout import RolloutConfig
+from engines.rollout.vllm.model_layout import ModelLayout
+from engines.rollout.vllm.options import VllmOptions
+from hardware.base import PlatformBase
+from infra import env
+from infra.errors import ConfigError
+
+WORKER_EXTENSION = "engines.rollout.vllm.worker_extension.WorkerExtension"
+CPU_KV_CACHE_BYTES = 2**30
+_FIELD = "rollout.options"
+
+
+def start(
+    hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, layout: ModelLayout
+) -> Any:
+    """Start vLLM's processes and wait until they can take requests.
+
+    Args:
+        hf_dir: model directory.
+        rollout: capacity and options.
+        dtype: `float32` or `bfloat16`.
+        platform: where it shall run.
+        layout: of the model.
+
+    Returns:
+        An `AsyncLLM` with random weights.
+
+    Raises:
+        ConfigError: the options, or the installed vLLM, do not fit the model or the platform.
+    """
+    options = VllmOptions.model_validate(rollout.options)
+    _set_environment(platform)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    _check_device(platform, layout)
+    arguments = engine_arguments(options, rollout.max_num_sequences, layout)
+    unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
+    if unknown:
+        raise ConfigError(
+            f"{_FIELD}.engine_args", f"vLLM has no argument {', '.join(sorted(unknown))}"
+        )
+    if current_platform.is_cpu() and arguments["enforce_eager"]:
+        env.set_for_process(env.TORCHDYNAMO_DISABLE.name, "1")
+    try:
+        config = AsyncEngineArgs(
+            model=str(hf_dir), dtype=dtype, **arguments, **options.engine_args
+        ).create_engine_config()
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(_FIELD, f"vLLM refuses: {error}") from error
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def engine_arguments(
+    options: VllmOptions, max_num_sequences: int, layout: ModelLayout
+) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs`, without model and dtype.
+
+    Args:
+        options: of the user.
+        max_num_sequences: decoded together.
+        layout: of the model.
+
+    Returns:
+        Arguments by name.
+    """
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    max_model_len = min(options.max_model_len or layout.context_length, layout.context_length)
+    kv_cache_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+    return {
+        # vLLM goes by the name of the class, which a bare configuration lacks.
+        "hf_overrides": {"architectures": [layout.architecture]},
+        "runner": "generate",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        # Else sampling defaults of the model would stand in for what a request leaves out.
+        "generation_config": "vllm",
+        # The default is the distribution before temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "seed": 0,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_sequences,
+        # A split prefill draws a token that is thrown away and turns the random generator back;
+        # that of a CPU cannot be turned back, and the engine dies.
+        "enable_chunked_prefill": not on_cpu,
+        "max_num_batched_tokens": (
+            max(options.max_prefill_tokens, max_model_len) if on_cpu else options.max_prefill_tokens
+        ),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "block_size": options.block_size,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_sleep_mode": sleep_frees_memory(),
+    }
+
+
+def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
+    """Refuse what the installed vLLM would compute elsewhere, or wrongly."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != platform.device_name:
+        raise ConfigError(
+            "rollout.engine",
+            f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
+            f"platform is {platform.device_name}; install the build for it",
+        )
+    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
+        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
+        raise ConfigError(
+            "rollout.engine",
+            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
+            "they are updated on a CPU; choose transformers",
+        )
+
+
+def sleep_frees_memory() -> bool:
+    """Whether vLLM gives memory back on this platform; elsewhere its `sleep` does nothing."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_sleep_mode_available()
+
+
+def _set_environment(platform: PlatformBase) -> None:
+    """For this process and those that vLLM starts; what the user has set of the rest stays."""
+    env.set_for_rollout(platform.rollout_env_vars())
+    env.set_for_process(env.VLLM_CPU_KVCACHE_SPACE.name, None)
+    for variable, value in (
+        (env.VLLM_WORKER_MULTIPROC_METHOD, "spawn"),
+        (env.VLLM_NO_USAGE_STATS, "1"),
+        (env.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, "1"),
+        (env.HF_HUB_OFFLINE, "1"),
+        (env.VLLM_LOGGING_LEVEL, env.VLLM_LOGGING_LEVEL.get() or "WARNING"),
+        (env.VLLM_LOGGING_STREAM, env.VLLM_LOGGING_STREAM.get() or "ext://sys.stderr"),
+    ):
+        env.set_for_process(variable.name, value)

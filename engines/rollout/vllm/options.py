@@ -1,0 +1,49 @@
+"""`rollout.options` of the engine `vllm`. Neither torch nor vLLM: the plan reads them."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from engines.config.base import StrictModel
+
+SET_BY_US = frozenset({
+    "block_size", "disable_log_stats", "dtype", "enable_chunked_prefill", "enable_prefix_caching",
+    "enable_sleep_mode", "enforce_eager", "generation_config", "gpu_memory_utilization",
+    "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_logprobs",
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "runner", "seed",
+    "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
+    "worker_extension_cls",
+})  # fmt: skip
+"""Engine arguments that have an option of their own, or on which the contract stands."""
+
+
+class VllmOptions(StrictModel):
+    """`rollout.options` of this engine."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Workers that share one model."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a device that vLLM may take; of no effect where `kv_cache_bytes` is set."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for keys and values; null: 1 GiB on a CPU, elsewhere what the share leaves."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Context in tokens; null: the model's."""
+    max_prefill_tokens: int = Field(default=8192, ge=1)
+    """Token budget of one step; raised to the context where a prefill must not be split."""
+    block_size: int | None = Field(default=None, ge=1)
+    """Tokens in a block of the cache; null: vLLM's, which is 128 on a CPU."""
+    enforce_eager: bool | None = None
+    """No compilation and no graphs; null: so on a CPU, where compiling takes longer than it saves
+    in most runs."""
+    enable_prefix_caching: bool = True
+    """Keep keys and values of prompts for later requests."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs`, by their names there."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(SET_BY_US & value.keys())
+        if taken:
+            raise ValueError(f"{', '.join(taken)} is set by this engine; remove it from here")
+        return value

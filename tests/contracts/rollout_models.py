@@ -1,0 +1,111 @@
+"""Tiny models for the contract of rollout engines, and what a plain forward pass says of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engines.checksum import combine, tensor_checksum
+from engines.rollout.sampling import filter_logits
+from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt
+from engines.weight_sync.files import SafetensorsSource
+
+EOS = 3
+CONTEXT_LENGTH = 512
+PREFIX = tuple(4 + (7 * i) % 28 for i in range(200))
+"""Longer than a block of any engine's cache, which for vLLM on a CPU holds 128 tokens."""
+GROUPS: dict[str, Callable[[str], bool]] = {
+    "embedding": lambda name: "embed_tokens" in name,
+    "norms": lambda name: "norm" in name,
+    "head": lambda name: "lm_head" in name,
+    "projections": lambda name: "_proj" in name,
+}
+"""Parts of a model that an engine may hold in memory of different kinds."""
+
+
+def config(tied: bool) -> Qwen3Config:
+    """Heads of 32, the smallest that vLLM computes on a CPU."""
+    return Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=48,
+        max_position_embeddings=CONTEXT_LENGTH,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def model(tied: bool, seed: int):
+    """Random weights; norms too, since those of 1 would hide one that is not updated."""
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config(tied), dtype=torch.float32).eval()
+    for name, parameter in made.named_parameters():
+        if GROUPS["norms"](name):
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def changed(made, group: str, seed: int):
+    """The same model with other weights in one of its `GROUPS`."""
+    torch.manual_seed(seed)
+    for name, parameter in made.named_parameters():
+        if GROUPS[group](name):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return made
+
+
+def tensors_of(made) -> dict[str, Tensor]:
+    """Every parameter by name, tied ones once."""
+    return {name: p.detach().clone() for name, p in made.named_parameters()}
+
+
+def receipt_of(tensors: dict[str, Tensor]) -> Receipt:
+    """What a receiver of exactly these holds."""
+    return Receipt(
+        digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    )
+
+
+def source_of(tensors: dict[str, Tensor], path: Path) -> SafetensorsSource:
+    """The tensors in a file, which any process can read."""
+    save_file(tensors, path)
+    return SafetensorsSource(path)
+
+
+@torch.no_grad()
+def reference_logprobs(made, request: RolloutRequest, token_ids: Sequence[int]) -> Tensor:
+    """Logprobs of sampled tokens under the request's distribution, by a plain forward pass."""
+    sampling = request.sampling
+    ids = torch.tensor([[*request.prompt_ids, *token_ids]])
+    logits = made(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+    if sampling.temperature:
+        logits = logits / sampling.temperature
+        top_k = torch.full((len(logits),), sampling.top_k)
+        top_p = torch.full((len(logits),), sampling.top_p, dtype=torch.float64)
+        logits = filter_logits(logits, top_k, top_p)
+    return logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+
+
+def largest_difference(
+    made, asked: Iterable[RolloutRequest], completions: Iterable[Completion]
+) -> float:
+    """Between the logprobs that an engine reported and those of a plain forward pass."""
+    by_id = {request.request_id: request for request in asked}
+    worst = 0.0
+    for c in completions:
+        expected = reference_logprobs(made, by_id[c.request_id], c.token_ids)
+        worst = max(worst, float((expected - torch.tensor(c.logprobs)).abs().max()))
+    return worst

@@ -1,0 +1,106 @@
+"""What of the engine vllm can be told without vLLM; the rest is its contract (`--engine vllm`)."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from engines.config.plugins import ROLLOUT_ENGINES
+from engines.errors import RolloutError
+from engines.rollout.vllm.options import VllmOptions
+from engines.rollout.vllm.translation import (
+    RunningSample,
+    check_temperature,
+    completion,
+    vllm_seed,
+)
+from engines.types import RolloutRequest, SamplingParams
+
+LOCKS = Path(__file__).resolve().parents[4] / "infra/locks"
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (LOCKS / name).read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pairs}
+
+
+def sample(temperature: float = 1.0) -> RunningSample:
+    request = RolloutRequest("a", (5,), SamplingParams(4, temperature), (1,))
+    return RunningSample(request, 0, "0/0/a", 0)
+
+
+def span(version: str, start: int, end: int) -> SimpleNamespace:
+    return SimpleNamespace(version=version, start=start, end=end)
+
+
+def output(**changes) -> SimpleNamespace:
+    rows = [{7: SimpleNamespace(logprob=-0.5)}, {8: SimpleNamespace(logprob=-1.5)}]
+    found = {
+        "token_ids": [7, 8],
+        "logprobs": rows,
+        "weight_versions": [span("3", 0, 1), span("4", 1, 2)],
+        "finish_reason": "length",
+    }
+    return SimpleNamespace(**{**found, **changes})
+
+
+def test_the_environment_can_join_the_same_cluster_and_holds_no_control_plane() -> None:
+    own, core = pins("vllm.lock"), pins("core.lock")
+    assert own["ray"] == core["ray"]
+    assert not {"prefect", "mlflow", "torchvision", "torchaudio", "triton"} & own.keys()
+    assert ROLLOUT_ENGINES.place("vllm").environment == "vllm"
+
+
+@pytest.mark.parametrize("name", ["load_format", "model", "enable_chunked_prefill"])
+def test_an_argument_on_which_the_contract_stands_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        VllmOptions(engine_args={name: "auto"})
+    assert VllmOptions(engine_args={"swap_space": 1}).engine_args == {"swap_space": 1}
+
+
+def test_seeds_of_any_size_become_seeds_of_32_bits_that_differ() -> None:
+    seeds = [0, 1, 2**32, 2**32 + 1, 2**40, 2**62 + 5, 2**63 - 1, -1]
+    folded = [vllm_seed(seed) for seed in seeds]
+    assert all(0 <= seed < 2**32 for seed in folded)
+    assert len({vllm_seed(2**40 + seed) for seed in range(1000)}) == 1000
+    assert vllm_seed(2**62 + 5) == vllm_seed(2**62 + 5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+def test_temperatures_that_vllm_keeps(temperature: float) -> None:
+    check_temperature(sample(temperature).request)
+
+
+def test_a_temperature_that_vllm_would_change_is_refused() -> None:
+    with pytest.raises(RolloutError, match="0\\.005"):
+        check_temperature(sample(0.005).request)
+
+
+def test_each_token_gets_the_version_of_its_span() -> None:
+    found = completion(sample(), output())
+    assert found.token_ids == (7, 8)
+    assert found.logprobs == (-0.5, -1.5)
+    assert found.policy_versions == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": None},
+        {"weight_versions": None},
+        {"weight_versions": [span("3", 0, 1)]},
+        {"finish_reason": "error"},
+    ],
+    ids=str,
+)
+def test_a_completion_that_is_not_whole_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(RolloutError):
+        completion(sample(), output(**changes))
+
+
+def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
+    nothing = output(token_ids=[], logprobs=None, weight_versions=[], finish_reason="abort")
+    assert completion(sample(), nothing) == sample().empty()
