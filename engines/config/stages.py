@@ -16,7 +16,7 @@ from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import PluginKind, named_rows, plugin_modules
+from engines.config.plugins import ROLLOUT_ENGINES, PluginKind, named_rows, plugin_modules
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
 from engines.config.sections import (
@@ -72,6 +72,11 @@ class StageConfig(StrictModel):
     @property
     def interpreter(self) -> Path | None:
         """Python of the job environment that the job needs; None: the project's own."""
+        return None
+
+    @property
+    def rollout_interpreter(self) -> Path | None:
+        """Python that its rollout replicas need; None: the job's, or it has none."""
         return None
 
     @property
@@ -207,6 +212,11 @@ class RLRoundStageConfig(TrainingStageConfig):
         """Of the rounds before."""
         return self.rl.num_steps_before(self.round)
 
+    @property
+    def rollout_interpreter(self) -> Path | None:
+        """Of the rollout engine."""
+        return _rollout_interpreter(self.rollout)
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the rollout engine, the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
@@ -278,6 +288,11 @@ class EvaluateStageConfig(ComputingStageConfig):
         """Of the training backend: where it ran, its checkpoint can be read."""
         return job_interpreter(self.backend, "training.backend") if self.backend else None
 
+    @property
+    def rollout_interpreter(self) -> Path | None:
+        """Of the rollout engine."""
+        return _rollout_interpreter(self.rollout)
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the training backend, the rollout engine and the reward."""
         yield from super().plugins()
@@ -301,6 +316,12 @@ class PromoteStageConfig(StageConfig):
 
     stage = "promote"
     promote: PromoteConfig
+
+
+def _rollout_interpreter(rollout: RolloutConfig) -> Path | None:
+    if rollout.placement == "colocated":
+        return None
+    return ROLLOUT_ENGINES.interpreter(rollout.engine)
 
 
 def _model(model: ModelConfig) -> dict[str, ExternalInput]:

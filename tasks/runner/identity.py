@@ -78,7 +78,8 @@ class StageRequest:
     @cached_property
     def environment(self) -> str:
         """Digest of the libraries and of other people's code that the job would run."""
-        return environment_of(frozenset(self.config.plugins()), self.interpreter)
+        named, config = frozenset(self.config.plugins()), self.config
+        return environment_of(named, config.interpreter, config.rollout_interpreter)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -101,17 +102,26 @@ class StageRequest:
 
 
 @cache
-def environment_of(named: frozenset[tuple[PluginKind, str]], interpreter: Path | None) -> str:
+def environment_of(
+    named: frozenset[tuple[PluginKind, str]],
+    interpreter: Path | None,
+    rollout_interpreter: Path | None = None,
+) -> str:
     """Digest of what is installed, of which other people's parts count where they are named.
 
     Args:
         named: kind and name of parts.
         interpreter: of a job environment; None: this one.
+        rollout_interpreter: of the rollout replicas' environment; None: they run in the job's.
 
     Returns:
         64 hex digits; found out once per process.
     """
-    return environment_digest(NUMERIC_DISTRIBUTIONS, outside_code(named_rows(named)), interpreter)
+    outside = outside_code(named_rows(named))
+    job = environment_digest(NUMERIC_DISTRIBUTIONS, outside, interpreter)
+    if rollout_interpreter is None:
+        return job
+    return sha256_json([job, environment_digest((), None, rollout_interpreter)])
 
 
 def stage_request(

@@ -12,11 +12,12 @@ from typing import Any
 from engines.config.rollout import RolloutConfig
 from engines.rollout.vllm.model_layout import ModelLayout
 from engines.rollout.vllm.options import VllmOptions
+from engines.rollout.vllm.worker_extension import WorkerExtension
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
 
-WORKER_EXTENSION = "engines.rollout.vllm.worker_extension.WorkerExtension"
+WORKER_EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 CPU_KV_CACHE_BYTES = 2**30
 _FIELD = "rollout.options"
 
