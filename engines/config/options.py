@@ -130,13 +130,13 @@ def check_backend(training: TrainingConfig) -> None:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Refuse a rollout engine that cannot be used, or options that it does not take."""
-    row = ROLLOUT_ENGINES.find(rollout.engine)
-    check_options(rollout.options, [row], "rollout.options")
+    row = ROLLOUT_ENGINES.place(rollout.engine)
     if row.environment and rollout.placement == "colocated":
         raise ConfigError(
             "rollout.placement",
             f"got colocated; need disaggregated: {rollout.engine} has an environment of its own",
         )
+    check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
 
 
 def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:

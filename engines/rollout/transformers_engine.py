@@ -156,6 +156,9 @@ class TransformersEngine(RolloutEngine):
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """See the base class.
 
+        Args:
+            level: see the base class.
+
         Raises:
             RolloutError: samples are in flight.
         """

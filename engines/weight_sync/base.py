@@ -25,7 +25,7 @@ class WeightSource(Protocol):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, once.
 
-        Yields:
+        Returns:
             (Hugging Face name, full tensor) of every parameter and persistent buffer, tied ones
             once, in the dtype that the receiver holds it in: its own, or float32 where the
             architecture keeps it (`hub_names.served_float32_names`). A tensor may be overwritten

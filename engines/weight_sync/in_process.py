@@ -26,8 +26,8 @@ class InProcessTransport:
 
     Args:
         dtype: name of the receiver's dtype (`float32`, `bfloat16`); they are cast to it.
-        float32_names: of `OutgoingStream`.
         timeout_s: how long one side waits for the other.
+        float32_names: of `OutgoingStream`.
     """
 
     def __init__(self, dtype: str, timeout_s: float, float32_names: Collection[str] = ()) -> None:

