@@ -103,7 +103,7 @@ OVERRIDES = [
     ),
     (
         ["rollout.engine=transformer"],
-        "rollout.engine: no 'transformer'; known: transformers; did you mean transformers?",
+        "rollout.engine: no 'transformer'; known: transformers, vllm; did you mean transformers?",
     ),
     (
         ["rl.algorithm.adv_estimator=grpoo"],

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.checkpoint.hub_names import hub_slots
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
-from engines.rollout.stop_tokens import eos_token_ids
+from engines.checkpoint.stop_tokens import eos_token_ids
 from infra.errors import ConfigError
 
 

@@ -38,7 +38,7 @@ def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
     register_plugin("rollout", "mine", target)
     register_plugin("rollout", "mine", target)
     assert ROLLOUT_ENGINES.load("mine") is TransformersEngine
-    assert ROLLOUT_ENGINES.names() == ["mine", "transformers"]
+    assert ROLLOUT_ENGINES.names() == ["mine", "transformers", "vllm"]
     register_plugin("rollout", "mine", "elsewhere:Engine")
     with pytest.raises(ConfigError, match="'mine' is registered by both .* and elsewhere:Engine"):
         ROLLOUT_ENGINES.load("mine")
