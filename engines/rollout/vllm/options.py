@@ -20,8 +20,8 @@ SET_BY_US = frozenset({
 class VllmOptions(StrictModel):
     """`rollout.options` of this engine."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Workers that share one model."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1)
+    """Workers that share one model; weights reach one worker of a replica so far."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a device that vLLM may take; of no effect where `kv_cache_bytes` is set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
