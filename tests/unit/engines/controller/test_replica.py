@@ -22,7 +22,8 @@ from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError
 
-pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
+# Not in one process with another module that connects to a cluster: Ray keeps state of the first.
+pytestmark = [pytest.mark.stacks, pytest.mark.usefixtures("cluster")]
 
 REQUESTS = [
     RolloutRequest(f"p{i}", tuple(range(4, 7 + i)), SamplingParams(12), (i, i + 50, i + 100))
