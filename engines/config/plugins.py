@@ -118,8 +118,8 @@ ROLLOUT_ENGINES = PluginTable(
     [
         Row(
             name="transformers",
-            target="engines.rollout.transformers_engine:TransformersEngine",
-            options="engines.rollout.options:TransformersOptions",
+            target="engines.rollout.transformers.engine:TransformersEngine",
+            options="engines.rollout.transformers.options:TransformersOptions",
         ),
         Row(
             name="vllm",

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines.config.rollout import RolloutConfig
 from engines.rollout.service import RolloutService
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.weight_sync.in_process import new_transport
 from hardware.cpu import CPUPlatform
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines.checksum import combine, tensor_checksum
-from engines.rollout.sampling import filter_logits
+from engines.rollout.transformers.sampling import filter_logits
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt
 from engines.weight_sync.files import SafetensorsSource

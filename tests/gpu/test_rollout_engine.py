@@ -21,7 +21,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.create import create_rollout_engine
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch

@@ -6,7 +6,7 @@ from typing import Any
 from engines.config.options import NoOptions
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 
 
 class ExampleRollout(TransformersEngine):

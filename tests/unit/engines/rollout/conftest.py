@@ -19,7 +19,7 @@ from transformers import (
 
 from engines.checkpoint.hub_names import HubNames
 from engines.config.rollout import RolloutConfig
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import Receipt
 from hardware.cpu import CPUPlatform

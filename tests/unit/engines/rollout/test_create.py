@@ -8,7 +8,7 @@ import pytest
 from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from engines.config.rollout import RolloutConfig
 from engines.rollout.create import create_rollout_engine
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, UnknownPluginError
 
@@ -34,7 +34,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):
 def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
     monkeypatch.delenv("RLHF_USE_EXTERNAL_MODULES", raising=False)
     monkeypatch.setattr("infra.plugins._registered", [])
-    target = "engines.rollout.transformers_engine:TransformersEngine"
+    target = "engines.rollout.transformers.engine:TransformersEngine"
     register_plugin("rollout", "mine", target)
     register_plugin("rollout", "mine", target)
     assert ROLLOUT_ENGINES.load("mine") is TransformersEngine

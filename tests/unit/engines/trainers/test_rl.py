@@ -58,9 +58,9 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
     assert sampling_stacks
     for files in sampling_stacks:
         assert files[: files.index("engines/trainers/rl.py") + 1] == [
-            "engines/rollout/sampling.py",
-            "engines/rollout/running_batch.py",
-            "engines/rollout/transformers_engine.py",
+            "engines/rollout/transformers/sampling.py",
+            "engines/rollout/transformers/running_batch.py",
+            "engines/rollout/transformers/engine.py",
             "engines/rollout/event_loop.py",
             "engines/rollout/service.py",
             "engines/trainers/rl.py",

@@ -14,7 +14,7 @@ from engines.checkpoint.hub_names import served_float32_names
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import WeightSyncError
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.training.create import create_engine
 from engines.types import RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform

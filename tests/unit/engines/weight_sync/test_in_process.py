@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.types import RolloutRequest, SamplingParams
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.in_process import InProcessTransport

@@ -86,7 +86,7 @@ STAGES = {
     "hardware/cpu_torchtitan.py": set(),
     "engines/training/backends/megatron/weights.py": set(),
     "engines/checkpoint/export.py": {"merge", *MEASURE},
-    "engines/rollout/transformers_engine.py": {*RL, *MEASURE},
+    "engines/rollout/transformers/engine.py": {*RL, *MEASURE},
     "engines/config/sections.py": DEVICE,
     "engines/types.py": TORCH,
     "hardware/base.py": TORCH,

@@ -341,7 +341,7 @@ def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> Non
     closure = source_closure([request.config.job_module, *request.config.plugin_modules()])
     for module in (
         "engines.training.backends.fsdp.engine",
-        "engines.rollout.transformers_engine",
+        "engines.rollout.transformers.engine",
         "engines.rewards.exact",
         "engines.algorithms.grpo",
     ):

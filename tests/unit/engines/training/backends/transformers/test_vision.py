@@ -27,7 +27,7 @@ from vision_cases import (
 from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
-from engines.rollout.inference_model import InferenceModel
+from engines.rollout.transformers.inference_model import InferenceModel
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.flops import flops_of
 from engines.training.spec import EngineSpec

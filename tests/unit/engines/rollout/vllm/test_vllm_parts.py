@@ -21,7 +21,7 @@ from engines.rollout.vllm.translation import (
 from engines.types import RolloutRequest, SamplingParams
 from infra.errors import ConfigError
 
-LOCKS = Path(__file__).resolve().parents[4] / "infra/locks"
+LOCKS = Path(__file__).resolve().parents[5] / "infra/locks"
 
 
 def pins(name: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engines.errors import RolloutError
-from engines.rollout.kv_cache import KVCache
+from engines.rollout.transformers.kv_cache import KVCache
 
 ATTENTION_NAME = "rollout_kv_cache"
 """Name under which transformers finds `attend`."""

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from engines.errors import RolloutError
-from engines.rollout.attention import DecodeStep, PrefillStep
-from engines.rollout.inference_model import InferenceModel
-from engines.rollout.kv_cache import KVCache
-from engines.rollout.sampling import SamplingColumns, sample_tokens, stream_starts, uniforms
-from engines.rollout.scheduler import Prefix, Sample, fill_holes, prefill_chunks
+from engines.rollout.transformers.attention import DecodeStep, PrefillStep
+from engines.rollout.transformers.inference_model import InferenceModel
+from engines.rollout.transformers.kv_cache import KVCache
+from engines.rollout.transformers.sampling import (
+    SamplingColumns,
+    sample_tokens,
+    stream_starts,
+    uniforms,
+)
+from engines.rollout.transformers.scheduler import Prefix, Sample, fill_holes, prefill_chunks
 from engines.types import RolloutRequest
 
 

@@ -23,8 +23,8 @@ from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
-from engines.rollout.attention import ATTENTION_NAME, DecodeStep, PrefillStep
-from engines.rollout.kv_cache import KVCache
+from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
+from engines.rollout.transformers.kv_cache import KVCache
 from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 

@@ -5,7 +5,7 @@ running batch and join it while it runs; after a weight update samples in flight
 so every token comes from the weights whose version it carries.
 Not promised: progress while another coroutine blocks the event loop; a step (one token for
 every row) runs in the loop's own thread and lets the others in between two steps. The logits of
-a row may differ by about 1e-7 with the batch it shares, see `engines.rollout.sampling`.
+a row may differ by about 1e-7 with the batch it shares, see `sampling` beside this.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import torch
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
-from engines.rollout.inference_model import InferenceModel
-from engines.rollout.options import TransformersOptions
 from engines.rollout.request_check import check_request
-from engines.rollout.running_batch import RunningBatch
-from engines.rollout.scheduler import Sample, Scheduler
+from engines.rollout.transformers.inference_model import InferenceModel
+from engines.rollout.transformers.options import TransformersOptions
+from engines.rollout.transformers.running_batch import RunningBatch
+from engines.rollout.transformers.scheduler import Sample, Scheduler
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.base import PlatformBase
