@@ -8,6 +8,7 @@
     │   ├── CollectiveError           ranks could not exchange something; names the group
     │   ├── WorkerError               a rank died or does not answer
     │   ├── RolloutError              a rollout engine broke a promise of its interface
+    │   │   └── ReplicaLostError      it is of no use any more, and another may take its place
     │   └── NothingToTrainOnError     too many RL steps in a row without a usable sample
     └── RewardError                   a reward function itself is broken (not one sample)
 
@@ -43,6 +44,10 @@ class WorkerError(EngineError):
 
 class RolloutError(EngineError):
     """A rollout engine broke a promise of its interface."""
+
+
+class ReplicaLostError(RolloutError):
+    """A rollout engine died or does not answer: another one may take its place."""
 
 
 class NothingToTrainOnError(EngineError):

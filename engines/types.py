@@ -213,12 +213,15 @@ class RolloutRequest:
         prompt_ids: token ids of the prompt, at least one.
         seeds: one seed per sample, derived from (run seed, round, prompt id, sample index), so
             that sampling does not depend on scheduling.
+        session: requests of one session are sampled where their common prefix is cached, by
+            engines that keep one; None for a request of its own.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seeds: tuple[int, ...]
+    session: str | None = None
 
     @property
     def num_samples(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.config.backends import ENGINES
+from engines.config.rollout import RoutingName
 from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -44,6 +45,18 @@ class AlgorithmRow(Row):
     paper: str = ""
     columns: tuple[str, ...] = ()
     group_relative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRow(Row):
+    """A rollout engine.
+
+    Attributes:
+        routing: which of several replicas samples what; `by_place` for an engine whose samples
+            depend, in their last bits, on what is sampled beside them.
+    """
+
+    routing: RoutingName = "by_place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +129,21 @@ ROLLOUT_ENGINES = PluginTable(
     "rollout",
     "rollout.engine",
     [
-        Row(
+        RolloutRow(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
         ),
-        Row(
+        RolloutRow(
             name="vllm",
             target="engines.rollout.vllm.engine:VllmEngine",
             requires="vllm",
             environment="vllm",
             options="engines.rollout.vllm.options:VllmOptions",
+            routing="least_loaded",
         ),
     ],
-    Row,
+    RolloutRow,
 )
 
 REWARDS = PluginTable(

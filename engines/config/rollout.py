@@ -6,6 +6,9 @@ from pydantic import Field
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 
+RoutingName = Literal["by_place", "least_loaded"]
+"""Which replica of an engine samples what: see `engines.rollout.routing`."""
+
 
 class SamplingConfig(StrictModel):
     """The sampling distribution. Reported logprobs are those of this distribution."""
@@ -32,6 +35,10 @@ class RolloutConfig(StrictModel):
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
     """Engines beside the ranks; `colocated` has one in each rank."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
-    """Deadline of one batch of requests."""
+    """After which the unfinished samples of one batch of requests are aborted."""
+    silence_s: Annotated[float, NotIdentity] = Field(default=120.0, gt=0)
+    """An engine beside the ranks that answers nothing for so long while it samples is ended."""
+    max_num_restarts: Annotated[int, NotIdentity] = Field(default=3, ge=0)
+    """Engines beside the ranks that may be lost and started again, in one stage."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""

@@ -5,7 +5,6 @@ Ray is imported only for what runs in processes of its own.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,13 +18,13 @@ from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
-from engines.controller.replica import ReplicaSpec, start_replicas
-from engines.controller.rollout import RankRollout, Rollout, ServedRollout
+from engines.controller.replica import ReplicaSpec
+from engines.controller.replica_start import RayReplicas
+from engines.controller.rollout import LaunchedEngines, RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
-from engines.rollout.base import RolloutEngine
 from engines.rollout.create import create_rollout_engine
-from engines.weight_sync.base import Transport
-from engines.weight_sync.in_process import InProcessTransport
+from engines.rollout.replica_pool import RestartPolicy
+from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.shared_memory import open_transport
 from hardware.detection import detect
 from infra.errors import DeadlineError
@@ -93,7 +92,7 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
         workers = launch_policy_group(spec, log_dir)
         return workers, RankRollout(workers)
     # First, because it may refuse.
-    engines, transports = launch_engines(
+    engines = launch_engines(
         ReplicaSpec(
             serving_dir=spec.serving_dir,
             rollout=rollout,
@@ -105,41 +104,44 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
         )
     )
     workers = launch_policy_group(replace(spec, rollout=None), log_dir)
-    return workers, ServedRollout(engines, rollout.timeout_s, workers, transports)
+    return workers, ServedRollout(engines, workers)
 
 
-def launch_engines(
-    spec: ReplicaSpec,
-) -> tuple[Sequence[RolloutEngine], Callable[[], Transport]]:
+def launch_engines(spec: ReplicaSpec) -> LaunchedEngines:
     """Start rollout engines: one in this process, or replicas in processes of their own.
 
     Args:
         spec: what to build.
 
     Returns:
-        The engines, without weights, and what makes a transport that reaches all of them.
+        The engines, and what reaches them.
 
     Raises:
         ConfigError: the engine cannot serve that model, dtype or those options.
-        WorkerError: a replica died while it started.
+        ReplicaLostError: a replica died while it started.
         DeadlineError: the cluster had no room for the replicas, or one took too long.
     """
     rollout = spec.rollout
     platform, _ = detect(spec.platform)
-    names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
     if rollout.placement == "colocated":
         engine = create_rollout_engine(
             rollout.engine, spec.serving_dir, rollout, spec.dtype, platform
         )
-        return [engine], partial(InProcessTransport, spec.dtype, rollout.timeout_s, names)
+        new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
+        return LaunchedEngines([engine], rollout.timeout_s, new)
+    names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     connect_ray()
-    replicas = start_replicas(
-        replace(spec, interpreter=interpreter, resources=platform.ray_resource_options(1)),
-        rollout.num_replicas,
+    starter = RayReplicas(
+        replace(spec, interpreter=interpreter, resources=platform.ray_resource_options(1))
     )
-    return replicas, partial(
-        open_transport, spec.dtype, names, rollout.num_replicas, rollout.timeout_s
+    new = partial(open_transport, spec.dtype, names, rollout.timeout_s)
+    return LaunchedEngines(
+        starter.start(rollout.num_replicas),
+        rollout.timeout_s,
+        new,
+        ROLLOUT_ENGINES.find(rollout.engine).routing,
+        RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
     )
 
 

@@ -172,7 +172,7 @@ class PolicyWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`; verified by digest. Collective."""
-        return self._served().sync(self._new_transport(), self.send_weights, version)
+        return self._served().sync(self._new_transport, self.send_weights, version)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, transport: Transport) -> Receipt:

@@ -1,12 +1,13 @@
 """A rollout engine in a Ray actor of its own, and the same engine as its driver sees it.
 
 Promises: `RemoteReplica` is the engine's contract, wherever it runs; its errors arrive as they
-were raised; a replica that died is a `WorkerError` with the last lines of its log.
-Does not promise: to start it again.
+were raised; a replica that died is a `ReplicaLostError` with the last lines of its log.
+Does not start one: `engines.controller.replica_start`.
 """
 
 import logging
-import time
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,19 +18,18 @@ import torch
 
 from engines.config.rollout import RolloutConfig
 from engines.controller.process_log import log_tail, log_to
-from engines.errors import WorkerError
+from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
 from engines.rollout.create import create_rollout_engine
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
-from infra.errors import DeadlineError, PipelineError
+from infra.errors import PipelineError
+from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.plugins import import_external_modules
 
 T = TypeVar("T")
 NO_VERSION = -1
-START_DEADLINE_S = 600.0
-"""An engine that compiles or loads kernels takes minutes."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,32 @@ class ReplicaSpec:
         return self.log_dir / f"replica-{number}.log"
 
 
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a replica's process is.
+
+    Attributes:
+        node_id: as Ray names it.
+        process: on that node.
+    """
+
+    node_id: str
+    process: ProcessIdentity
+
+    @staticmethod
+    def own() -> "Whereabouts":
+        """Of this process."""
+        import ray
+
+        return Whereabouts(ray.get_runtime_context().get_node_id(), own_identity())
+
+
+def end_process(process: ProcessIdentity) -> None:
+    """End a process of this machine, also one that was stopped: Ray asks it, and it cannot."""
+    if is_alive(process):
+        os.kill(process.pid, signal.SIGKILL)
+
+
 class ReplicaProcess:
     """The class of the Ray actor; its methods run in one event loop, beside each other.
 
@@ -78,7 +104,7 @@ class ReplicaProcess:
         self._engine: RolloutEngine
         log_to(spec.log_path(number))
 
-    async def build(self) -> None:
+    async def build(self) -> Whereabouts:
         """Make the engine; not in the constructor, whose errors Ray wraps in a death."""
         spec = self._spec
         for broken in import_external_modules():
@@ -89,6 +115,7 @@ class ReplicaProcess:
         self._engine = create_rollout_engine(
             spec.rollout.engine, spec.serving_dir, spec.rollout, spec.dtype, platform
         )
+        return Whereabouts.own()
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See `RolloutEngine`, as the rest."""
@@ -114,6 +141,7 @@ class RemoteReplica(RolloutEngine):
         self._number = number
         self._log_path = log_path
         self._version = NO_VERSION
+        self._whereabouts: Whereabouts | None = None
 
     @property
     def version(self) -> int:
@@ -175,14 +203,36 @@ class RemoteReplica(RolloutEngine):
 
     async def close(self) -> None:
         """See the base class; its process ends."""
-        import ray
-
         try:
             await self._call("close")
-        except WorkerError as error:
+        except ReplicaLostError as error:
             logger.warning("a replica did not close by itself: %s", error)
         finally:
-            ray.kill(self._actor)
+            self.kill()
+
+    def kill(self) -> None:
+        """End its process, whatever it does."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray.kill(self._actor)
+        found = self._whereabouts
+        if found is None:
+            return
+        if found.node_id == ray.get_runtime_context().get_node_id():
+            end_process(found.process)
+        else:
+            there = NodeAffinitySchedulingStrategy(found.node_id, soft=False)
+            task: Any = ray.remote(num_cpus=0)(end_process)
+            task.options(scheduling_strategy=there).remote(found.process)
+
+    async def build(self) -> None:
+        """Have its process make the engine.
+
+        Raises:
+            PipelineError: what the engine refused, or its process died.
+        """
+        self._whereabouts = await self._answer(self._actor.build.remote())
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._answer(self._actor.call.remote(name, arguments))
@@ -201,53 +251,10 @@ def _told(number: int, log_path: Path) -> Iterator[None]:
         yield
     except RayActorError as error:
         tail = log_tail(log_path, f"replica {number}")
-        raise WorkerError(f"replica {number}: its process died{tail}") from error
+        raise ReplicaLostError(f"replica {number}: its process died{tail}") from error
     except RayTaskError as error:
         cause = error.cause
         if not isinstance(cause, PipelineError):
             raise
         cause.add_note(f"raised in replica {number}")
         raise cause from None
-
-
-def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
-    """Start replicas and wait until each has built its engine. Ray must be connected.
-
-    Args:
-        spec: what each builds.
-        num_replicas: how many.
-
-    Returns:
-        The replicas; they serve nothing before their first weight update.
-
-    Raises:
-        WorkerError: one died while it started.
-        PipelineError: what an engine refused.
-        DeadlineError: the cluster had no room for them, or one took too long.
-    """
-    import ray
-    from ray.exceptions import GetTimeoutError
-
-    remote: Any = ray.remote(max_restarts=0, max_task_retries=0, **spec.resources)(ReplicaProcess)
-    runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
-    if spec.interpreter is not None:
-        runtime["py_executable"] = str(spec.interpreter)
-    actors: list[Any] = [
-        remote.options(runtime_env=runtime).remote(number, spec) for number in range(num_replicas)
-    ]
-    end = time.monotonic() + START_DEADLINE_S
-    try:
-        for number, built in enumerate([actor.build.remote() for actor in actors]):
-            with _told(number, spec.log_path(number)):
-                ray.get(built, timeout=max(0.0, end - time.monotonic()))
-    except BaseException as error:
-        for actor in actors:
-            ray.kill(actor)
-        if isinstance(error, GetTimeoutError):
-            wanted = f"{num_replicas} replicas of {dict(spec.resources)}"
-            room = f"the cluster has {ray.cluster_resources()}"
-            raise DeadlineError(f"{wanted} to start ({room})", START_DEADLINE_S) from None
-        raise
-    return [
-        RemoteReplica(actor, number, spec.log_path(number)) for number, actor in enumerate(actors)
-    ]

@@ -5,15 +5,19 @@ one engine takes all of them; nothing is sampled from weights that were not conf
 Does not know: rewards, data, or what is trained.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from engines.config.rollout import RoutingName
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.base import RolloutEngine
+from engines.rollout.publishing import NewTransport, Probe
+from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import SyncReport, Transport
+from engines.weight_sync.base import SyncReport
 
 
 class Rollout(Protocol):
@@ -23,8 +27,24 @@ class Rollout(Protocol):
         """Sample every request; for each its completions, in the order of its seeds."""
         ...
 
-    def publish(self, version: int) -> SyncReport:
-        """Serve the policy's weights as they are now, as `version`; verified."""
+    @property
+    def num_restarts(self) -> int:
+        """How many engines were lost and replaced."""
+        ...
+
+    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
+        """Serve the policy's weights as they are now, as `version`; verified.
+
+        Args:
+            version: number of the weights.
+            probe: what each engine must pass before it serves.
+
+        Returns:
+            What was sent.
+
+        Raises:
+            WeightSyncError: an engine holds something else, or fails the probe.
+        """
         ...
 
     def close(self) -> None:
@@ -46,39 +66,65 @@ class RankRollout:
         """See `Rollout`."""
         return self._workers.run(PolicyWorker.generate, requests)
 
-    def publish(self, version: int) -> SyncReport:
+    @property
+    def num_restarts(self) -> int:
+        """See `Rollout`; an engine of a rank dies with it."""
+        return 0
+
+    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
         """See `Rollout`."""
-        return self._workers.run(PolicyWorker.sync_weights, version)
+        report = self._workers.run(PolicyWorker.sync_weights, version)
+        if probe is not None:
+            places = range(self._workers.world_size)
+            requests = [probe.request(place, version) for place in places]
+            probe.check(requests, [row[0] for row in self.generate(requests)])
+        return report
 
     def close(self) -> None:
         """The ranks close their engines."""
+
+
+@dataclass(frozen=True)
+class LaunchedEngines:
+    """Engines without weights, and what a service over them has to know.
+
+    Attributes:
+        engines: one, or the replicas.
+        timeout_s: as in `RolloutService`.
+        new_transport: makes what carries weights to so many of them.
+        routing: as in `RolloutService`.
+        restarts: as in `RolloutService`.
+    """
+
+    engines: Sequence[RolloutEngine]
+    timeout_s: float
+    new_transport: NewTransport
+    routing: RoutingName = "by_place"
+    restarts: RestartPolicy | None = None
+
+    def service(self) -> RolloutService:
+        """A service over them, which closes them."""
+        return RolloutService(self.engines, self.timeout_s, self.routing, self.restarts)
 
 
 class ServedRollout(RolloutService):
     """Engines beside the ranks, which send their weights to them.
 
     Args:
-        replicas: the engines; they are closed with this.
-        timeout_s: deadline of one batch of requests, and of one weight update.
+        engines: they are closed with this.
         workers: ranks that hold the policy.
-        new_transport: makes what carries one set of weights to the replicas.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[RolloutEngine],
-        timeout_s: float,
-        workers: WorkerGroup,
-        new_transport: Callable[[], Transport],
-    ) -> None:
-        super().__init__(replicas, timeout_s)
+    def __init__(self, engines: LaunchedEngines, workers: WorkerGroup) -> None:
+        super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
         self._workers = workers
-        self._new_transport = new_transport
+        self._new_transport = engines.new_transport
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
         """See `Rollout`."""
         return self.sync(
-            self._new_transport(),
+            self._new_transport,
             lambda transport: self._workers.run(PolicyWorker.send_weights, transport),
             version,
+            probe,
         )

@@ -5,9 +5,10 @@ wrote it, so it scores what the model merged from it scores.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
@@ -28,6 +29,8 @@ from engines.trainers.evaluation import Evaluation, Evaluator, Generate
 from engines.trainers.evaluation_files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
+from engines.types import Completion, RolloutRequest
+from infra.errors import DeadlineError
 
 DEFAULT_DTYPE = "float32"
 EVALUATION_DEADLINE_S = 7200.0
@@ -49,7 +52,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 context_length(served.hf_dir),
                 config.evaluation.answer_length,
             )
-            engines, new_transport = launch_engines(
+            engines = launch_engines(
                 ReplicaSpec(
                     serving_dir=served.hf_dir,
                     rollout=config.rollout,
@@ -60,13 +63,13 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                     log_dir=context.attempt_dir,
                 )
             )
-            service = stack.enter_context(
-                closing(RolloutService(engines, config.rollout.timeout_s))
+            service = stack.enter_context(closing(engines.service()))
+            service.sync(
+                engines.new_transport, lambda to: to.send(served.weights()), served.num_steps
             )
-            service.sync(new_transport(), lambda to: to.send(served.weights), served.num_steps)
         scorer = CompletionScorer(rewards, tokenizer)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
-        evaluation = _run(context, service.generate, evaluator)
+        evaluation = _run(context, partial(_finished, service), evaluator)
     metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in metrics.items()})
@@ -79,12 +82,12 @@ class ServedModel:
 
     Attributes:
         hf_dir: its configuration and tokenizer.
-        weights: by hub name; streamed, so for one use.
+        weights: by hub name, streamed; called again for an engine that starts late.
         num_steps: trainer steps behind it; 0 of a model directory, which does not say.
     """
 
     hf_dir: Path
-    weights: Iterator[tuple[str, Tensor]]
+    weights: Callable[[], Iterator[tuple[str, Tensor]]]
     num_steps: int
 
 
@@ -93,10 +96,22 @@ def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
     policy_dir = context.optional_input("policy")
     if policy_dir is not None:
         num_steps = trained_steps(policy_dir).num_steps
-        return ServedModel(policy_dir / HF_DIR, policy_weights(policy_dir), num_steps)
+        weights = partial(policy_weights, policy_dir)
+        return ServedModel(policy_dir / HF_DIR, weights, num_steps)
     model_dir = context.input("model")
     check_model_directory(model_dir)
-    return ServedModel(model_dir, stored_tensors(model_dir), 0)
+    return ServedModel(model_dir, partial(stored_tensors, model_dir), 0)
+
+
+def _finished(
+    service: RolloutService, requests: Sequence[RolloutRequest]
+) -> list[list[Completion]]:
+    """Answers to every request; an accuracy over those that came in time would be another."""
+    rows = service.generate(requests)
+    num_aborted = sum(c.finish_reason == "abort" for row in rows for c in row)
+    if num_aborted:
+        raise DeadlineError(f"{num_aborted} answers", service.timeout_s)
+    return rows
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:

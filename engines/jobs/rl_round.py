@@ -26,6 +26,7 @@ from engines.jobs.policy_stage import (
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.probe import probe_prompt
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
@@ -73,6 +74,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             PromptSource(prompts, config, spec.seed),
             CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
             progress,
+            probe_prompt(hf_dir, config.model.max_length),
             trained_steps(before).num_skipped if before else 0,
         )
         trainer.run()

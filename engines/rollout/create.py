@@ -9,6 +9,8 @@ from engines.rollout.base import RolloutEngine
 from hardware.base import PlatformBase
 from infra.plugins import load_row
 
+BEHIND_SERVICE_S = 60.0
+
 
 def create_rollout_engine(
     name: str, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -31,4 +33,6 @@ def create_rollout_engine(
     """
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")
+    # The service aborts at the deadline, which saves what was sampled; the engine's is behind it.
+    rollout = rollout.model_copy(update={"timeout_s": rollout.timeout_s + BEHIND_SERVICE_S})
     return load_row(row, ROLLOUT_ENGINES.setting)(hf_dir, rollout, dtype, platform)

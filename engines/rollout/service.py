@@ -1,30 +1,33 @@
 """Replicas of a rollout engine behind one event loop: what samples for trainers and evaluations.
 
-Promises: every sample of every request exactly once, in the order asked for, or an error by the
-deadline; request i is sampled by replica i mod N, so that what a replica samples depends on the
-requests alone; all replicas serve one version, or none serves; nothing is sampled from weights
-that were not confirmed by every replica.
-Does not promise: to go on without a replica.
+Promises: every sample of every request exactly once, in the order asked for; all replicas that
+take requests serve one version, and nothing is sampled from weights that were not confirmed by
+digest and, where there is a probe, by what they say of a prompt; a replica that is lost is
+replaced, so often as allowed, and given the published weights before it serves.
+Does not promise: that samples are finished. At the deadline they come out as `abort`.
 """
 
-import asyncio
-import contextlib
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from engines.errors import WeightSyncError
+from engines.config.rollout import RoutingName
+from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.base import Health, RolloutEngine
-from engines.rollout.collect import collect
+from engines.rollout.batch_run import ABORT_DEADLINE_S, BatchRun
+from engines.rollout.collect import SampleLedger
 from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.publishing import ANSWER_DEADLINE_S, NewTransport, Probe, Publisher, Send
+from engines.rollout.replica_pool import ReplicaPool, RestartPolicy
+from engines.rollout.replica_state import ReplicaSlot, ReplicaState
+from engines.rollout.routing import ByPlace, LeastLoaded, Routing
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, ReceiverGoneError, SyncReport, Transport
-from infra.errors import PipelineError
+from engines.weight_sync.base import SyncReport
+from infra.errors import DeadlineError
 
 T = TypeVar("T")
-ANSWER_DEADLINE_S = 60.0
-"""Of a question that does no work; beside it, how much longer than an engine its caller waits."""
 
 
 class RolloutService:
@@ -32,18 +35,36 @@ class RolloutService:
 
     Args:
         replicas: engines that nobody else calls; this service closes them.
-        timeout_s: deadline of one batch of requests, and of one weight update.
+        timeout_s: after which samples of a batch are aborted; deadline of one weight update.
+        routing: the engine's rule, see `engines.rollout.routing`.
+        restarts: what replaces a lost replica; None: its loss is an error.
     """
 
-    def __init__(self, replicas: Sequence[RolloutEngine], timeout_s: float) -> None:
-        self._replicas = tuple(replicas)
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        replicas: Sequence[RolloutEngine],
+        timeout_s: float,
+        routing: RoutingName = "by_place",
+        restarts: RestartPolicy | None = None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._routing_name = routing
+        self._sessions: dict[str, int] = {}
+        self._pool = ReplicaPool(replicas, restarts)
         self._loop = EventLoopThread("rollout-service")
+        self._publisher = Publisher(self._pool, self._loop, timeout_s)
+        self._news = threading.Event()
+        self._closed = False
 
     @property
     def num_replicas(self) -> int:
-        """How many engines sample."""
-        return len(self._replicas)
+        """How many places for engines there are."""
+        return len(self._pool.slots)
+
+    @property
+    def num_restarts(self) -> int:
+        """How many replicas were lost and replaced."""
+        return self._pool.num_restarts
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """Sample every request and wait for all of it.
@@ -52,128 +73,115 @@ class RolloutService:
             requests: with ids that differ.
 
         Returns:
-            For each request its completions, in the order of its seeds.
+            For each request its completions, in the order of its seeds; those that were not
+            finished at the deadline as `abort`.
 
         Raises:
-            RolloutError: a replica refused a request, or lost or doubled a sample.
-            DeadlineError: samples are unfinished at the deadline.
+            RolloutError: no weights were published; a replica refused a request, or lost or
+                doubled a sample; or one was lost and no other may start.
+            DeadlineError: not one sample was finished at the deadline.
         """
-        shares = [requests[first :: self.num_replicas] for first in range(self.num_replicas)]
-
-        async def share(replica: RolloutEngine, place: int) -> list[list[Completion]]:
-            return await collect(replica, shares[place], self._timeout_s)
-
-        deadline_s = self._timeout_s + ANSWER_DEADLINE_S
-        what = f"{len(requests)} requests to be sampled"
-        results = self._loop.run(self._on_each(share), what, deadline_s)
-        rows: list[list[Completion]] = [[] for _ in requests]
-        for first, result in enumerate(results):
-            rows[first :: self.num_replicas] = result
-        return rows
+        if self._publisher.published is None:
+            raise RolloutError("the replicas have no confirmed weights; send them first")
+        ledger = SampleLedger(requests)
+        deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
+        end = time.monotonic() + deadline_s
+        sampling = self._loop.start(self._sample(requests, ledger))
+        sampling.add_done_callback(lambda _: self._news.set())
+        try:
+            while not sampling.done():
+                # Here, not in the loop: the trainer sends, whose thread this is.
+                self._publisher.renew()
+                if not self._news.wait(max(0.0, end - time.monotonic())):
+                    raise DeadlineError(f"{len(requests)} requests to be sampled", deadline_s)
+                self._news.clear()
+            sampling.result()
+        finally:
+            sampling.cancel()
+        return ledger.rows()
 
     def sync(
-        self, transport: Transport, send: Callable[[Transport], Receipt], version: int
+        self,
+        new_transport: NewTransport,
+        send: Send,
+        version: int,
+        probe: Probe | None = None,
     ) -> SyncReport:
         """Have every replica take new weights, and serve them once all hold what was sent.
 
         Args:
-            transport: brings them to each replica, in the order of the replicas.
-            send: has the trainer send through it; called in this thread.
+            new_transport: makes what carries them to so many replicas.
+            send: has the trainer send through it; called in this thread, again later for
+                replicas that start late, until the next `sync`.
             version: number of the weights.
+            probe: the last proof of each replica, before it serves.
 
         Returns:
             What was sent.
 
         Raises:
-            WeightSyncError: a replica did not take them, or holds something else; none of them
-                generates until a sync succeeds.
+            WeightSyncError: a replica did not take them, or holds something else, or fails the
+                probe; none of them generates until a sync succeeds.
+            RolloutError: replicas were lost, and no others may start.
             DeadlineError: the weights did not arrive in time.
         """
-        start = time.monotonic()
-        sources = transport.sources
-
-        async def update(replica: RolloutEngine, place: int) -> Receipt:
-            return await replica.update_weights(sources[place], version)
-
-        async def finish(replica: RolloutEngine, _: int) -> None:
-            await replica.finish_update(version, sent.digest)
-
-        try:
-            sent, receipts = self._transfer(transport, send, update, version)
-        finally:
-            transport.stop()
-        for place, held in enumerate(receipts):
-            if held != sent:
-                raise WeightSyncError(
-                    f"version {version}: sent {sent}, replica {place} holds {held}; it will not "
-                    "generate from them"
-                )
-        self._loop.run(self._on_each(finish), f"version {version} to be served", ANSWER_DEADLINE_S)
-        return SyncReport(version, sent, time.monotonic() - start)
-
-    def _transfer(
-        self,
-        transport: Transport,
-        send: Callable[[Transport], Receipt],
-        update: Callable[[RolloutEngine, int], Coroutine[Any, Any, Receipt]],
-        version: int,
-    ) -> tuple[Receipt, list[Receipt]]:
-        """What was sent, and what each replica holds."""
-
-        def stop_unless_arrived(arriving: Future[list[Receipt]]) -> None:
-            if arriving.cancelled() or arriving.exception() is not None:
-                transport.stop()
-
-        what = f"weights of version {version} to arrive"
-        arriving = self._loop.start(self._on_each(update))
-        arriving.add_done_callback(stop_unless_arrived)
-        try:
-            sent = send(transport)
-        except ReceiverGoneError:
-            self._loop.wait(arriving, what, ANSWER_DEADLINE_S)  # raises why
-            raise
-        except BaseException:
-            transport.stop()
-            with contextlib.suppress(PipelineError):  # theirs follows from ours
-                self._loop.wait(arriving, what, ANSWER_DEADLINE_S)
-            raise
-        return sent, self._loop.wait(arriving, what, self._timeout_s)
+        return self._publisher.publish(new_transport, send, version, probe)
 
     def health(self) -> list[Health]:
-        """What each replica says of itself, also while others call `generate`."""
+        """What each replica that is up says of itself, also while others call `generate`."""
+        return self._on_each(lambda engine: engine.health(), "health of the replicas")
 
-        async def ask(replica: RolloutEngine, _: int) -> Health:
-            return await replica.health()
-
-        return self._loop.run(self._on_each(ask), "health of the replicas", ANSWER_DEADLINE_S)
+    def states(self) -> list[ReplicaState]:
+        """The state of each replica, by place."""
+        return [slot.state for slot in self._pool.slots]
 
     def abort(self) -> None:
         """End all requests in flight; their partial samples come out as `abort`."""
-
-        async def end(replica: RolloutEngine, _: int) -> None:
-            await replica.abort()
-
-        self._loop.run(self._on_each(end), "the replicas to abort", ANSWER_DEADLINE_S)
+        self._on_each(lambda engine: engine.abort(), "the replicas to abort")
 
     def close(self) -> None:
         """Close the replicas and the loop; harmless when repeated."""
-        replicas, self._replicas = self._replicas, ()
+        if self._closed:
+            return
+        self._closed = True
         try:
-            for replica in replicas:
-                self._loop.run(replica.close(), "a replica to close", ANSWER_DEADLINE_S)
+            self._loop.run(
+                self._pool.close(lambda engine: engine.close()),
+                "the replicas to close",
+                ANSWER_DEADLINE_S,
+            )
         finally:
             self._loop.close()
 
-    async def _on_each(
-        self, call: Callable[[RolloutEngine, int], Coroutine[Any, Any, T]]
+    async def _sample(self, requests: Sequence[RolloutRequest], ledger: SampleLedger) -> None:
+        routing: Routing
+        if self._routing_name == "by_place":
+            routing = ByPlace(requests, self.num_replicas)
+        else:
+            routing = LeastLoaded(requests, self._sessions)
+        with self._pool.listening(self._news.set):
+            await BatchRun(self._pool, routing, ledger, self.timeout_s).run()
+
+    def _on_each(
+        self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
     ) -> list[T]:
-        """Call every replica at once; the first error ends the other calls."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(call(replica, place))
-                    for place, replica in enumerate(self._replicas)
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        """Ask every replica that is up; one that is lost meanwhile says nothing."""
+
+        async def ask(slot: ReplicaSlot) -> list[T]:
+            engine = slot.engine
+            try:
+                return [await call(engine)]
+            except ReplicaLostError as error:
+                self._pool.lose(slot, engine, error)
+                return []
+
+        up = [slot for slot in self._pool.slots if slot.is_up]
+        started: list[Future[list[T]]] = [self._loop.start(ask(slot)) for slot in up]
+        end = time.monotonic() + ANSWER_DEADLINE_S
+        found: list[T] = []
+        for future in started:
+            try:
+                found += self._loop.wait(future, what, max(0.0, end - time.monotonic()))
+            except DeadlineError:
+                raise DeadlineError(what, ANSWER_DEADLINE_S) from None
+        return found

@@ -11,6 +11,9 @@ What each line stands for is in its own module: prompts, experience, rl_metrics,
 `PolicyWorker` whose methods `run` calls on every rank.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
@@ -25,6 +28,7 @@ from engines.trainers.mismatch import (
     untrained_differences,
 )
 from engines.trainers.phases import PhaseClock
+from engines.trainers.probe import WeightProbe
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl_metrics import step_metrics
@@ -42,6 +46,7 @@ class RLTrainer:
         prompts: what is sampled in each step.
         scorer: turns completions into scored samples.
         progress: journal, step checkpoints and job clock.
+        probe_prompt: what every engine must continue as the trainer would, after each sync.
         num_skipped: steps in a row that were skipped when the round before ended.
     """
 
@@ -53,6 +58,7 @@ class RLTrainer:
         prompts: PromptSource,
         scorer: CompletionScorer,
         progress: StageProgress,
+        probe_prompt: Sequence[int],
         num_skipped: int = 0,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
@@ -63,6 +69,12 @@ class RLTrainer:
         training_dtype = config.training.dtype
         rollout_dtype = config.rollout.dtype or training_dtype
         self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
+        self.probe = WeightProbe(
+            probe_prompt,
+            config.rl.sampling.temperature,
+            self.gate,
+            partial(workers.run, PolicyWorker.infer_logprobs),
+        )
         self.previous_steps = config.rl.num_steps_before(config.round)
         self.version = self.previous_steps
         self.num_skipped = num_skipped
@@ -73,7 +85,7 @@ class RLTrainer:
         self.version = int(state.values.get("version", self.previous_steps + state.step))
         self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
         with self.progress.clock("train"):
-            self.rollout.publish(self.version)
+            self.rollout.publish(self.version, self.probe)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
 
@@ -94,7 +106,7 @@ class RLTrainer:
         if experience.num_groups:
             experience, updates = self._train(experience, clock)
             with clock("update_weights"):
-                self.rollout.publish(global_step)
+                self.rollout.publish(global_step, self.probe)
             self.version, self.num_skipped = global_step, 0
         else:
             self.num_skipped += 1
@@ -110,6 +122,7 @@ class RLTrainer:
         metrics |= {
             "training/global_step": float(global_step),
             "training/policy_version": float(self.version),
+            "rollout/num_restarts": float(self.rollout.num_restarts),
             "training/epoch": self.prompts.epoch(global_step),
         }
         self.progress.record(global_step, step, metrics, clock)

@@ -6,7 +6,6 @@ other ends with a `WeightSyncError`.
 Does not move memory between devices beyond the copy into the receiver's parameters.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -86,7 +85,9 @@ class InProcessTransport:
             return item
 
 
-def new_transport(hf_dir: Path, dtype: str, timeout_s: float) -> Callable[[], InProcessTransport]:
+def new_transport(
+    hf_dir: Path, dtype: str, timeout_s: float
+) -> Callable[[int], InProcessTransport]:
     """What makes a transport for each sync of one model.
 
     Args:
@@ -95,7 +96,13 @@ def new_transport(hf_dir: Path, dtype: str, timeout_s: float) -> Callable[[], In
         timeout_s: as for `InProcessTransport`.
 
     Returns:
-        A function without arguments.
+        A function of the number of receivers, which is 1: they share the process.
     """
     float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
-    return functools.partial(InProcessTransport, dtype, timeout_s, float32_names)
+
+    def new(num_receivers: int) -> InProcessTransport:
+        if num_receivers != 1:
+            raise ValueError(f"one engine shares this process, not {num_receivers}")
+        return InProcessTransport(dtype, timeout_s, float32_names)
+
+    return new

@@ -154,8 +154,8 @@ class SharedMemoryTransport:
 def open_transport(
     dtype: str,
     float32_names: frozenset[str],
-    num_readers: int,
     timeout_s: float,
+    num_readers: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SharedMemoryTransport:
     """A transport with a place of its own; what killed processes left is removed.
@@ -163,8 +163,8 @@ def open_transport(
     Args:
         dtype: as in `SharedMemoryTransport`.
         float32_names: as in `SharedMemoryTransport`.
-        num_readers: as in `SharedMemoryTransport`.
         timeout_s: as in `SharedMemoryTransport`.
+        num_readers: as in `SharedMemoryTransport`.
         bucket_bytes: as in `SharedMemoryTransport`.
 
     Returns:

@@ -59,7 +59,7 @@ def syncs(directory: Path, weights: dict[str, Tensor], dtype: str) -> Callable[[
 
     def sync() -> float:
         start = time.perf_counter()
-        service.sync(transport(), lambda to: to.send(iter(weights.items())), next(versions))
+        service.sync(transport, lambda to: to.send(iter(weights.items())), next(versions))
         return time.perf_counter() - start
 
     return sync

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config.rollout import RolloutConfig
-from engines.errors import RolloutError, WeightSyncError
+from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
 from engines.rollout.request_check import check_request
 from engines.rollout.vllm import launch
@@ -200,7 +200,9 @@ class VllmEngine(RolloutEngine):
                 await self.pause()
 
     async def health(self) -> Health:
-        """See the base class."""
+        """See the base class; answers only if vLLM's own process does."""
+        if not self._closed:
+            await self._wait(self._llm.is_sleeping(), "vLLM to say how it is")
         return Health(self._can_serve(), self._version, len(self._in_flight))
 
     async def close(self) -> None:
@@ -219,14 +221,14 @@ class VllmEngine(RolloutEngine):
         return serves and not self._llm.errored
 
     def _check_can_serve(self) -> None:
+        if not self._closed and self._llm.errored:
+            raise ReplicaLostError("vLLM has died; its own log lines say why")
         if not self._can_serve():
             raise RolloutError(self._refusal())
 
     def _refusal(self) -> str:
         if self._closed:
             return "the rollout engine is closed"
-        if self._llm.errored:
-            return "vLLM has died; its own log lines say why"
         if self._asleep:
             return "the rollout engine is asleep; wake it up first"
         return "the rollout engine has no confirmed weights; send them first"
@@ -241,4 +243,4 @@ class VllmEngine(RolloutEngine):
         except TimeoutError:
             raise DeadlineError(what, self._timeout_s) from None
         except EngineDeadError as error:
-            raise RolloutError(f"vLLM died while we waited for {what}") from error
+            raise ReplicaLostError(f"vLLM died while we waited for {what}") from error

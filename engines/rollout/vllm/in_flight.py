@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engines.errors import RolloutError
+from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.vllm.translation import RunningSample, completion, last, sampling_params
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
@@ -104,7 +104,9 @@ class InFlight:
         def ended(task: "asyncio.Task[None]") -> None:
             self._samples.discard(sample)
             if not task.cancelled() and (error := task.exception()) is not None:
-                failure = RolloutError(f"sampling failed: {error}")
+                is_dead = self._llm is not None and self._llm.errored
+                kind = ReplicaLostError if is_dead else RolloutError
+                failure = kind(f"sampling failed: {error}")
                 failure.__cause__ = error
                 self._deliver(sample, failure)
 

@@ -62,10 +62,16 @@ def start_worker() -> Iterator[Callable[[PolicySpec], PolicyWorker]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[None]:
+def cluster(package_cluster: None, request: pytest.FixtureRequest) -> None:
     """Ray on loopback, to which this process is connected."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(request.module)
+
+
+@pytest.fixture(scope="package")
+def package_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One for all modules: Ray keeps state of the first cluster that a process connects to."""
     home = tmp_path_factory.mktemp("ray")
     names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
     before = {name: env.child_environment().get(name) for name in names}
@@ -76,11 +82,9 @@ def cluster(
     patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     started = ensure_cluster(home, num_cpus=4)
     import ray
-    from ray import cloudpickle
     from ray._private import ray_constants
 
     patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    cloudpickle.register_pickle_by_value(request.module)
     env.set_for_process("RAY_ADDRESS", started.gcs_address)
     launch.connect_ray()
     yield

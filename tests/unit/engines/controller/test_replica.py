@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -17,13 +19,13 @@ from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
-from engines.errors import WorkerError
+from engines.errors import ReplicaLostError, WeightSyncError
+from engines.rollout.replica_state import ReplicaState
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError
 
-# Not in one process with another module that connects to a cluster: Ray keeps state of the first.
-pytestmark = [pytest.mark.stacks, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
 
 REQUESTS = [
     RolloutRequest(f"p{i}", tuple(range(4, 7 + i)), SamplingParams(12), (i, i + 50, i + 100))
@@ -98,14 +100,79 @@ def test_an_engine_that_refuses_its_options_says_so(
         pass
 
 
+def replica_processes() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "ray::ReplicaProcess" in " ".join(process.info["cmdline"] or [])
+    ]
+
+
 def test_a_replica_that_dies_is_named(policy_spec: PolicySpec, tmp_path: Path) -> None:
+    options = {"placement": "disaggregated", "max_num_restarts": 0}
+    with launched(policy_spec, tmp_path / "log", **options) as (_, rollout):
+        rollout.publish(0)
+        (replica,) = replica_processes()
+        replica.kill()
+        with pytest.raises(ReplicaLostError, match="replica 0: its process died") as caught:
+            rollout.generate(REQUESTS)
+        assert "rollout.max_num_restarts: 0 are used up" in caught.value.__notes__[0]
+
+
+PROMPT = tuple(range(4, 10))
+LONG = [
+    RolloutRequest(f"long{i}", PROMPT, SamplingParams(24), tuple(range(9 * i, 9 * i + 9)))
+    for i in range(40)
+]
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_a_replica_lost_while_it_samples_is_replaced(
+    policy_spec: PolicySpec, tmp_path: Path, signal_name: str
+) -> None:
+    """Its share is sampled again from the same weights: bitwise the same batch comes of it."""
+    options = {"placement": "disaggregated", "num_replicas": 2, "silence_s": 3.0}
+    with launched(policy_spec, tmp_path / "whole", **options) as (_, rollout):
+        rollout.publish(3)
+        expected = rollout.generate(LONG)
+    with launched(policy_spec, tmp_path / "lost", **options) as (workers, rollout):
+        assert isinstance(rollout, ServedRollout)
+        rollout.publish(3)
+        victim = replica_processes()[0]
+        at_work = threading.Timer(0.2, victim.send_signal, [getattr(signal, signal_name)])
+        at_work.start()
+        assert rollout.generate(LONG) == expected
+        at_work.join()
+        assert rollout.num_restarts == 1
+        assert not victim.is_running()
+        # The one in its place gets the weights of the time when it is up, and serves them.
+        workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+        rollout.publish(4)
+        end = time.monotonic() + 120
+        while rollout.states() != [ReplicaState.HEALTHY] * 2:
+            assert time.monotonic() < end, rollout.states()
+            rollout.generate(REQUESTS)
+        assert [health.version for health in rollout.health()] == [4, 4]
+
+
+def test_a_replica_that_comes_late_gets_no_other_weights(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    """The trainer went on: what it holds now is not what was published."""
+    with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (workers, rollout):
+        rollout.publish(0)
+        workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+        replica_processes()[0].kill()
+        with pytest.raises(WeightSyncError, match="version 0 was published as"):
+            rollout.generate(REQUESTS)
+
+
+def test_all_replicas_lost_before_a_sync_are_replaced_by_it(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (_, rollout):
         rollout.publish(0)
-        (replica,) = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if "ray::ReplicaProcess" in " ".join(process.info["cmdline"] or [])
-        ]
-        os.kill(replica.pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match="replica 0: its process died"):
-            rollout.generate(REQUESTS)
+        expected = rollout.generate(REQUESTS)
+        replica_processes()[0].kill()
+        rollout.publish(0)
+        assert rollout.generate(REQUESTS) == expected

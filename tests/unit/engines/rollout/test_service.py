@@ -25,9 +25,12 @@ def serving(*engines) -> Iterator[RolloutService]:
 
 def publish(service: RolloutService, model: torch.nn.Module, version: int):
     """To every replica of this process, one transport each, as a fan-out."""
-    return service.sync(
-        Fan(service.num_replicas), lambda fan: fan.send_all(model.named_parameters()), version
-    )
+    return service.sync(Fan, lambda fan: fan.send_all(model.named_parameters()), version)
+
+
+def one_transport(num_receivers: int) -> InProcessTransport:
+    assert num_receivers == 1
+    return InProcessTransport("float32", 30.0)
 
 
 class Fan:
@@ -105,7 +108,7 @@ def test_the_reason_of_a_replica_is_told_not_that_it_is_gone(lab) -> None:
     engine = lab.bare_engine()
     with serving(engine) as service, pytest.raises(WeightSyncError, match="were not sent, first"):
         service.sync(
-            InProcessTransport("float32", 30.0),
+            one_transport,
             lambda transport: transport.send(iter(list(lab.model.named_parameters())[:-1])),
             0,
         )
@@ -122,7 +125,7 @@ def test_a_trainer_that_fails_while_it_sends_is_told(lab) -> None:
 
     with serving(lab.bare_engine()) as service:
         with pytest.raises(ZeroDivisionError):
-            service.sync(InProcessTransport("float32", 30.0), fail, 0)
+            service.sync(one_transport, fail, 0)
         publish(service, lab.model, 1)
         assert service.generate(lab.requests(1, 1))
 

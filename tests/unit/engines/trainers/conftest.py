@@ -27,6 +27,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
 from engines.trainers.phases import PhaseClock
+from engines.trainers.probe import probe_prompt
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
@@ -174,6 +175,7 @@ def _run(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
         source = PromptSource(prompts, config, 0)
-        RLTrainer(config, workers, rollout, source, scorer, progress, num_skipped).run()
+        prompt = probe_prompt(model, config.model.max_length)
+        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, num_skipped).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

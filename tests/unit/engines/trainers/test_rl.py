@@ -7,8 +7,10 @@ import pytest
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
+from engines.trainers.probe import WeightProbe
 from engines.types import Completion
 
+PUBLISHING = "engines/rollout/publishing.py"
 TRUNCATED = {"max_new_tokens": 5, "top_k": 3}
 
 
@@ -18,9 +20,9 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     versions: list[int] = []
     publish = ServedRollout.publish
 
-    def spy(rollout: ServedRollout, version: int):
+    def spy(rollout: ServedRollout, version: int, probe: WeightProbe):
         versions.append(version)
-        return publish(rollout, version)
+        return publish(rollout, version, probe)
 
     monkeypatch.setattr(ServedRollout, "publish", spy)
     return versions
@@ -55,8 +57,10 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
 def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_stacks) -> None:
     """The loop's thread and the one that samples for it, together."""
     run_round("odd_length")
-    assert sampling_stacks
-    for files in sampling_stacks:
+    sampled = [files for files in sampling_stacks if PUBLISHING not in files]
+    assert sampled
+    assert len(sampled) < len(sampling_stacks)  # the probes after a sync
+    for files in sampled:
         assert files[: files.index("engines/trainers/rl.py") + 1] == [
             "engines/rollout/transformers/sampling.py",
             "engines/rollout/transformers/running_batch.py",

@@ -41,7 +41,7 @@ def transport():
 
     def make(num_readers: int = 1, timeout_s: float = 20.0) -> SharedMemoryTransport:
         opened.append(
-            open_transport("bfloat16", frozenset({"layer.1"}), num_readers, timeout_s, BUCKET_BYTES)
+            open_transport("bfloat16", frozenset({"layer.1"}), timeout_s, num_readers, BUCKET_BYTES)
         )
         return opened[-1]
 
@@ -166,7 +166,7 @@ def test_what_a_killed_sender_left_goes_with_the_next(transport) -> None:
     left = context.Queue()
 
     def die() -> None:
-        left.put(str(open_transport("float32", frozenset(), 1, 1.0).directory))
+        left.put(str(open_transport("float32", frozenset(), 1.0, 1).directory))
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,0 +1,96 @@
+"""Starting rollout engines in Ray actors of their own, first and again.
+
+Promises: the replicas that are asked for together are all there, or none is left; one that takes
+the place of another is built alike, after what was left of the other was ended.
+"""
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from engines.controller.replica import RemoteReplica, ReplicaProcess, ReplicaSpec
+from engines.rollout.base import RolloutEngine
+from engines.rollout.event_loop import EventLoopThread
+from infra.errors import DeadlineError
+
+START_DEADLINE_S = 600.0
+"""An engine that compiles or loads kernels takes minutes."""
+
+logger = logging.getLogger(__name__)
+
+
+class RayReplicas:
+    """A `ReplicaStarter` on the cluster that this process is connected to.
+
+    Args:
+        spec: what each replica builds.
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+
+    def start(self, num_replicas: int) -> list[RemoteReplica]:
+        """Start replicas and wait until each has built its engine.
+
+        Args:
+            num_replicas: how many.
+
+        Returns:
+            The replicas; they serve nothing before their first weight update.
+
+        Raises:
+            ReplicaLostError: one died while it started.
+            PipelineError: what an engine refused.
+            DeadlineError: the cluster had no room for them, or one took too long.
+        """
+        replicas = [self._create(place) for place in range(num_replicas)]
+
+        async def build() -> None:
+            await asyncio.gather(*(self._build(replica) for replica in replicas))
+
+        loop = EventLoopThread("replica-start")
+        try:
+            loop.run(build(), f"{num_replicas} replicas to start", 2 * START_DEADLINE_S)
+        except BaseException:
+            for replica in replicas:
+                replica.kill()
+            raise
+        finally:
+            loop.close()
+        return replicas
+
+    async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:
+        """See `ReplicaStarter`."""
+        cast(RemoteReplica, lost).kill()
+        replica = self._create(place)
+        try:
+            await self._build(replica)
+        except BaseException:
+            replica.kill()
+            raise
+        logger.info("replica %d is up again", place)
+        return replica
+
+    def _create(self, place: int) -> RemoteReplica:
+        import ray
+
+        spec = self._spec
+        remote: Any = ray.remote(max_restarts=0, max_task_retries=0, **spec.resources)(
+            ReplicaProcess
+        )
+        runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
+        if spec.interpreter is not None:
+            runtime["py_executable"] = str(spec.interpreter)
+        actor = remote.options(runtime_env=runtime).remote(place, spec)
+        return RemoteReplica(actor, place, spec.log_path(place))
+
+    async def _build(self, replica: RemoteReplica) -> None:
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await replica.build()
+        except TimeoutError:
+            import ray
+
+            room = f"the cluster has {ray.cluster_resources()}"
+            wanted = f"replicas of {dict(self._spec.resources)} to start ({room})"
+            raise DeadlineError(wanted, START_DEADLINE_S) from None

@@ -1,0 +1,129 @@
+"""One batch of requests on its way through the replicas.
+
+Promises: every sample once, whichever replicas are lost meanwhile; a deadline that ends samples
+instead of the run: what is unfinished comes out as `abort`, with the tokens it has.
+Does not promise: a replica for every request at once; what has none waits for one.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from engines.errors import ReplicaLostError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.collect import SampleLedger, collect_parts
+from engines.rollout.replica_pool import ReplicaPool
+from engines.rollout.replica_state import ReplicaSlot
+from engines.rollout.routing import Routing, Share
+from infra.errors import DeadlineError
+
+ABORT_DEADLINE_S = 30.0
+"""A replica that does not end its samples by then, once told to, is lost."""
+
+
+class BatchRun:
+    """See the module.
+
+    Args:
+        pool: the replicas.
+        routing: the rule, over the requests of this batch.
+        ledger: of this batch.
+        timeout_s: after which samples are aborted.
+    """
+
+    def __init__(
+        self, pool: ReplicaPool, routing: Routing, ledger: SampleLedger, timeout_s: float
+    ) -> None:
+        self._pool, self._routing, self._ledger = pool, routing, ledger
+        self._timeout_s = timeout_s
+        self._running: dict[asyncio.Task[None], tuple[ReplicaSlot, RolloutEngine, Share]] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Fill the ledger.
+
+        Raises:
+            RolloutError: a replica refused a request, or lost or doubled a sample; or it was
+                lost itself, and no other may start.
+            DeadlineError: not one sample was finished at the deadline.
+        """
+        watching = asyncio.get_running_loop().create_task(self._pool.watch())
+        try:
+            with self._pool.listening(self._changed.set):
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._all()
+                except TimeoutError:
+                    await self._abort()
+        finally:
+            await _end([watching, *self._running])
+
+    async def _all(self) -> None:
+        while self._routing.waiting or self._running:
+            if self._pool.failure is not None:
+                raise self._pool.failure
+            for place, share in self._routing.take(self._pool.loads()):
+                self._start(self._pool.slots[place], share)
+            await self._changed.wait()
+            self._changed.clear()
+            for task, (slot, engine, _) in list(self._running.items()):
+                if task.done():
+                    self._settle(task)
+                elif slot.engine is not engine or not slot.is_up:
+                    await _end([task])
+                    self._settle(task)
+
+    def _start(self, slot: ReplicaSlot, share: Share) -> None:
+        slot.num_in_flight += share.num_samples
+        sampling = collect_parts(slot.engine, share.parts, self._ledger)
+        task = asyncio.get_running_loop().create_task(sampling)
+        task.add_done_callback(lambda _: self._changed.set())
+        self._running[task] = (slot, slot.engine, share)
+
+    def _settle(self, task: "asyncio.Task[None]") -> None:
+        """What a share that ended leaves behind: nothing, samples to be redone, or an error."""
+        slot, engine, share = self._running.pop(task)
+        if slot.engine is engine:
+            slot.num_in_flight -= share.num_samples
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                return
+            if not isinstance(error, ReplicaLostError):
+                raise error
+            self._pool.lose(slot, engine, error)
+        self._routing.lost(share, self._ledger)
+
+    async def _abort(self) -> None:
+        """End what runs; what no replica has ended by the deadline was lost with it."""
+        running = dict(self._running)
+        aborts = [_quietly(engine.abort()) for _, engine, _ in running.values()]
+        if running:
+            await asyncio.wait(
+                [*running, *map(asyncio.ensure_future, aborts)], timeout=ABORT_DEADLINE_S
+            )
+        for task, (slot, engine, _) in running.items():
+            if not task.done():
+                silent = f"replica {slot.place}: did not abort in {ABORT_DEADLINE_S:g} s"
+                self._pool.lose(slot, engine, ReplicaLostError(silent))
+        await _end(running)
+        for task in running:
+            self._settle(task)
+        self._ledger.abort_missing()
+        if not self._ledger.num_completed:
+            raise DeadlineError(f"{self._ledger.num_found} samples", self._timeout_s)
+
+
+async def _quietly(call: Coroutine[Any, Any, None]) -> None:
+    """A call whose failure says only what the share's own end says, too."""
+    try:
+        await call
+    except ReplicaLostError:
+        return
+
+
+async def _end(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    """Cancel tasks and see them end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,286 @@
+"""Giving replicas the trainer's weights, and proving that they serve them.
+
+Promises: a replica serves only after it took every tensor, its receipt equals the sender's, it
+confirmed (version, digest), and a prompt that it may have cached before the update comes out as
+the trainer says. A replica that is lost on the way does not stop the others; one that came up
+late gets the same weights, which the sender's digest proves.
+Does not promise: speed for the others while one is slow. They wait for the slowest.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from engines.errors import ReplicaLostError, WeightSyncError
+from engines.rollout.collect import collect
+from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.replica_pool import ReplicaPool
+from engines.rollout.replica_state import ReplicaSlot, ReplicaState
+from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt, ReceiverGoneError, SyncReport, Transport, WeightSource
+from infra.errors import DeadlineError, PipelineError
+
+T = TypeVar("T")
+ANSWER_DEADLINE_S = 60.0
+"""Of a question that does no work."""
+RESTART_DEADLINE_S = 900.0
+"""For one of the replicas to be up, when all were lost."""
+
+NewTransport = Callable[[int], Transport]
+Send = Callable[[Transport], Receipt]
+
+
+class Probe(Protocol):
+    """What a replica must say right before it serves."""
+
+    def request(self, place: int, version: int) -> RolloutRequest:
+        """What it is asked: one sample, of a prompt longer than a block of any prefix cache."""
+        ...
+
+    def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
+        """Compare with the trainer; called in its thread.
+
+        Args:
+            requests: as `request` made them.
+            found: the completion of each.
+
+        Raises:
+            WeightSyncError: a replica's logprobs are not those of the trainer's weights.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How weights reach replicas, now and until the next publication.
+
+    Attributes:
+        new_transport: makes what carries them to so many replicas.
+        send: has the trainer send through it.
+        version: number of the weights.
+        probe: the last proof.
+    """
+
+    new_transport: NewTransport
+    send: Send
+    version: int
+    probe: Probe | None
+
+
+class Publisher:
+    """See the module; called from the trainer's thread.
+
+    Args:
+        pool: the replicas.
+        loop: that they live in.
+        timeout_s: for the weights to arrive.
+    """
+
+    def __init__(self, pool: ReplicaPool, loop: EventLoopThread, timeout_s: float) -> None:
+        self._pool, self._loop, self._timeout_s = pool, loop, timeout_s
+        self.published: tuple[Publication, Receipt] | None = None
+
+    def publish(
+        self, new_transport: NewTransport, send: Send, version: int, probe: Probe | None
+    ) -> SyncReport:
+        """Give every replica that is up new weights; see `RolloutService.sync`."""
+        start = time.monotonic()
+        self.published = None
+        publication = Publication(new_transport, send, version, probe)
+        serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
+        self._move(serving, ReplicaState.STALE)
+        sent: Receipt | None = None
+        while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
+            sent = self._give(self._await_up(), publication, None)
+        self.published = publication, sent
+        return SyncReport(version, sent, time.monotonic() - start)
+
+    def renew(self) -> None:
+        """Give what was published last to replicas that came up since.
+
+        Raises:
+            WeightSyncError: the trainer holds other weights by now, or a replica did not take
+                them as it should.
+        """
+        if self.published is not None and (late := self._pool.in_state(ReplicaState.STALE)):
+            self._give(late, *self.published)
+
+    def _give(
+        self, slots: Sequence[ReplicaSlot], publication: Publication, expected: Receipt | None
+    ) -> Receipt | None:
+        """What was sent, and is served by those of the slots that are left; None: one was lost."""
+        transfer = _Transfer(slots, publication.version)
+        transport = publication.new_transport(len(slots))
+        try:
+            sent = self._transfer(transfer, transport, publication.send)
+        finally:
+            transport.stop()
+        self._lose(transfer.lost())
+        if sent is None:
+            return None
+        version = publication.version
+        if expected is not None and sent != expected:
+            raise WeightSyncError(
+                f"version {version} was published as {expected}, the trainer holds {sent} now"
+            )
+        for slot in slots:
+            if (held := transfer.receipts[slot.place]) != sent:
+                raise WeightSyncError(
+                    f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
+                    "not generate from them"
+                )
+        self._each(
+            slots,
+            lambda slot: slot.engine.finish_update(version, sent.digest),
+            f"version {version} to be served",
+        )
+        left = [slot for slot in slots if slot.state is ReplicaState.STALE]
+        self._probe(left, publication)
+        self._move(left, ReplicaState.HEALTHY)
+        return sent
+
+    def _transfer(self, transfer: "_Transfer", transport: Transport, send: Send) -> Receipt | None:
+        """What was sent; None when replicas were lost, and the others got nothing."""
+        what = f"weights of version {transfer.version} to arrive"
+        arriving = self._loop.start(transfer.run(transport))
+        try:
+            sent = send(transport)
+        except BaseException as error:
+            transport.stop()
+            try:
+                self._loop.wait(arriving, what, ANSWER_DEADLINE_S)
+            except DeadlineError:
+                transfer.give_up()
+            if isinstance(error, ReceiverGoneError | DeadlineError):
+                if transfer.lost():
+                    return None
+                if isinstance(error, ReceiverGoneError) and transfer.first_error is not None:
+                    raise transfer.first_error from None
+            raise
+        try:
+            self._loop.wait(arriving, what, self._timeout_s)
+        except DeadlineError:
+            transfer.give_up()
+        if transfer.lost():
+            return None
+        if transfer.first_error is not None:
+            raise transfer.first_error
+        return sent
+
+    def _probe(self, slots: Sequence[ReplicaSlot], publication: Publication) -> None:
+        probe = publication.probe
+        if probe is None or not slots:
+            return
+        requests = {slot.place: probe.request(slot.place, publication.version) for slot in slots}
+        found: dict[int, Completion] = {}
+
+        async def ask(slot: ReplicaSlot) -> None:
+            rows = await collect(slot.engine, [requests[slot.place]], ANSWER_DEADLINE_S)
+            found[slot.place] = rows[0][0]
+
+        self._each(slots, ask, "the probe after a sync")
+        probe.check([requests[place] for place in found], list(found.values()))
+
+    def _each(
+        self,
+        slots: Iterable[ReplicaSlot],
+        call: Callable[[ReplicaSlot], Coroutine[Any, Any, None]],
+        what: str,
+    ) -> None:
+        """Call every replica at once; those that are lost drop out, another error is raised."""
+
+        async def one(slot: ReplicaSlot) -> None:
+            engine = slot.engine
+            try:
+                async with asyncio.timeout(ANSWER_DEADLINE_S):
+                    await call(slot)
+            except TimeoutError:
+                silent = f"replica {slot.place}: no answer while we waited for {what}"
+                self._pool.lose(slot, engine, ReplicaLostError(silent))
+            except ReplicaLostError as error:
+                self._pool.lose(slot, engine, error)
+
+        async def everyone() -> None:
+            await asyncio.gather(*(one(slot) for slot in slots))
+
+        self._loop.run(everyone(), what, 2 * ANSWER_DEADLINE_S)
+        self._raise_failure()
+
+    def _await_up(self) -> list[ReplicaSlot]:
+        """The replicas that can be given weights; waits for one when there is none."""
+        news = threading.Event()
+        end = time.monotonic() + RESTART_DEADLINE_S
+        with self._pool.listening(news.set):
+            while not (up := self._pool.in_state(ReplicaState.STALE)):
+                self._raise_failure()
+                if not news.wait(max(0.0, end - time.monotonic())):
+                    raise DeadlineError("a replica to start again", RESTART_DEADLINE_S)
+                news.clear()
+        return up
+
+    def _move(self, slots: Sequence[ReplicaSlot], to: ReplicaState) -> None:
+        async def move() -> None:
+            for slot in slots:
+                if slot.is_up:
+                    self._pool.move(slot, to)
+
+        self._loop.run(move(), "the states of replicas", ANSWER_DEADLINE_S)
+
+    def _lose(self, lost: Sequence[tuple[ReplicaSlot, PipelineError]]) -> None:
+        async def lose() -> None:
+            for slot, error in lost:
+                self._pool.lose(slot, slot.engine, error)
+
+        if lost:
+            self._loop.run(lose(), "the states of replicas", ANSWER_DEADLINE_S)
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._pool.failure is not None:
+            raise self._pool.failure
+
+
+class _Transfer:
+    """One set of weights on its way into some replicas, and what came of it."""
+
+    def __init__(self, slots: Sequence[ReplicaSlot], version: int) -> None:
+        self._slots = tuple(slots)
+        self.version = version
+        self.receipts: dict[int, Receipt] = {}
+        self.first_error: PipelineError | None = None
+        self._lost: dict[int, PipelineError] = {}
+        self._failed: set[int] = set()
+
+    async def run(self, transport: Transport) -> None:
+        """Take them; the first that fails ends the sending."""
+        pairs = zip(self._slots, transport.sources, strict=True)
+        await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
+
+    async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Transport) -> None:
+        try:
+            self.receipts[slot.place] = await slot.engine.update_weights(source, self.version)
+        except ReplicaLostError as error:
+            self._lost[slot.place] = error
+            transport.stop()
+        except PipelineError as error:
+            self._failed.add(slot.place)
+            self.first_error = self.first_error or error
+            transport.stop()
+        except BaseException:
+            transport.stop()  # or the sender would wait for one who does not come
+            raise
+
+    def give_up(self) -> None:
+        """Take those for lost that have not ended."""
+        for slot in self._slots:
+            place = slot.place
+            if place not in self.receipts and place not in self._failed:
+                silent = f"replica {place}: did not take weights in time"
+                self._lost.setdefault(place, ReplicaLostError(silent))
+
+    def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
+        """The replicas that are of no use any more, and why."""
+        return [(slot, self._lost[slot.place]) for slot in self._slots if slot.place in self._lost]

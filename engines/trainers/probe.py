@@ -1,0 +1,90 @@
+"""The last proof after a weight sync: what an engine says of a prompt, against the trainer.
+
+A digest proves the bytes that an engine took. It says nothing of what the engine made of them:
+packed copies of a head that were not made anew, a prefix cache of the old weights. So every engine
+answers one fixed prompt, longer than a block of any cache and the same after every sync, and the
+trainer must find the logprobs of that answer.
+Does not see: an error smaller than what rounding explains, see `mismatch.BOUNDS`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.errors import WeightSyncError
+from engines.trainers.mismatch import MismatchGate, untrained_differences
+from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+
+NUM_PROMPT_TOKENS = 160
+"""More than a block of the known engines: 128 tokens in vLLM on a CPU, 16 to 64 elsewhere."""
+NUM_NEW_TOKENS = 4
+SEED = 20
+
+
+class WeightProbe:
+    """A `Probe` that asks the trainer.
+
+    Args:
+        prompt_ids: what every engine continues.
+        temperature: of the distribution that the trainer's logprobs speak of.
+        gate: how far they may be apart.
+        infer_logprobs: of the trainer, as `PolicyWorker.infer_logprobs`.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        temperature: float,
+        gate: MismatchGate,
+        infer_logprobs: Callable[[TokenBatch], Tensor],
+    ) -> None:
+        self._prompt_ids = tuple(prompt_ids)
+        self._sampling = SamplingParams(NUM_NEW_TOKENS, temperature)
+        self._gate, self._infer_logprobs = gate, infer_logprobs
+
+    def request(self, place: int, version: int) -> RolloutRequest:
+        """See `engines.rollout.publishing.Probe`."""
+        name = f"probe/version={version}/replica={place}"
+        return RolloutRequest(name, self._prompt_ids, self._sampling, (SEED,))
+
+    def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
+        """See `engines.rollout.publishing.Probe`."""
+        prompts = [request.prompt_ids for request in requests]
+        batch = TokenBatch.from_sequences(
+            [(*ids, *c.token_ids) for ids, c in zip(prompts, found, strict=True)],
+            loss_mask=[
+                [0.0] * len(ids) + [1.0] * len(c.token_ids)
+                for ids, c in zip(prompts, found, strict=True)
+            ],
+            rollout_logprobs=[
+                [0.0] * len(ids) + list(c.logprobs) for ids, c in zip(prompts, found, strict=True)
+            ],
+        )
+        try:
+            self._gate.check([untrained_differences(self._infer_logprobs(batch), batch)])
+        except WeightSyncError as error:
+            names = ", ".join(request.request_id for request in requests)
+            raise WeightSyncError(f"{names}: after the sync, {error}") from None
+
+
+def probe_prompt(hf_dir: Path, max_length: int) -> tuple[int, ...]:
+    """A prompt for a model: tokens at random, none that stands for an image or the like.
+
+    Args:
+        hf_dir: of the model; its `config.json` is read.
+        max_length: context in tokens.
+
+    Returns:
+        Token ids, with room for the answer behind them.
+    """
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    special = {value for name, value in config.items() if name.endswith("_token_id")}
+    special = {value for value in special if isinstance(value, int)}
+    text = config.get("text_config", config)
+    ids = [i for i in range(int(text["vocab_size"])) if i not in special]
+    size = max(1, min(NUM_PROMPT_TOKENS, max_length - NUM_NEW_TOKENS))
+    places = torch.randint(len(ids), (size,), generator=torch.Generator().manual_seed(SEED))
+    return tuple(ids[place] for place in places.tolist())

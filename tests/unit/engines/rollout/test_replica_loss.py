@@ -1,0 +1,225 @@
+"""What the service does when replicas die, hang or say wrong things: engines made to fail."""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.replica_pool import RestartPolicy
+from engines.rollout.replica_state import TRANSITIONS, ReplicaSlot, ReplicaState
+from engines.rollout.service import RolloutService
+from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.weight_sync.base import Receipt
+from engines.weight_sync.in_process import InProcessTransport
+from infra.errors import DeadlineError
+
+GUIDE = Path(__file__).resolve().parents[4] / "docs/guides/recover.md"
+
+
+class Spare:
+    """Starts further engines of the lab; the numbers of the replicas that it replaced."""
+
+    def __init__(self, new: Callable[[], RolloutEngine]) -> None:
+        self.new, self.replaced = new, []
+
+    async def restart(self, place: int, lost: RolloutEngine) -> RolloutEngine:
+        self.replaced.append(place)
+        return self.new()
+
+
+@contextmanager
+def serving(
+    lab, *engines: RolloutEngine, timeout_s: float = 60.0, max_num_restarts: int = 2, **options: Any
+) -> Iterator[tuple[RolloutService, Spare]]:
+    spare = Spare(lab.bare_engine)
+    restarts = RestartPolicy(spare, max_num_restarts, silence_s=0.6)
+    with closing(RolloutService(engines, timeout_s, restarts=restarts, **options)) as service:
+        yield service, spare
+
+
+def publish(service: RolloutService, model: torch.nn.Module, version: int = 0, probe=None):
+    """One transport carries to one replica here, so these tests publish to one."""
+
+    def send(transport: InProcessTransport) -> Receipt:
+        return transport.send((name, p.detach()) for name, p in model.named_parameters())
+
+    return service.sync(lambda _: InProcessTransport("float32", 20.0), send, version, probe)
+
+
+def dies_after(engine: RolloutEngine, num_samples: int) -> RolloutEngine:
+    """It gives so many samples, and is dead from then on."""
+    whole = engine.generate
+
+    async def generate(requests):
+        async with asyncio.timeout(20):
+            count = 0
+            async for completion in whole(requests):
+                if count == num_samples:
+                    raise ReplicaLostError("replica 0: its process died")
+                count += 1
+                yield completion
+
+    engine.generate = generate
+    return engine
+
+
+def hangs(engine: RolloutEngine) -> RolloutEngine:
+    """It gives no sample and answers no question, as a stopped process does."""
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def generate(requests):
+        await never()
+        yield
+
+    engine.generate, engine.health = generate, never
+    return engine
+
+
+@pytest.mark.parametrize("routing", ["by_place", "least_loaded"])
+def test_samples_of_a_replica_that_died_come_from_the_next(lab, routing: str) -> None:
+    requests = lab.requests(5, 3)
+    with serving(lab, lab.bare_engine()) as (service, _):
+        publish(service, lab.model)
+        expected = service.generate(requests)
+    with serving(lab, dies_after(lab.bare_engine(), 4), routing=routing) as (service, spare):
+        publish(service, lab.model)
+        found = service.generate(requests)
+        assert service.num_restarts == len(spare.replaced) == 1
+        assert service.states() == [ReplicaState.HEALTHY]
+    # Another batch rounds differently, by less than a draw notices here.
+    assert [[c.token_ids for c in row] for row in found] == [
+        [c.token_ids for c in row] for row in expected
+    ]
+    if routing == "by_place":
+        assert found == expected
+
+
+def test_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
+    with serving(lab, hangs(lab.bare_engine())) as (service, spare):
+        publish(service, lab.model)
+        rows = service.generate(lab.requests(2, 2))
+        assert {c.finish_reason for row in rows for c in row} <= {"stop", "length"}
+        assert spare.replaced == [0]
+
+
+def test_the_number_of_restarts_is_bounded_and_told(lab) -> None:
+    with serving(lab, dies_after(lab.bare_engine(), 0), max_num_restarts=2) as (service, spare):
+        spare.new = lambda: dies_after(lab.bare_engine(), 0)
+        publish(service, lab.model)
+        with pytest.raises(ReplicaLostError, match="its process died") as caught:
+            service.generate(lab.requests(1, 1))
+        assert spare.replaced == [0, 0]
+        assert "rollout.max_num_restarts: 2 are used up" in caught.value.__notes__[0]
+
+
+def test_a_refused_request_is_no_loss(lab) -> None:
+    with serving(lab, lab.bare_engine()) as (service, spare):
+        publish(service, lab.model)
+        unknown = RolloutRequest("x", (10**6,), SamplingParams(1), (0,))
+        with pytest.raises(RolloutError, match="x"):
+            service.generate([unknown])
+        assert spare.replaced == []
+        assert service.generate(lab.requests(1, 1))
+
+
+def test_a_sync_replaces_who_died_in_it(lab) -> None:
+    engine = lab.bare_engine()
+
+    async def die(source, version):
+        raise ReplicaLostError("replica 0: its process died")
+
+    engine.update_weights = die
+    with serving(lab, engine) as (service, spare):
+        publish(service, lab.model, 5)
+        assert spare.replaced == [0]
+        assert [health.version for health in service.health()] == [5]
+
+
+def test_who_comes_late_must_get_what_was_published(build_lab) -> None:
+    """A trainer that went on would give it other weights under the same number."""
+    lab = build_lab()
+    with serving(lab, dies_after(lab.bare_engine(), 0)) as (service, _):
+        publish(service, lab.model, 3)
+        with torch.no_grad():
+            next(lab.model.parameters()).add_(1e-3)
+        with pytest.raises(WeightSyncError, match="version 3 was published as .* holds .* now"):
+            service.generate(lab.requests(1, 1))
+
+
+def test_at_the_deadline_samples_are_aborted_and_the_next_batch_goes_on(build_lab) -> None:
+    lab = build_lab(eos_token_id=None, max_position_embeddings=8192)
+    short = lab.requests(1, 1, max_new_tokens=2)
+    (long,) = lab.requests(1, 2, max_new_tokens=8000)
+    long = RolloutRequest("long", long.prompt_ids, long.sampling, long.seeds)
+    with serving(lab, lab.bare_engine(), timeout_s=2.0) as (service, spare):
+        publish(service, lab.model)
+        rows = service.generate([*short, long])
+        assert [c.finish_reason for c in rows[0]] == ["length"]
+        assert [c.finish_reason for c in rows[1]] == ["abort", "abort"]
+        assert all(len(c.token_ids) == len(c.logprobs) > 2 for c in rows[1])
+        assert spare.replaced == []
+        assert [c.token_ids for c in service.generate(short)[0]] == [rows[0][0].token_ids]
+        with pytest.raises(DeadlineError, match="2 samples"):
+            service.generate([long])
+
+
+class Suspicious:
+    """A probe that finds what it is told to find."""
+
+    def __init__(self, problem: str | None) -> None:
+        self.problem, self.seen = problem, []
+
+    def request(self, place: int, version: int) -> RolloutRequest:
+        return RolloutRequest(f"probe {place}", (4, 5, 6), SamplingParams(2), (1,))
+
+    def check(self, requests, found: list[Completion]) -> None:
+        self.seen += [completion.request_id for completion in found]
+        if self.problem:
+            raise WeightSyncError(self.problem)
+
+
+def test_nothing_is_sampled_before_the_probe_has_passed(lab) -> None:
+    with serving(lab, lab.bare_engine()) as (service, _):
+        probe = Suspicious("head of the weights before")
+        with pytest.raises(WeightSyncError, match="head of the weights before"):
+            publish(service, lab.model, probe=probe)
+        assert probe.seen == ["probe 0"]
+        assert service.states() == [ReplicaState.STALE]
+        with pytest.raises(RolloutError, match="no confirmed weights"):
+            service.generate(lab.requests(1, 1))
+        publish(service, lab.model, 1, Suspicious(None))
+        assert service.generate(lab.requests(1, 1))
+
+
+def test_a_replica_in_the_place_of_another_is_probed_too(lab) -> None:
+    probe = Suspicious(None)
+    with serving(lab, dies_after(lab.bare_engine(), 2)) as (service, _):
+        publish(service, lab.model, probe=probe)
+        service.generate(lab.requests(3, 1))
+        assert probe.seen == ["probe 0", "probe 0"]
+
+
+def test_there_is_no_step_beside_the_table(lab) -> None:
+    for before in ReplicaState:
+        for after in ReplicaState:
+            slot = ReplicaSlot(0, lab.bare_engine(), before)
+            if before is after or (before, after) in TRANSITIONS:
+                slot.move(after)
+                assert slot.state is after
+            else:
+                with pytest.raises(ValueError, match="no step"):
+                    slot.move(after)
+
+
+def test_the_guide_shows_the_table() -> None:
+    rows = re.findall(r"^\| `([A-Z]+)` \| `([A-Z]+)` \| (.+) \|$", GUIDE.read_text("utf-8"), re.M)
+    assert rows == [(a.value, b.value, why) for (a, b), why in TRANSITIONS.items()]
