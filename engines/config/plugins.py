@@ -64,6 +64,17 @@ class RewardRow(Row):
         return f"{self.target} {self.memory_limit_bytes}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutRow(Row):
+    """A rollout engine.
+
+    Attributes:
+        structured_output: it can sample texts of a given form.
+    """
+
+    structured_output: bool = False
+
+
 ADVANTAGES = PluginTable(
     "adv_estimator",
     "rl.algorithm.adv_estimator",
@@ -116,20 +127,21 @@ ROLLOUT_ENGINES = PluginTable(
     "rollout",
     "rollout.engine",
     [
-        Row(
+        RolloutRow(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
         ),
-        Row(
+        RolloutRow(
             name="vllm",
             target="engines.rollout.vllm.engine:VllmEngine",
             requires="vllm",
             environment="vllm",
             options="engines.rollout.vllm.options:VllmOptions",
+            structured_output=True,
         ),
     ],
-    Row,
+    RolloutRow,
 )
 
 REWARDS = PluginTable(
@@ -227,6 +239,12 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
         if fact not in known:
             raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
     register_row(kind, row_type(name=name, target=target, **facts))
+
+
+def structured_output_engines() -> list[str]:
+    """Names of the rollout engines that can sample texts of a given form, sorted."""
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return sorted({row.name for row in rows if row.structured_output})
 
 
 def named_rows(

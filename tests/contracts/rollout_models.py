@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from engines.checksum import combine, tensor_checksum
 from engines.rollout.transformers.sampling import filter_logits
@@ -44,6 +45,25 @@ def config(tied: bool) -> Qwen3Config:
         pad_token_id=0,
         architectures=["Qwen3ForCausalLM"],
     )
+
+
+TEXTS = ("<pad>", "<a>", "<b>", "<eos>", *"abcdefghijklmnopqrstuvwxyz", "th", "er")
+"""Text of each token; the texts of several stand next to each other without a space."""
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Save a tokenizer of `TEXTS` beside a model."""
+    words = {text: token for token, text in enumerate(TEXTS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(directory)
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """What they say."""
+    return "".join(TEXTS[token] for token in token_ids)
 
 
 def model(tied: bool, seed: int):
