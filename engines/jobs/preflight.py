@@ -24,7 +24,7 @@ from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.sources import first_rl_row, first_sft_row
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
-from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary
+from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, vocabulary_size
 from engines.errors import RewardError
 from engines.rewards.base import ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
@@ -49,6 +49,7 @@ def look(at: Look) -> Look:
         ConfigError: names the field and what to do.
     """
     tokenizer = look_at_model(at.model, at.lora)
+    look_at_stop_tokens(at)
     row = look_at_data(at.data)
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
@@ -115,6 +116,26 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
     check_vocabulary(directory, tokenizer.max_token_id + 1)
     return tokenizer
+
+
+def look_at_stop_tokens(at: Look) -> None:
+    """Refuse stop tokens that the vocabulary of a local model does not have.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: names the setting, the token and the vocabulary.
+    """
+    directory = local_path(at.model.path)
+    size = vocabulary_size(directory) if directory else None
+    for setting, ids in at.stop_token_ids.items():
+        if size is not None and max(ids, default=0) >= size:
+            raise ConfigError(
+                setting,
+                f"got {max(ids)}; need ids below {size}, the vocabulary of {directory}; take ids "
+                "of its tokenizer",
+            )
 
 
 def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:

@@ -142,6 +142,12 @@ def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[in
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
+def vocabulary_size(hf_dir: Path) -> int | None:
+    """Token ids of a model directory are below this; None where its configuration does not say."""
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    return (config.get("text_config") or config).get("vocab_size")
+
+
 def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
     """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
 
@@ -152,9 +158,8 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
     Raises:
         ConfigError: the model has fewer.
     """
-    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    size = (config.get("text_config") or config).get("vocab_size", num_tokens)
-    if num_tokens > size:
+    size = vocabulary_size(hf_dir)
+    if size is not None and num_tokens > size:
         raise ConfigError(
             "model.path",
             f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
