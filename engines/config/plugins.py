@@ -70,9 +70,12 @@ class RolloutRow(Row):
 
     Attributes:
         structured_output: it can sample texts of a given form.
+        refuses_model: ``module:function``, importable without torch, that is given the text
+            configuration of a model (`config.json`) and says what of it the engine lacks, or None.
     """
 
     structured_output: bool = False
+    refuses_model: str | None = None
 
 
 ADVANTAGES = PluginTable(
@@ -131,6 +134,7 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
+            refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
             name="vllm",

@@ -7,7 +7,7 @@ Does not promise: an interval for pass@k; its standard error over problems is gi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from engines.config.stages import EvaluationConfig
@@ -98,6 +98,7 @@ class Evaluator:
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
         self._seed = seed
+        self._greedy = sampling_params(config.sampling(temperature=0.0))
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
         """Answer and judge every problem.
@@ -143,7 +144,7 @@ class Evaluator:
     def _answers(
         self, generate: Generate, prompts: Sequence[RLPrompt], num_samples: int, temperature: float
     ) -> list[list[Answer]]:
-        sampling = sampling_params(self._config.sampling(temperature))
+        sampling = replace(self._greedy, temperature=temperature)
         kind = "sampled" if temperature else "greedy"
         requests = [
             RolloutRequest(

@@ -142,10 +142,10 @@ def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[in
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
-def vocabulary_size(hf_dir: Path) -> int | None:
-    """Token ids of a model directory are below this; None where its configuration does not say."""
+def text_config(hf_dir: Path) -> dict[str, Any]:
+    """Configuration of a model directory, or of the text model in it."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    return (config.get("text_config") or config).get("vocab_size")
+    return config.get("text_config") or config
 
 
 def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
@@ -158,8 +158,8 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
     Raises:
         ConfigError: the model has fewer.
     """
-    size = vocabulary_size(hf_dir)
-    if size is not None and num_tokens > size:
+    size = text_config(hf_dir).get("vocab_size", num_tokens)
+    if num_tokens > size:
         raise ConfigError(
             "model.path",
             f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
