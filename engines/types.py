@@ -230,7 +230,8 @@ class SamplingParams:
         top_p: 1 is off.
         top_k: 0 is off.
         stop: texts that end a sample, with the token that completes the first of them; looked
-            for in the text of the sampled tokens, special ones included.
+            for in the text of the sampled tokens without special ones. The text of a special
+            token means that token.
         stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
         structured_output: form of a sample; for engines with that capability. Tokens that do not
             fit have probability 0, and the logprobs say so.

@@ -51,7 +51,7 @@ class SamplingConfig(StrictModel):
     """0 switches it off."""
     max_new_tokens: int = Field(default=1024, ge=1)
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, which keeps them; looked for with special tokens written out."""
+    """Texts that end an answer, which keeps them; that of a special token means the token."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
     structured_output: StructuredOutputConfig | None = None

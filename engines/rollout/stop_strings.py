@@ -1,15 +1,16 @@
 """Stop strings: where the text of sampled tokens first contains one of them; for every engine.
 
 Promises: a sample ends at the first token behind which the text of all its sampled tokens, its
-prefix among them and special tokens written out, contains a stop string; text is what the
-`tokenizer.json` of the served model directory decodes. The cost of a token does not grow with the
-length of the sample.
+prefix among them, contains a stop string; text is what the `tokenizer.json` of the served model
+directory decodes and a reward function sees, without special tokens. A stop string that is itself
+the text of a special token means that token, and others are not found inside of it. The cost of a
+token does not grow with the length of the sample.
 Does not promise: to find a string that holds U+FFFD, which stands for bytes of an unfinished
 character; and of a tokenizer whose text of a token depends on tokens far before it, the first
 place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -31,12 +32,16 @@ class SampledText:
     Args:
         tokenizer: decodes.
         stop: strings to look for, none of them empty.
+        stop_token_ids: special tokens that end the sample as well.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], stop_token_ids: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._num_kept = max(len(text) for text in stop) - 1
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._num_kept = max((len(text) for text in stop), default=1) - 1
         self._window: list[int] = []
         self._num_read = 0
         self._known = ""
@@ -66,10 +71,10 @@ class SampledText:
             self._num_read = len(self._window)
             self._known = self._decode(self._window)
             self._tail = text[-self._num_kept :] if self._num_kept else ""
-        return any(stop in text for stop in self._stop)
+        return token in self._stop_token_ids or any(stop in text for stop in self._stop)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class StopStrings:
@@ -82,6 +87,7 @@ class StopStrings:
     def __init__(self, hf_dir: Path) -> None:
         self._path = hf_dir / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
+        self._special: dict[str, int] = {}
 
     @property
     def has_tokenizer(self) -> bool:
@@ -103,7 +109,12 @@ class StopStrings:
         """
         if not request.sampling.stop:
             return None
-        text = SampledText(self._load(request.request_id), request.sampling.stop)
+        tokenizer, stop = self._load(request.request_id), request.sampling.stop
+        text = SampledText(
+            tokenizer,
+            [each for each in stop if each not in self._special],
+            [self._special[each] for each in stop if each in self._special],
+        )
         if text.contains_stop(request.prefix(place)) is not None:
             raise RolloutError(
                 f"{request.request_id}: the prefix of sample {request.sample_index(place)} contains"
@@ -119,4 +130,6 @@ class StopStrings:
                     "save one there, or use stop_token_ids"
                 )
             self._tokenizer = Tokenizer.from_file(str(self._path))
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._special = {token.content: id_ for id_, token in added.items() if token.special}
         return self._tokenizer

@@ -15,7 +15,7 @@ from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt
 from engines.weight_sync.files import SafetensorsSource
 
-EOS = 3
+PAD, EOS = 0, 3
 CONTEXT_LENGTH = 512
 PREFIX = tuple(4 + (7 * i) % 28 for i in range(200))
 """Longer than a block of any engine's cache, which for vLLM on a CPU holds 128 tokens."""
@@ -42,7 +42,7 @@ def config(tied: bool) -> Qwen3Config:
         initializer_range=0.2,
         tie_word_embeddings=tied,
         eos_token_id=EOS,
-        pad_token_id=0,
+        pad_token_id=PAD,
         architectures=["Qwen3ForCausalLM"],
     )
 
@@ -62,8 +62,8 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def text_of(token_ids: Iterable[int]) -> str:
-    """What they say."""
-    return "".join(TEXTS[token] for token in token_ids)
+    """What they say, without special tokens."""
+    return "".join(TEXTS[token] for token in token_ids if token not in (PAD, EOS))
 
 
 def model(tied: bool, seed: int):

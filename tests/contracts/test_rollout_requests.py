@@ -16,6 +16,7 @@ import pytest
 import torch
 from rlhf.testing.rollout_models import (
     EOS,
+    PAD,
     PREFIX,
     TEXTS,
     largest_difference,
@@ -232,10 +233,10 @@ def first_end(ids: tuple[int, ...], stop: tuple[str, ...]) -> int | None:
 
 def test_stop_strings_end_samples_with_the_token_that_completes_them(served: Served):
     free = served.generate(requests(40))
-    longest = max(free, key=lambda c: len(c.token_ids)).token_ids
-    # From the middle of one token into a later one, a single token, and one that never comes.
-    stop = (text_of(longest[10:13]), text_of(longest[20:21]), "?")
-    assert all(TEXTS[token] in text_of(longest) for token in longest)
+    # Of two tokens each, from several samples, and one that never comes.
+    stop = (*(text_of(c.token_ids[6:8]) for c in free[::4] if len(c.token_ids) > 8), "?")
+    assert "" not in stop
+    assert len(stop) > 2
     ended = served.generate(requests(40, stop=stop))
     num_ended = 0
     for one, other in zip(ended, free, strict=True):
@@ -246,6 +247,15 @@ def test_stop_strings_end_samples_with_the_token_that_completes_them(served: Ser
         assert len(one.logprobs) == len(one.policy_versions) == len(one.token_ids)
         assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
     assert num_ended > 1
+
+
+def test_the_text_of_a_special_token_stops_at_the_token(served: Served):
+    free = served.generate(requests(40))
+    ended = served.generate(requests(40, stop=(TEXTS[PAD],)))
+    as_id = served.generate(requests(40, stop_token_ids=(PAD,)))
+    assert token_ids(ended) == token_ids(as_id) != token_ids(free)
+    part = served.generate(requests(40, stop=(TEXTS[PAD][1:-1],)))
+    assert token_ids(part) == token_ids(free)
 
 
 def test_a_stop_string_may_begin_in_the_prefix(served: Served):
@@ -280,7 +290,7 @@ def test_structured_output_is_kept_or_refused(served: Served):
             served.generate(asked)
         return
     completions = served.generate(asked)
-    texts = [text_of(c.token_ids).removesuffix(TEXTS[EOS]) for c in completions]
+    texts = [text_of(c.token_ids) for c in completions]
     assert set(texts[:3]) <= {"the", "other"}
     assert set(texts[3:6]) <= {"abeee", "cdeee"}
     assert set(texts[6:]) == {"null"}

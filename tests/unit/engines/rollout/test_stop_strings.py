@@ -13,6 +13,7 @@ from engines.errors import RolloutError
 from engines.rollout.stop_strings import SampledText, StopStrings
 from engines.types import RolloutRequest, SamplingParams
 
+SPECIAL = "<|im_end|>"
 TEXT = "the answer is é, 你好, 🙂🙂 done.</answer> \n\n1 + 1 = 2 café"
 
 
@@ -25,7 +26,7 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_special_tokens([SPECIAL])
     return tokenizer
 
 
@@ -42,7 +43,8 @@ BYTES, WORDS = byte_level(), words_with_spaces()
 
 def found(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], at: int = 0) -> int | None:
     """By the code; the first `at` tokens in a call of their own."""
-    text = SampledText(tokenizer, stop)
+    special = [tokenizer.token_to_id(each) for each in stop if each == SPECIAL]
+    text = SampledText(tokenizer, [each for each in stop if each != SPECIAL], special)
     first = text.contains_stop(ids[:at])
     if first is not None:
         return first
@@ -52,21 +54,23 @@ def found(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], at: int
 
 def expected(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int | None:
     for number in range(1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[:number]), skip_special_tokens=False)
-        if any(each in text for each in stop):
+        text = tokenizer.decode(list(ids[:number]), skip_special_tokens=True)
+        ended = SPECIAL in stop and ids[number - 1] == tokenizer.token_to_id(SPECIAL)
+        if ended or any(each in text for each in stop):
             return number
     return None
 
 
 STOPS = [
-    (".",), ("</answer>",), ("<|im_end|>",), ("\n\n",), ("é",), ("好", "never"), ("🙂🙂",),
-    ("s is", "done", "answer"), ("never", "nor this"),
+    (".",), ("</answer>",), (SPECIAL,), (SPECIAL, "never"), ("\n\n",), ("é",),
+    ("好", "never"), ("🙂🙂",),
+    ("s is", "done", "answer"), ("never", "nor this", "im_end"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
 def test_a_text_ends_where_it_first_contains_a_stop_string(stop: tuple[str, ...]) -> None:
-    ids = [*BYTES.encode(TEXT).ids, BYTES.token_to_id("<|im_end|>"), *BYTES.encode(TEXT).ids]
+    ids = [*BYTES.encode(TEXT).ids, BYTES.token_to_id(SPECIAL), *BYTES.encode(TEXT).ids]
     end = expected(BYTES, ids, stop)
     assert (end is None) == (stop[0] == "never")
     for at in range(0, len(ids), 7):
@@ -115,6 +119,10 @@ def test_a_request_is_followed_behind_its_prefixes(tmp_path: Path) -> None:
     followed = stop_strings.follow(request(sampling=two, prefixes=((a, a), ())), 0)
     assert followed is not None
     assert followed.contains_stop([b]) == 1
+    end = SamplingParams(8, stop=("never", SPECIAL))
+    followed = stop_strings.follow(request(sampling=end), 0)
+    assert followed is not None
+    assert followed.contains_stop([a, b, BYTES.token_to_id(SPECIAL), a]) == 3
     with pytest.raises(RolloutError, match="r: the prefix of sample 5 .* it is finished"):
         stop_strings.follow(request(prefixes=((), (a, b)), sample_indices=(4, 5)), 1)
 
