@@ -7,7 +7,7 @@ token t from the tokens before it in its sequence. So `logprobs_T[t] = log p(id_
 and the first position of every sequence has no prediction: its logprob is 0 and its loss mask 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -303,6 +303,35 @@ class RolloutRequest:
         """Index by which the sample of seed number `place` is named."""
         return self.sample_indices[place] if self.sample_indices else place
 
+    def select(self, sample_indices: Iterable[int]) -> "RolloutRequest":
+        """The same request for the samples of these indices alone, in the given order."""
+        names = [self.sample_index(place) for place in range(self.num_samples)]
+        places = [names.index(index) for index in sample_indices]
+        return replace(
+            self,
+            seeds=tuple(self.seeds[place] for place in places),
+            prefixes=tuple(self.prefixes[place] for place in places if self.prefixes),
+            draw_offsets=tuple(self.draw_offsets[place] for place in places if self.draw_offsets),
+            sample_indices=tuple(names[place] for place in places),
+        )
+
+    def behind(self, partials: Sequence["Completion"]) -> "RolloutRequest":
+        """The request for the rest of some of its samples; `Completion.then` puts them together.
+
+        Args:
+            partials: what there is of these samples, in any order.
+
+        Returns:
+            A request for them alone, in the order of the partials.
+        """
+        chosen = self.select(partial.sample_index for partial in partials)
+        drawn = [len(partial.token_ids) for partial in partials]
+        return replace(
+            chosen,
+            prefixes=tuple(chosen.prefix(at) + p.token_ids for at, p in enumerate(partials)),
+            draw_offsets=tuple(chosen.draw_offset(at) + num for at, num in enumerate(drawn)),
+        )
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -323,3 +352,12 @@ class Completion:
     logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: str
+
+    def then(self, rest: "Completion") -> "Completion":
+        """This partial sample and what was sampled behind it, as one."""
+        return replace(
+            rest,
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            policy_versions=self.policy_versions + rest.policy_versions,
+        )

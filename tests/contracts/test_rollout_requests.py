@@ -68,12 +68,12 @@ def flat(served: Served) -> Iterator[Served]:
 
 def continued(request: RolloutRequest, first: list[Completion], num: int) -> RolloutRequest:
     """The samples of a request that are longer than so many tokens, behind these."""
-    longer = [c for c in first if c.request_id == request.request_id and len(c.token_ids) > num]
-    return replace(
-        request,
-        seeds=tuple(request.seeds[c.sample_index] for c in longer),
-        prefixes=tuple(c.token_ids[:num] for c in longer),
-        sample_indices=tuple(c.sample_index for c in longer),
+    return request.behind(
+        [
+            replace(c, token_ids=c.token_ids[:num])
+            for c in first
+            if c.request_id == request.request_id and len(c.token_ids) > num
+        ]
     )
 
 
@@ -129,6 +129,34 @@ def test_a_continued_sample_repeats_no_draw(flat: Served):
     assert num_same / num_compared < 0.2  # by chance 1 of 32
 
 
+def test_what_an_abort_cut_short_is_put_together(served: Served):
+    asked = RolloutRequest("cut", (5, 6), SamplingParams(200), (11, 12, 13, 14))
+    expected = served.generate([asked])
+    made = model(True, 1)
+
+    async def scenario():
+        stream = served.engine.generate([asked])
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.03)
+        await served.engine.abort(["cut"])
+        return [await first, *[c async for c in stream]]
+
+    found = served.run(scenario())
+    whole = {c.sample_index: c for c in found if c.finish_reason != "abort"}
+    partials = [c for c in found if c.finish_reason == "abort"]
+    rests = served.run(gather(served, [asked.behind(partials)] if partials else []))
+    by_index = {c.sample_index: c for c in partials}
+    whole |= {c.sample_index: by_index[c.sample_index].then(c) for c in rests}
+    for place, full in enumerate(expected):
+        c = whole[place]
+        assert (c.finish_reason == "stop") == (c.token_ids[-1] == EOS)
+        assert len(c.token_ids) == len(c.logprobs) == len(c.policy_versions) <= 200
+        logprobs = reference_logprobs(made, asked, c.token_ids)
+        assert (torch.tensor(c.logprobs) - logprobs).abs().max() <= MAX_LOGPROB_DIFFERENCE
+        if Capability.EXACT_CONTINUATION in served.engine.capabilities:
+            assert (c.token_ids, c.finish_reason) == (full.token_ids, full.finish_reason)
+
+
 def test_an_offset_stands_for_tokens_in_the_prompt(served: Served):
     given = (9, 8, 7, 6)
     request = RolloutRequest(
@@ -150,7 +178,8 @@ def test_an_offset_stands_for_tokens_in_the_prompt(served: Served):
 def test_some_samples_of_a_request_are_those_of_the_whole(served: Served):
     whole = RolloutRequest("whole", PREFIX, SamplingParams(16), (1, 2, 3, 4), session="s", turn=2)
     expected = served.generate([replace(whole, session=None, turn=0)])
-    some = replace(whole, seeds=(4, 2), sample_indices=(3, 1))
+    some = whole.select((3, 1))
+    assert (some.seeds, some.sample_indices) == ((4, 2), (3, 1))
     found = served.run(gather(served, [some]))
     assert [(c.sample_index, c.token_ids) for c in found] == [
         (index, expected[index].token_ids) for index in (1, 3)
