@@ -223,6 +223,13 @@ def test_what_a_lost_call_asked_for_is_served_once_to_the_next(served: Served):
         await give_up(stream, first)
         return await served.collect([asked])  # at once
 
+    async def never_awaited():
+        served.engine.generate([asked])
+        await asyncio.sleep(0.01)
+        return await served.collect([asked])
+
+    assert token_ids(served.run(never_awaited())) == expected
+
     async def closed(stream, first):
         await first
         await stream.aclose()

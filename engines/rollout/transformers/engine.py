@@ -10,6 +10,7 @@ a row may differ by about 1e-7 with the batch it shares, see `sampling` beside t
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -90,7 +91,9 @@ class TransformersEngine(RolloutEngine):
         self._calls[call] = asyncio.Queue()
         self._taken[call] = {sample.key for sample in samples}
         self._scheduler.add(samples)
-        return self._stream(call, requests)
+        stream = self._stream(call, requests)
+        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        return stream
 
     def _samples_of(self, request: RolloutRequest, call: int) -> list[Sample]:
         ends = self._model.eos_token_ids | set(request.sampling.stop_token_ids)
@@ -222,8 +225,13 @@ class TransformersEngine(RolloutEngine):
                 num_open -= 1
                 yield item
         finally:
-            del self._calls[call], self._taken[call]
+            self._forget(call)
             self._take(lambda sample: sample.call == call)
+
+    def _forget(self, call: int) -> None:
+        """Deliver nothing more to a call; harmless at any time, and when repeated."""
+        self._calls.pop(call, None)
+        self._taken.pop(call, None)
 
     def _start_driver(self) -> None:
         """Run the batch until nothing is left to do; one task at a time."""

@@ -6,6 +6,7 @@ or cancelled; a call ends by its deadline; what nobody waits for any more vLLM i
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -69,7 +70,9 @@ class InFlight:
         self._taken[call] = {sample.key for sample in samples}
         for sample in samples:
             self._start(sample)
-        return self._stream(call, requests)
+        stream = self._stream(call, requests)
+        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        return stream
 
     def mark_aborted(self, request_ids: Sequence[str] | None) -> list[str]:
         """Let no sample of these requests (None: of any) start.
@@ -112,10 +115,16 @@ class InFlight:
                 num_open -= 1
                 yield item
         finally:
-            del self._calls[call], self._taken[call]
-            for sample in self._samples:
-                if sample.call == call and sample.task is not None:
-                    sample.task.cancel()  # vLLM drops a request whose task is cancelled
+            self._forget(call)
+
+    def _forget(self, call: int) -> None:
+        """Give a call up; harmless when repeated."""
+        if self._calls.pop(call, None) is None:
+            return
+        del self._taken[call]
+        for sample in self._samples:
+            if sample.call == call and sample.task is not None:
+                sample.task.cancel()  # vLLM drops a request whose task is cancelled
 
     def _start(self, sample: RunningSample) -> None:
         self._samples.add(sample)
