@@ -10,6 +10,7 @@ ARGS   ?=
 BACKENDS     ?= fsdp fsdp2 megatron
 ENVIRONMENTS ?= veomni automodel torchtitan
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
+ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests
 # Two ranks; empty adds four.
 ENVIRONMENT_TIER ?= not slow
 
@@ -60,9 +61,9 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 	    -m "$(ENVIRONMENT_TIER)" $(ARGS); done
 
 contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in its own environment
-	$(BIN)/python -m pytest --pyargs rlhf.testing.test_rollout_engine --engine transformers $(ARGS)
+	$(BIN)/python -m pytest --pyargs $(ROLLOUT_CONTRACT) --engine transformers $(ARGS)
 	$(MAKE) env-vllm
-	OMP_NUM_THREADS=1 .envs/vllm/bin/python -m pytest --pyargs rlhf.testing.test_rollout_engine \
+	OMP_NUM_THREADS=1 .envs/vllm/bin/python -m pytest --pyargs $(ROLLOUT_CONTRACT) \
 	  --engine vllm $(ARGS)
 
 # Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...

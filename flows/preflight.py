@@ -77,4 +77,9 @@ def look_of(recipe: Recipe) -> Look | None:
         data=recipe.data,
         lora=recipe.training.lora,
         reward=None if own else recipe.rl.reward,
+        rollout_engine=recipe.rollout.engine,
+        stop_token_ids={
+            "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
+            "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),
+        },
     )

@@ -77,7 +77,8 @@ class MismatchConfig(StrictModel):
     """
 
     enable: bool = True
-    """False bounds nothing, for a sampling distribution that is cut by `top_p` or `top_k`."""
+    """False bounds nothing, for a sampling distribution that is cut by `top_p`, `top_k` or a
+    form of the answers."""
     mean: float | None = Field(default=None, gt=0)
     """Over the sampled tokens of a step; null is 1e-4 in float32 and 0.1 in bfloat16."""
     max: float | None = Field(default=None, gt=0)

@@ -15,6 +15,10 @@ class Look(StrictModel):
     lora: LoraConfig | None = None
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
+    rollout_engine: str | None = None
+    """Has to serve the model; null asks none."""
+    stop_token_ids: dict[str, tuple[int, ...]] = {}
+    """Setting to the stop tokens that it names."""
 
 
 class Answer(StrictModel):

@@ -48,18 +48,6 @@ class AlgorithmRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutRow(Row):
-    """A rollout engine.
-
-    Attributes:
-        routing: which of several replicas samples what; `by_place` for an engine whose samples
-            depend, in their last bits, on what is sampled beside them.
-    """
-
-    routing: RoutingName = "by_place"
-
-
-@dataclass(frozen=True, kw_only=True)
 class RewardRow(Row):
     """A reward function.
 
@@ -75,6 +63,23 @@ class RewardRow(Row):
     def counted(self) -> str:
         """And the memory limit: beyond it a sample is unscored."""
         return f"{self.target} {self.memory_limit_bytes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRow(Row):
+    """A rollout engine.
+
+    Attributes:
+        routing: which of several replicas samples what; `by_place` for an engine whose samples
+            depend, in their last bits, on what is sampled beside them.
+        structured_output: it can sample texts of a given form.
+        refuses_model: ``module:function``, importable without torch, that is given the text
+            configuration of a model (`config.json`) and says what of it the engine lacks, or None.
+    """
+
+    routing: RoutingName = "by_place"
+    structured_output: bool = False
+    refuses_model: str | None = None
 
 
 ADVANTAGES = PluginTable(
@@ -133,6 +138,7 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
+            refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
             name="vllm",
@@ -141,6 +147,7 @@ ROLLOUT_ENGINES = PluginTable(
             environment="vllm",
             options="engines.rollout.vllm.options:VllmOptions",
             routing="least_loaded",
+            structured_output=True,
         ),
     ],
     RolloutRow,
@@ -241,6 +248,12 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
         if fact not in known:
             raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
     register_row(kind, row_type(name=name, target=target, **facts))
+
+
+def structured_output_engines() -> list[str]:
+    """Names of the rollout engines that can sample texts of a given form, sorted."""
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return sorted({row.name for row in rows if row.structured_output})
 
 
 def named_rows(

@@ -2,12 +2,46 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 
 RoutingName = Literal["by_place", "least_loaded"]
 """Which replica of an engine samples what: see `engines.rollout.routing`."""
+
+
+class StructuredOutputConfig(StrictModel):
+    """A form that every answer has to have; exactly one of the three."""
+
+    json_schema: dict[str, Any] | None = None
+    """A JSON Schema."""
+    regex: str | None = Field(default=None, min_length=1)
+    """A regular expression that the whole answer matches."""
+    choice: tuple[str, ...] = ()
+    """Texts, of which the answer is one."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "StructuredOutputConfig":
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"got {' and '.join(given) or 'nothing'}; need one of json_schema, regex, choice"
+            )
+        return self
+
+
+def check_stop(stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Refuse stop strings that are empty or stand there twice, with `ValueError`."""
+    if stop and ("" in stop or len(set(stop)) < len(stop)):
+        raise ValueError(f"got {list(stop)}; need texts that are not empty, each once")
+    return stop
+
+
+def check_stop_token_ids(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Refuse stop tokens that no vocabulary has or that stand there twice, with `ValueError`."""
+    if ids and (min(ids) < 0 or len(set(ids)) < len(ids)):
+        raise ValueError(f"got {list(ids)}; need token ids from 0 on, each once")
+    return ids
 
 
 class SamplingConfig(StrictModel):
@@ -19,6 +53,15 @@ class SamplingConfig(StrictModel):
     top_k: int = Field(default=0, ge=0)
     """0 switches it off."""
     max_new_tokens: int = Field(default=1024, ge=1)
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, which keeps them; that of a special token means the token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
+    structured_output: StructuredOutputConfig | None = None
+    """Form of the answers, for rollout engines that can; null: any."""
+
+    _stop = field_validator("stop")(check_stop)
+    _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
 
 
 class RolloutConfig(StrictModel):

@@ -5,6 +5,8 @@ do. Does not promise: anything about data, models or devices.
 """
 
 from engines.config.options import check_parts
+from engines.config.plugins import ROLLOUT_ENGINES, structured_output_engines
+from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -29,13 +31,53 @@ def check_sampling(rl: RLConfig) -> None:
             "rl.optimizer.schedule",
             f"got {rl.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
         )
-    if rl.mismatch.enable and (sampling.top_p < 1 or sampling.top_k):
-        raise ConfigError(
-            "rl.mismatch.enable",
-            f"got true with top_p {sampling.top_p} and top_k {sampling.top_k}; need top_p 1 and "
-            "top_k 0, else the sampler's distribution is not the trainer's by construction; set "
-            "it to false",
-        )
+    _check_whole_distribution(rl)
+
+
+def _check_whole_distribution(rl: RLConfig) -> None:
+    """Refuse a cut distribution where its logprobs are compared with the trainer's.
+
+    The sampler's logprobs are renormalised over what the cut keeps, the trainer's are of the whole
+    vocabulary: a token that both believe in equally differs by the logarithm of the kept mass.
+    """
+    sampling = rl.sampling
+    structured = sampling.structured_output
+    cuts = (
+        ("top_p", sampling.top_p, 1.0, sampling.top_p < 1),
+        ("top_k", sampling.top_k, 0, sampling.top_k > 0),
+        ("structured_output", "a form", "null", structured is not None),
+    )
+    for name, got, need, cut in cuts:
+        if cut and rl.mismatch.enable:
+            raise ConfigError(
+                f"rl.sampling.{name}",
+                f"got {got}; need {need}: rl.mismatch compares logprobs of the whole vocabulary, "
+                f"and the sampler's are of what {name} keeps; set it to {need}, or "
+                "rl.mismatch.enable to false",
+            )
+
+
+def check_structured_output(
+    path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
+) -> None:
+    """Refuse a form of answers that the rollout engine cannot keep.
+
+    Args:
+        path: the setting of the form.
+        form: of the answers; None: any.
+        rollout: names the engine.
+
+    Raises:
+        ConfigError: names `path`, and the engines that can.
+    """
+    if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
+        return
+    able = " or ".join(structured_output_engines())
+    raise ConfigError(
+        path,
+        f"got a form with rollout.engine {rollout.engine}, which cannot keep answers to one; need "
+        f"null; set it to null, or rollout.engine to {able}",
+    )
 
 
 def check_algorithm(rl: RLConfig) -> None:

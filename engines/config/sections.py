@@ -2,11 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
 from engines.config.base import NotIdentity, StrictModel
-from engines.config.rollout import SamplingConfig
+from engines.config.rollout import (
+    SamplingConfig,
+    StructuredOutputConfig,
+    check_stop,
+    check_stop_token_ids,
+)
 from engines.config.training import OptimizerConfig
 from infra.errors import ConfigError
 
@@ -84,12 +89,21 @@ class EvaluationConfig(StrictModel):
     """null takes every evaluation row."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """null uses `rl.sampling.max_new_tokens`."""
+    stop: tuple[str, ...] | None = None
+    """null uses `rl.sampling.stop`; an empty list is none."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """null uses `rl.sampling.stop_token_ids`; an empty list is none."""
+    structured_output: StructuredOutputConfig | None = None
+    """Form of the answers, for rollout engines that can; null: any."""
     num_samples: int = Field(default=0, ge=0)
     """Samples per problem for pass@k; 0 skips the sampled part."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k; each at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
     confidence: float = Field(default=0.95, gt=0, lt=1)
+
+    _stop = field_validator("stop")(check_stop)
+    _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
 
     @model_validator(mode="after")
     def _check_k(self) -> "EvaluationConfig":
@@ -105,6 +119,16 @@ class EvaluationConfig(StrictModel):
         if self.max_new_tokens is None:
             raise ConfigError("evaluation.max_new_tokens", "missing; need a number of tokens")
         return self.max_new_tokens
+
+    def sampling(self, temperature: float) -> SamplingConfig:
+        """How answers are sampled at a temperature; needs what `answer_length` needs."""
+        return SamplingConfig(
+            temperature=temperature,
+            max_new_tokens=self.answer_length,
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            structured_output=self.structured_output,
+        )
 
 
 class PromoteConfig(StrictModel):

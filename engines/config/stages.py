@@ -18,7 +18,13 @@ from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES, PluginKind, named_rows, plugin_modules
 from engines.config.rollout import RolloutConfig
-from engines.config.rules import check_algorithm, check_answer_length, check_divides, check_sampling
+from engines.config.rules import (
+    check_algorithm,
+    check_answer_length,
+    check_divides,
+    check_sampling,
+    check_structured_output,
+)
 from engines.config.sections import (
     CheckpointConfig,
     EvaluationConfig,
@@ -237,6 +243,9 @@ class RLRoundStageConfig(TrainingStageConfig):
     def check(self) -> None:
         """And the rules of RL."""
         super().check()
+        check_structured_output(
+            "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout
+        )
         check_sampling(self.rl)
         check_algorithm(self.rl)
         check_answer_length(
@@ -309,6 +318,12 @@ class EvaluateStageConfig(ComputingStageConfig):
         """A reward file."""
         del given
         return _reward(self.reward)
+
+    def check(self) -> None:
+        """The rollout engine can keep answers to their form."""
+        check_structured_output(
+            "evaluation.structured_output", self.evaluation.structured_output, self.rollout
+        )
 
 
 class PromoteStageConfig(StageConfig):

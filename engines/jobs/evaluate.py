@@ -25,8 +25,8 @@ from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.service import RolloutService
-from engines.trainers.evaluation import Evaluation, Evaluator, Generate
-from engines.trainers.evaluation_files import write_evaluation
+from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, Generate
+from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
 from engines.types import Completion, RolloutRequest

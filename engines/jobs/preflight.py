@@ -19,17 +19,19 @@ from engines.config.base import local_path
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.look import Answer, Look
 from engines.config.model import ModelConfig
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.sources import first_rl_row, first_sft_row
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
-from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary
+from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.errors import RewardError
 from engines.rewards.base import ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
+from infra.plugins import Row, load_row
 
 OnHub = TypeVar("OnHub", ModelConfig, SourceConfig)
 
@@ -49,6 +51,8 @@ def look(at: Look) -> Look:
         ConfigError: names the field and what to do.
     """
     tokenizer = look_at_model(at.model, at.lora)
+    look_at_stop_tokens(at)
+    look_at_rollout(at)
     row = look_at_data(at.data)
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
@@ -115,6 +119,52 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
     check_vocabulary(directory, tokenizer.max_token_id + 1)
     return tokenizer
+
+
+def look_at_stop_tokens(at: Look) -> None:
+    """Refuse stop tokens that the vocabulary of a local model does not have.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: names the setting, the token and the vocabulary.
+    """
+    directory = local_path(at.model.path)
+    size = text_config(directory).get("vocab_size") if directory else None
+    for setting, ids in at.stop_token_ids.items():
+        if size is not None and max(ids, default=0) >= size:
+            raise ConfigError(
+                setting,
+                f"got {max(ids)}; need ids below {size}, the vocabulary of {directory}; take ids "
+                "of its tokenizer",
+            )
+
+
+def look_at_rollout(at: Look) -> None:
+    """Refuse a local model that the rollout engine does not serve.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: names the engine and what of the model it lacks.
+    """
+    directory = local_path(at.model.path)
+    if directory is None or at.rollout_engine is None:
+        return
+    row = ROLLOUT_ENGINES.place(at.rollout_engine)
+    if row.refuses_model is None:
+        return
+    target = Row(name=f"{row.name} (models)", target=row.refuses_model, owner=row.owner)
+    config = text_config(directory)
+    lacking = load_row(target, ROLLOUT_ENGINES.setting)(config)
+    if lacking:
+        raise ConfigError(
+            ROLLOUT_ENGINES.setting,
+            f"got {row.name}; {directory} is a {config.get('model_type')} model with {lacking}, "
+            "which this engine does not compute; choose another engine or model",
+        )
 
 
 def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:

@@ -1,10 +1,13 @@
 """The contract of a rollout engine: prompts in as token ids, completions out as they finish.
 
-Promises of every engine: each sample depends only on (weights, prompt, sampling params, its own
-seed), never on what else is in flight; reported logprobs are those of the sampling
-distribution; every token carries the version of the weights that sampled it; no token is
-sampled from weights that were not confirmed by `finish_update`.
-Not promised: the order of completions. The engine knows nothing of text, rewards or training.
+Promises of every engine: each sample depends only on (weights, prompt, prefix, sampling params,
+its own seed and draw offset), never on what else is in flight; reported logprobs are those of the
+sampling distribution; every token carries the version of the weights that sampled it; no token
+is sampled from weights that were not confirmed by `finish_update`; a sample that continues a
+prefix uses no random number that its prefix may have used.
+Not promised: the order of completions; that a continued sample has the very tokens of an
+uninterrupted one, unless the engine has the capability. The engine knows nothing of rewards or
+training, and of text only the stop strings.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +29,10 @@ class Capability(Enum):
     """Keeps keys and values of prompts between requests: a sync has to forget them."""
     SLEEP_FREES_MEMORY = "sleep_frees_memory"
     """`sleep` gives memory back; otherwise it only refuses to sample."""
+    STRUCTURED_OUTPUT = "structured_output"
+    """Samples of a given form: `SamplingParams.structured_output`. In the engine's row, too."""
+    EXACT_CONTINUATION = "exact_continuation"
+    """A sample that continues a prefix has the tokens that it would have had uninterrupted."""
     SHARED_MEMORY = "shared_memory"
     """Takes its weights in processes of its own: the source must be readable there."""
 
@@ -60,14 +67,17 @@ class RolloutEngine(ABC):
         """Sample every request; yield each completion as soon as it is finished.
 
         Args:
-            requests: what to sample; ids must differ from each other and from those in flight.
+            requests: what to sample; no sample, by request id and sample index, may be among
+                them twice or in flight already. Once its call has ended, for whatever reason, it
+                may be asked for again, and nothing of the earlier call comes out.
 
         Returns:
             The completions, one per sample.
 
         Raises:
-            RolloutError: before the first confirmed weight update, or when a prompt leaves no
-                room for `max_new_tokens` in the context.
+            RolloutError: before the first confirmed weight update, when a prompt leaves no room
+                for `max_new_tokens` in the context, or when the request asks for what the engine
+                cannot do.
             DeadlineError: samples are unfinished after `rollout.timeout_s`.
         """
 

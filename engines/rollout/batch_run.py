@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import SampleLedger, collect_parts
+from engines.rollout.collect import SampleLedger, collect_share
 from engines.rollout.replica_pool import ReplicaPool
 from engines.rollout.replica_state import ReplicaSlot
 from engines.rollout.routing import Routing, Share
@@ -75,7 +75,7 @@ class BatchRun:
 
     def _start(self, slot: ReplicaSlot, share: Share) -> None:
         slot.num_in_flight += share.num_samples
-        sampling = collect_parts(slot.engine, share.parts, self._ledger)
+        sampling = collect_share(slot.engine, share.requests, self._ledger)
         task = asyncio.get_running_loop().create_task(sampling)
         task.add_done_callback(lambda _: self._changed.set())
         self._running[task] = (slot, slot.engine, share)
@@ -111,7 +111,7 @@ class BatchRun:
             self._settle(task)
         self._ledger.abort_missing()
         if not self._ledger.num_completed:
-            raise DeadlineError(f"{self._ledger.num_found} samples", self._timeout_s)
+            raise DeadlineError("one sample to be finished", self._timeout_s)
 
 
 async def _quietly(call: Coroutine[Any, Any, None]) -> None:

@@ -8,34 +8,11 @@ Does not know: replicas, or why something is sampled again.
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some samples of a request, for one replica.
-
-    Attributes:
-        request: the whole request.
-        samples: which of its samples, by index.
-    """
-
-    request: RolloutRequest
-    samples: tuple[int, ...]
-
-    @staticmethod
-    def whole(request: RolloutRequest) -> "Part":
-        """Every sample of a request."""
-        return Part(request, tuple(range(request.num_samples)))
-
-    def asked(self) -> RolloutRequest:
-        """The request as a replica gets it: with the seeds of these samples alone."""
-        return replace(self.request, seeds=tuple(self.request.seeds[i] for i in self.samples))
 
 
 class SampleLedger:
@@ -49,85 +26,68 @@ class SampleLedger:
     """
 
     def __init__(self, requests: Sequence[RolloutRequest]) -> None:
-        self._requests = tuple(requests)
-        self._found: dict[str, dict[int, Completion]] = {r.request_id: {} for r in requests}
-        if len(self._found) != len(self._requests):
+        self._wanted = [request.sample_keys for request in requests]
+        self._found: dict[tuple[str, int], Completion] = {}
+        if len({request.request_id for request in requests}) != len(requests):
             raise RolloutError("two requests of one batch have the same id")
-
-    @property
-    def num_found(self) -> int:
-        """Samples that were accepted."""
-        return sum(len(found) for found in self._found.values())
-
-    @property
-    def num_completed(self) -> int:
-        """Samples that were not aborted."""
-        everything = (c for found in self._found.values() for c in found.values())
-        return sum(completion.finish_reason != "abort" for completion in everything)
 
     @property
     def num_missing(self) -> int:
         """Samples that were not yet accepted."""
-        return sum(request.num_samples for request in self._requests) - self.num_found
+        return sum(map(len, self._wanted)) - len(self._found)
+
+    @property
+    def num_completed(self) -> int:
+        """Samples that were accepted, and not aborted."""
+        return sum(found.finish_reason != "abort" for found in self._found.values())
 
     def accept(self, completion: Completion) -> None:
-        """Take a sample, unless it is there already; indices are those of the whole request."""
-        self._found[completion.request_id].setdefault(completion.sample_index, completion)
+        """Take a sample, unless it is there already."""
+        self._found.setdefault((completion.request_id, completion.sample_index), completion)
 
-    def missing(self, parts: Iterable[Part]) -> list[Part]:
-        """What of these parts is not there; a part that is complete is left out."""
-        left = [
-            replace(
-                part,
-                samples=tuple(
-                    index
-                    for index in part.samples
-                    if index not in self._found[part.request.request_id]
-                ),
-            )
-            for part in parts
-        ]
-        return [part for part in left if part.samples]
+    def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
+        """These requests for the samples that are not there; those that are complete are not."""
+        left, found = list[RolloutRequest](), self._found
+        for request in requests:
+            indices = [index for name, index in request.sample_keys if (name, index) not in found]
+            if indices:
+                left.append(request.select(indices))
+        return left
 
     def abort_missing(self) -> None:
         """Take every missing sample for aborted before its first token."""
-        for part in self.missing(Part.whole(request) for request in self._requests):
-            for index in part.samples:
-                self.accept(Completion(part.request.request_id, index, (), (), (), "abort"))
+        for name, index in (key for keys in self._wanted for key in keys):
+            self.accept(Completion(name, index, (), (), (), "abort"))
 
     def rows(self) -> list[list[Completion]]:
         """For each request its completions, in the order of its seeds; none may be missing."""
-        return [
-            [self._found[request.request_id][index] for index in range(request.num_samples)]
-            for request in self._requests
-        ]
+        return [[self._found[key] for key in keys] for keys in self._wanted]
 
 
-async def collect_parts(engine: RolloutEngine, parts: Sequence[Part], ledger: SampleLedger) -> None:
-    """Have one engine sample some parts, and enter what comes.
+async def collect_share(
+    engine: RolloutEngine, requests: Sequence[RolloutRequest], ledger: SampleLedger
+) -> None:
+    """Have one engine sample some requests, and enter what comes.
 
     Args:
         engine: the engine.
-        parts: of different requests.
-        ledger: that knows their requests.
+        requests: with different ids.
+        ledger: that wants their samples.
 
     Raises:
         RolloutError: the engine refused a request, or lost, doubled or made up a sample.
     """
-    wanted = {
-        (part.request.request_id, place): index
-        for part in parts
-        for place, index in enumerate(part.samples)
-    }
-    num_wanted = num_found = len(wanted)
-    async for completion in engine.generate([part.asked() for part in parts]):
-        index = wanted.pop((completion.request_id, completion.sample_index), None)
-        if index is None:
-            num_found += 1
+    open_keys = {key for request in requests for key in request.sample_keys}
+    num_wanted, num_found, num_strange = len(open_keys), 0, 0
+    async for completion in engine.generate(requests):
+        key = (completion.request_id, completion.sample_index)
+        num_found += 1
+        if key in open_keys:
+            open_keys.remove(key)
+            ledger.accept(completion)
         else:
-            ledger.accept(replace(completion, sample_index=index))
-    num_found -= len(wanted)
-    if wanted or num_found != num_wanted:
+            num_strange += 1
+    if open_keys or num_strange:
         raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
 
 
@@ -145,13 +105,13 @@ async def collect(
         For each request its completions, in the order of its seeds.
 
     Raises:
-        RolloutError: as `collect_parts`.
+        RolloutError: as `collect_share`.
         DeadlineError: samples are unfinished at the deadline.
     """
     ledger = SampleLedger(requests)
     try:
         async with asyncio.timeout(timeout_s):
-            await collect_parts(engine, [Part.whole(request) for request in requests], ledger)
+            await collect_share(engine, requests, ledger)
     except TimeoutError:
         raise DeadlineError(f"{ledger.num_missing} samples", timeout_s) from None
     return ledger.rows()

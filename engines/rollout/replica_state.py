@@ -66,6 +66,9 @@ class ReplicaSlot:
     def move(self, to: ReplicaState) -> None:
         """Go to another state; staying is no step.
 
+        Args:
+            to: the state.
+
         Raises:
             ValueError: no such step.
         """

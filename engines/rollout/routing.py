@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.rollout.collect import Part, SampleLedger
+from engines.rollout.collect import SampleLedger
 from engines.types import RolloutRequest
 
 
@@ -20,17 +20,17 @@ class Share:
     """What one replica samples in one go.
 
     Attributes:
-        parts: of different requests.
+        requests: with different ids.
         home: place that it was made for.
     """
 
-    parts: tuple[Part, ...]
+    requests: tuple[RolloutRequest, ...]
     home: int
 
     @property
     def num_samples(self) -> int:
-        """Samples of all parts."""
-        return sum(len(part.samples) for part in self.parts)
+        """Samples of all requests."""
+        return sum(request.num_samples for request in self.requests)
 
 
 class Routing(Protocol):
@@ -66,9 +66,8 @@ class ByPlace:
     """
 
     def __init__(self, requests: Sequence[RolloutRequest], num_places: int) -> None:
-        parts = [Part.whole(request) for request in requests]
-        shares = [Share(tuple(parts[home::num_places]), home) for home in range(num_places)]
-        self._waiting = [share for share in shares if share.parts]
+        shares = [Share(tuple(requests[home::num_places]), home) for home in range(num_places)]
+        self._waiting = [share for share in shares if share.requests]
 
     @property
     def waiting(self) -> bool:
@@ -92,7 +91,7 @@ class ByPlace:
 
     def lost(self, share: Share, ledger: SampleLedger) -> None:
         """See `Routing`. Whole, since the rest alone would be another batch."""
-        if ledger.missing(share.parts):
+        if ledger.missing(share.requests):
             self._waiting.append(share)
 
 
@@ -107,7 +106,7 @@ class LeastLoaded:
     def __init__(
         self, requests: Sequence[RolloutRequest], sessions: MutableMapping[str, int]
     ) -> None:
-        self._waiting = [Part.whole(request) for request in requests]
+        self._waiting = list(requests)
         self._sessions = sessions
 
     @property
@@ -120,17 +119,17 @@ class LeastLoaded:
         if not loads:
             return []
         expected = dict(loads)
-        parts: dict[int, list[Part]] = {}
-        for part in self._waiting:
-            place = self._place(part.request, expected)
-            parts.setdefault(place, []).append(part)
-            expected[place] += len(part.samples)
+        shares: dict[int, list[RolloutRequest]] = {}
+        for request in self._waiting:
+            place = self._place(request, expected)
+            shares.setdefault(place, []).append(request)
+            expected[place] += request.num_samples
         self._waiting = []
-        return [(place, Share(tuple(found), place)) for place, found in sorted(parts.items())]
+        return [(place, Share(tuple(found), place)) for place, found in sorted(shares.items())]
 
     def lost(self, share: Share, ledger: SampleLedger) -> None:
         """See `Routing`. Only the samples that did not arrive."""
-        self._waiting += ledger.missing(share.parts)
+        self._waiting += ledger.missing(share.requests)
 
     def _place(self, request: RolloutRequest, loads: Mapping[int, int]) -> int:
         session = request.session

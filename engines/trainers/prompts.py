@@ -14,7 +14,8 @@ from engines.config.stages import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.order import ResumableOrder
 from engines.data.read.rows import RLRow
-from engines.types import RolloutRequest, SamplingParams
+from engines.trainers.sampling import sampling_params
+from engines.types import RolloutRequest
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,7 @@ class PromptSource:
         self._prompts = prompts
         self._config, self._round = config.rl, config.round
         self._seed = seed
-        self._sampling = SamplingParams(
-            max_new_tokens=config.rl.sampling.max_new_tokens,
-            temperature=config.rl.sampling.temperature,
-            top_p=config.rl.sampling.top_p,
-            top_k=config.rl.sampling.top_k,
-        )
+        self._sampling = sampling_params(config.rl.sampling)
         size = config.rl.batch_size_prompts
         self._order = ResumableOrder(num_rows=len(prompts), batch_size=size, seed=seed)
         self._refill_order = ResumableOrder(
@@ -98,9 +94,20 @@ class PromptSource:
         return PromptBatch(first_group, tuple(prompt.row for prompt in prompts), requests)
 
 
-def sample_seeds(seed: int, request_id: str, num_samples: int) -> tuple[int, ...]:
-    """One seed per sample of a request."""
-    return tuple(derive_seed(seed, f"{request_id}/sample={i}") for i in range(num_samples))
+def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:
+    """One seed per sample of a request.
+
+    Args:
+        seed: of the run.
+        request_id: of the conversation, the same in every turn.
+        num_samples: how many.
+        turn: of the conversation, counted from 0; each has seeds of its own.
+
+    Returns:
+        The seeds, in the order of the samples.
+    """
+    behind = f"/turn={turn}" if turn else ""
+    return tuple(derive_seed(seed, f"{request_id}/sample={i}{behind}") for i in range(num_samples))
 
 
 def derive_seed(seed: int, name: str) -> int:

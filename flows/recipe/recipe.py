@@ -172,13 +172,15 @@ class Recipe(StrictModel):
             The stage.
         """
         # A job sees no more of the recipe, so the length limit is spelled out.
-        limit = self.evaluation.max_new_tokens or self.rl.sampling.max_new_tokens
+        given, sampling = self.evaluation, self.rl.sampling
+        names = ("max_new_tokens", "stop", "stop_token_ids")
+        missing = {name: getattr(sampling, name) for name in names if getattr(given, name) is None}
         return EvaluateStageConfig(
             of=of,
             hardware=self.hardware,
             num_threads=self.training.num_threads,
             backend=self.training.backend if of else None,
-            evaluation=self.evaluation.model_copy(update={"max_new_tokens": limit}),
+            evaluation=given.model_copy(update=missing),
             rollout=self.rollout,
             reward=self.rl.reward,
         )

@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "hybrid, ulysses, tensor, pipeline, virtual pipeline, context, expert, value_model, "
         "lora, moe (test_backend)",
     )
-    group.addoption("--engine", default="transformers", help="rollout engine (test_rollout_engine)")
+    group.addoption("--engine", default="transformers", help="rollout engine (test_rollout_*)")
     group.addoption("--platform", default="cpu", help="hardware platform (test_platform)")
     group.addoption("--tracker", help="tracker by name (test_tracker)")
     group.addoption("--tracker-uri", help="address of its service (same)")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from engines.checksum import combine, tensor_checksum
 from engines.rollout.transformers.sampling import filter_logits
@@ -14,7 +15,7 @@ from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt
 from engines.weight_sync.files import SafetensorsSource
 
-EOS = 3
+PAD, EOS = 0, 3
 CONTEXT_LENGTH = 512
 PREFIX = tuple(4 + (7 * i) % 28 for i in range(200))
 """Longer than a block of any engine's cache, which for vLLM on a CPU holds 128 tokens."""
@@ -41,9 +42,28 @@ def config(tied: bool) -> Qwen3Config:
         initializer_range=0.2,
         tie_word_embeddings=tied,
         eos_token_id=EOS,
-        pad_token_id=0,
+        pad_token_id=PAD,
         architectures=["Qwen3ForCausalLM"],
     )
+
+
+TEXTS = ("<pad>", "<a>", "<b>", "<eos>", *"abcdefghijklmnopqrstuvwxyz", "th", "er")
+"""Text of each token; the texts of several stand next to each other without a space."""
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Save a tokenizer of `TEXTS` beside a model."""
+    words = {text: token for token, text in enumerate(TEXTS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(directory)
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """What they say, without special tokens."""
+    return "".join(TEXTS[token] for token in token_ids if token not in (PAD, EOS))
 
 
 def model(tied: bool, seed: int):

@@ -57,7 +57,14 @@ FAULTS = {"vllm": "vllm.head_refresh=nan@2,vllm.prefix_reset=nan@3"}
 class Served:
     """One engine, the loop that all calls to it come from, and the models that it may serve."""
 
-    def __init__(self, name: str, tied: bool, directory: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        tied: bool,
+        directory: Path,
+        timeout_s: float,
+        max_num_sequences: int = 6,
+    ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
         self._num_files = 0
@@ -65,7 +72,7 @@ class Served:
         rollout = RolloutConfig(
             engine=name,
             timeout_s=timeout_s,
-            max_num_sequences=6,
+            max_num_sequences=max_num_sequences,
             options=OPTIONS.get(name, {}),
         )
         self.processes_before = set(psutil.Process().children(recursive=True))

@@ -161,7 +161,11 @@ def test_the_doctor_lists_it(site: Path, tmp_path: Path) -> None:
         ["rlhf.testing.test_platform"],
         ["rlhf.testing.test_backend", "--backend=example_engine", "--claims=value_model,lora"],
         ["rlhf.testing.test_algorithm", "-k=example"],
-        ["rlhf.testing.test_rollout_engine", "--engine=example_rollout"],
+        [
+            "rlhf.testing.test_rollout_engine",
+            "rlhf.testing.test_rollout_requests",
+            "--engine=example_rollout",
+        ],
         [
             "rlhf.testing.test_tracker",
             "--tracker=example_tracker",

@@ -134,13 +134,19 @@ OVERRIDES = [
     ),
     (
         ["rl.sampling.top_p=0.9"],
-        "rl.mismatch.enable: got true with top_p 0.9 and top_k 0; need top_p 1 and top_k 0, else "
-        "the sampler's distribution is not the trainer's by construction; set it to false",
+        "rl.sampling.top_p: got 0.9; need 1.0: rl.mismatch compares logprobs of the whole "
+        "vocabulary, and the sampler's are of what top_p keeps; set it to 1.0, or "
+        "rl.mismatch.enable to false",
     ),
     (
         ["rl.sampling.top_k=5"],
-        "rl.mismatch.enable: got true with top_p 1.0 and top_k 5; need top_p 1 and top_k 0, else "
-        "the sampler's distribution is not the trainer's by construction; set it to false",
+        "rl.sampling.top_k: got 5; need 0: rl.mismatch compares logprobs of the whole vocabulary, "
+        "and the sampler's are of what top_k keeps; set it to 0, or rl.mismatch.enable to false",
+    ),
+    (
+        ["evaluation.structured_output={choice: [a, b]}"],
+        "evaluation.structured_output: got a form with rollout.engine transformers, which cannot "
+        "keep answers to one; need null; set it to null, or rollout.engine to vllm",
     ),
     # Row 14: YAML that is no plain data.
     (

@@ -142,6 +142,12 @@ def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[in
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
+def text_config(hf_dir: Path) -> dict[str, Any]:
+    """Configuration of a model directory, or of the text model in it."""
+    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    return config.get("text_config") or config
+
+
 def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
     """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
 
@@ -152,8 +158,7 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
     Raises:
         ConfigError: the model has fewer.
     """
-    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    size = (config.get("text_config") or config).get("vocab_size", num_tokens)
+    size = text_config(hf_dir).get("vocab_size", num_tokens)
     if num_tokens > size:
         raise ConfigError(
             "model.path",

@@ -10,6 +10,7 @@ a row may differ by about 1e-7 with the batch it shares, see `sampling` beside t
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
-from engines.rollout.request_check import check_request
+from engines.rollout.request_check import check_requests
+from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
 from engines.rollout.transformers.running_batch import RunningBatch
@@ -44,7 +46,7 @@ class TransformersEngine(RolloutEngine):
         ConfigError: bad options, no model configuration, or an unsupported architecture.
     """
 
-    capabilities = frozenset({Capability.SLEEP_FREES_MEMORY})
+    capabilities = frozenset({Capability.SLEEP_FREES_MEMORY, Capability.EXACT_CONTINUATION})
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -56,7 +58,9 @@ class TransformersEngine(RolloutEngine):
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )
         self._scheduler = Scheduler(rollout.max_num_sequences)
+        self._stop_strings = StopStrings(hf_dir)
         self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
+        self._taken: dict[int, set[tuple[str, int]]] = {}
         self._call_ids = itertools.count()
         self._driver: asyncio.Task[None] | None = None
         self._version = NO_VERSION
@@ -76,24 +80,27 @@ class TransformersEngine(RolloutEngine):
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class. Requests are checked at the call, not at the first completion.
 
-        From the call on they are in line, and their ids taken until the completions are out.
+        From the call on they are in line, and their samples taken until the call has ended.
         """
         if not self._can_serve():
             raise RolloutError(self._refusal())
-        seen = {s.request.request_id for s in (*self._batch.samples, *self._scheduler.waiting)}
-        for request in requests:
-            check_request(request, self._model.context_length, self._model.vocab_size)
-            if request.request_id in seen:
-                raise RolloutError(f"{request.request_id}: a request of that id is in flight")
-            seen.add(request.request_id)
+        taken = itertools.chain.from_iterable(self._taken.values())
+        check_requests(requests, taken, self._model.context_length, self._model.vocab_size)
         call = next(self._call_ids)
+        samples = [sample for request in requests for sample in self._samples_of(request, call)]
         self._calls[call] = asyncio.Queue()
-        self._scheduler.add(
-            Sample(request, index, call, request.sampling.max_new_tokens)
-            for request in requests
-            for index in range(request.num_samples)
-        )
-        return self._stream(call, requests)
+        self._taken[call] = {sample.key for sample in samples}
+        self._scheduler.add(samples)
+        stream = self._stream(call, requests)
+        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        return stream
+
+    def _samples_of(self, request: RolloutRequest, call: int) -> list[Sample]:
+        ends = self._model.eos_token_ids | set(request.sampling.stop_token_ids)
+        return [
+            Sample(request, place, call, ends, self._stop_strings.follow(request, place))
+            for place in range(request.num_samples)
+        ]
 
     async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
@@ -218,8 +225,13 @@ class TransformersEngine(RolloutEngine):
                 num_open -= 1
                 yield item
         finally:
-            del self._calls[call]
+            self._forget(call)
             self._take(lambda sample: sample.call == call)
+
+    def _forget(self, call: int) -> None:
+        """Deliver nothing more to a call; harmless at any time, and when repeated."""
+        self._calls.pop(call, None)
+        self._taken.pop(call, None)
 
     def _start_driver(self) -> None:
         """Run the batch until nothing is left to do; one task at a time."""
@@ -235,8 +247,7 @@ class TransformersEngine(RolloutEngine):
             if not self._batch.samples and not self._scheduler.waiting:
                 self._batch.free()  # before anyone is told: training needs the memory
             for sample in finished:
-                stopped = sample.token_ids[-1] in self._model.eos_token_ids
-                self._deliver(sample, "stop" if stopped else "length")
+                self._deliver(sample, "stop" if sample.stopped else "length")
             await asyncio.sleep(0)
 
     def _step(self) -> list[Sample]:

@@ -3,8 +3,8 @@
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
 takes weights, persistent buffers among them, by the names that `save_pretrained` gives them, each
 exactly once, in the dtype that it holds them in, or raises; its digest is computed from what it
-really holds. Refuses at construction what its attention does not do: recurrent layers. The context
-ends where rotary embeddings would begin to depend on the longest sequence of the batch.
+really holds. Refuses at construction what its attention does not do: recurrent layers, soft caps.
+The context ends where rotary embeddings would begin to depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
 transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
 """
@@ -25,6 +25,7 @@ from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.rollout.transformers.kv_cache import KVCache
+from engines.rollout.transformers.supported import refusal
 from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 
@@ -174,12 +175,10 @@ class InferenceModel:
 
 
 def _check_supported(config: PretrainedConfig) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = layer_types - {"full_attention", "sliding_attention"}
-    if unknown:
+    lacking = refusal(config.to_dict())
+    if lacking:
         raise ConfigError(
             "rollout.engine",
-            f"got transformers; the {config.model_type} model has layers of type "
-            f"{', '.join(sorted(unknown))}, which this engine does not compute; choose another "
-            "engine",
+            f"got transformers; the {config.model_type} model has {lacking}, which this engine "
+            "does not compute; choose another engine",
         )

@@ -61,7 +61,7 @@ class RunningBatch:
         self._cache = KVCache(model.num_layers, max_num_sequences, model.context_length)
         self._samples: list[Sample] = []
         self._held: HeldPrompt | None = None
-        # Per row: last token, its position, length of the prompt, random stream, top-k.
+        # Per row: last token, its position, origin of the random stream, the stream, top-k.
         self._ints_5B = torch.empty((5, 0), dtype=torch.int64, device=model.device)
         # Per row: temperature, top-p.
         self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
@@ -182,8 +182,8 @@ class RunningBatch:
             [
                 [0] * len(samples),
                 [sample.num_tokens - 1 for sample in samples],
-                [len(sample.request.prompt_ids) for sample in samples],
-                stream_starts([sample.request.seeds[sample.index] for sample in samples]).tolist(),
+                [sample.stream_origin for sample in samples],
+                stream_starts([sample.request.seeds[sample.place] for sample in samples]).tolist(),
                 [params.top_k for params in sampling],
             ],
             dtype=torch.int64,
@@ -206,12 +206,12 @@ class RunningBatch:
 
     def _draw(self, logits_BV: Tensor, first_row: int) -> list[Sample]:
         """Draw a token for the rows from `first_row` on; returns the samples that are finished."""
-        token_B, position_B, prompt_length_B, stream_B, top_k_B = self._ints_5B[:, first_row:]
+        token_B, position_B, origin_B, stream_B, top_k_B = self._ints_5B[:, first_row:]
         temperature_B, top_p_B = self._floats_2B[:, first_row:]
         columns = SamplingColumns(
             temperature_B, top_k_B, top_p_B, self._any_greedy, self._any_filter
         )
-        uniform_B = uniforms(stream_B, position_B + 1 - prompt_length_B)
+        uniform_B = uniforms(stream_B, position_B + 1 - origin_B)
         ids_B, logprobs_B = sample_tokens(logits_BV, uniform_B, columns)
         token_B.copy_(ids_B)
         position_B.add_(1)
@@ -227,12 +227,9 @@ class RunningBatch:
         """Append tokens to the samples from `first_row` on; returns the rows that are finished."""
         if not math.isfinite(sum(logprobs)):
             raise RolloutError("the model's logits are not finite; its weights are damaged")
-        eos = self._model.eos_token_ids
-        finished = []
         rows = zip(self._samples[first_row:], ids, logprobs, strict=True)
-        for row, (sample, token, logprob) in enumerate(rows, first_row):
-            sample.token_ids.append(token)
-            sample.logprobs.append(logprob)
-            if token in eos or len(sample.token_ids) >= sample.max_new_tokens:
-                finished.append(row)
-        return finished
+        return [
+            row
+            for row, (sample, token, logprob) in enumerate(rows, first_row)
+            if sample.append(token, logprob)
+        ]

@@ -1,10 +1,11 @@
 """Sampling of one token per row, with a random stream that belongs to the row.
 
-Promises: token k of a sample uses the k-th number of the stream its seed starts and no other
-randomness, so neither the batch it shares nor the order of scheduling changes the draw; every
-row has its own temperature, top-k and top-p; the reported logprob is that of the distribution
-that was sampled. Temperature 0 takes the largest logit and reports its logprob at temperature 1
-without top-k and top-p, since that of a point mass says nothing.
+Promises: token k of a sample, those of a prefix that it continues counted, uses the k-th number
+of the stream its seed starts and no other randomness, so neither the batch it shares nor the
+order of scheduling nor an interruption changes the draw; every row has its own temperature, top-k
+and top-p; the reported logprob is that of the distribution that was sampled. Temperature 0 takes
+the largest logit and reports its logprob at temperature 1 without top-k and top-p, since that of
+a point mass says nothing.
 Not promised: equal logits. Another batch shape may round them differently by about 1e-7, which
 flips a draw only where the uniform number falls into that gap.
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from engines.rollout.stop_strings import SampledText
 from engines.types import Completion, RolloutRequest
 
 
@@ -19,38 +20,67 @@ class Sample:
 
     Attributes:
         request: the request it belongs to.
-        index: which of the request's seeds it uses.
+        place: which of the request's seeds it uses.
         call: identifies the call of `generate` that waits for it.
-        max_new_tokens: tokens after which it is finished.
-        token_ids: tokens sampled so far.
-        logprobs: their logprobs.
-        versions: policy versions of the first tokens; the current version sampled the rest.
+        stop_token_ids: tokens that end it.
+        text: in which stop strings are looked for; None where there are none.
+        token_ids: tokens sampled so far, those of its prefix included.
+        logprobs: of the tokens behind the prefix.
+        versions: policy versions of the first of these; the current version sampled the rest.
+        stopped: its last token ended it.
     """
 
     request: RolloutRequest
-    index: int
+    place: int
     call: int
-    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    text: SampledText | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids.extend(self.request.prefix(self.place))
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Request id and sample index."""
+        return self.request.request_id, self.request.sample_index(self.place)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and sampled tokens together."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
+    @property
+    def stream_origin(self) -> int:
+        """Position of the token that used, or would have used, the first number of its stream."""
+        at = self.request.prefix(self.place)
+        return len(self.request.prompt_ids) + len(at) - self.request.draw_offset(self.place)
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; returns whether the sample is finished."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.stopped = token in self.stop_token_ids or (
+            self.text is not None and self.text.contains_stop([token]) is not None
+        )
+        return self.stopped or len(self.token_ids) >= self.request.sampling.max_new_tokens
+
     def stamp(self, version: int) -> None:
         """Note `version` as the one that sampled every token without a note."""
-        self.versions.extend([version] * (len(self.token_ids) - len(self.versions)))
+        self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
 
     def completion(self, finish_reason: str, version: int) -> Completion:
         """The finished sample; `version` sampled the tokens without a note."""
         self.stamp(version)
+        request_id, sample_index = self.key
+        num_given = len(self.token_ids) - len(self.logprobs)
         return Completion(
-            request_id=self.request.request_id,
-            sample_index=self.index,
-            token_ids=tuple(self.token_ids),
+            request_id=request_id,
+            sample_index=sample_index,
+            token_ids=tuple(self.token_ids[num_given:]),
             logprobs=tuple(self.logprobs),
             policy_versions=tuple(self.versions),
             finish_reason=finish_reason,
@@ -62,7 +92,7 @@ class Prefix:
     """Tokens to prefill once, and the samples that continue them.
 
     Attributes:
-        token_ids: the prompt, and for a sample that was sent back what it had sampled.
+        token_ids: the prompt, and what a sample that was sent back or resubmitted has sampled.
         samples: at least one; more only while none has sampled a token.
     """
 

@@ -17,7 +17,8 @@ from typing import Any
 from engines.config.rollout import RolloutConfig
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
-from engines.rollout.request_check import check_request
+from engines.rollout.request_check import check_requests
+from engines.rollout.stop_strings import StopStrings
 from engines.rollout.vllm import launch
 from engines.rollout.vllm.in_flight import InFlight
 from engines.rollout.vllm.model_layout import read_layout
@@ -59,13 +60,17 @@ class VllmEngine(RolloutEngine):
         config = self._llm.vllm_config
         self._context_length: int = config.model_config.max_model_len
         self._frees_memory = launch.sleep_frees_memory()
+        stop_strings = StopStrings(hf_dir)
         own = {
             Capability.PREFIX_CACHE: config.cache_config.enable_prefix_caching,
+            Capability.STRUCTURED_OUTPUT: not config.model_config.skip_tokenizer_init,
             Capability.SLEEP_FREES_MEMORY: self._frees_memory,
         }
         # Of this very engine: they depend on its options and its platform.
         self.capabilities = VllmEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
-        self._in_flight = InFlight(self._llm, self._layout.eos_token_ids, rollout.timeout_s)
+        self._in_flight = InFlight(
+            self._llm, self._layout.eos_token_ids, stop_strings, rollout.timeout_s
+        )
         self._score_numbers = itertools.count()
         self._num_scoring = 0
         self._version = NO_VERSION
@@ -81,16 +86,18 @@ class VllmEngine(RolloutEngine):
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class. Requests are checked at the call, not at the first completion.
 
-        From the call on they are in line, and their ids taken until the completions are out.
+        From the call on they are in line, and their samples taken until the call has ended.
         """
         self._check_can_serve()
-        seen = self._in_flight.request_ids
+        check_requests(
+            requests,
+            self._in_flight.sample_keys,
+            self._context_length,
+            self._layout.vocab_size,
+            structured_output=Capability.STRUCTURED_OUTPUT in self.capabilities,
+        )
         for request in requests:
-            check_request(request, self._context_length, self._layout.vocab_size)
             check_temperature(request)
-            if request.request_id in seen:
-                raise RolloutError(f"{request.request_id}: a request of that id is in flight")
-            seen.add(request.request_id)
         return self._in_flight.start(requests)
 
     async def update_weights(self, source: WeightSource, version: int) -> Receipt:

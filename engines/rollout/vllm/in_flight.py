@@ -6,10 +6,12 @@ or cancelled; a call ends by its deadline; what nobody waits for any more vLLM i
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from engines.errors import ReplicaLostError, RolloutError
+from engines.rollout.stop_strings import SampledText, StopStrings
 from engines.rollout.vllm.translation import RunningSample, completion, last, sampling_params
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
@@ -22,34 +24,55 @@ class InFlight:
         llm: an `AsyncLLM` that was asked for its supported tasks before; else another coroutine
             could run between the start of a sample and the moment that vLLM knows of it.
         eos_token_ids: what ends a sample.
+        stop_strings: of the served model.
         timeout_s: deadline of one call.
     """
 
-    def __init__(self, llm: Any, eos_token_ids: frozenset[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        eos_token_ids: frozenset[int],
+        stop_strings: StopStrings,
+        timeout_s: float,
+    ) -> None:
         self._llm: Any = llm
         self._eos_token_ids = sorted(eos_token_ids)
+        self._stop_strings = stop_strings
         self._timeout_s = timeout_s
         self._samples: set[RunningSample] = set()
         self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
+        self._taken: dict[int, set[tuple[str, int]]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._samples)
 
     @property
-    def request_ids(self) -> set[str]:
-        """Of the requests that have an unfinished sample."""
-        return {sample.request.request_id for sample in self._samples}
+    def sample_keys(self) -> set[tuple[str, int]]:
+        """Of the samples of every call that has not ended."""
+        return set().union(*self._taken.values())
 
     def start(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """Put checked requests in line; the completions come as they are finished."""
         call = next(self._numbers)
+        samples = [
+            RunningSample(
+                request,
+                place,
+                f"{call}/{place}/{request.request_id}",
+                call,
+                self._stop_strings.follow(request, place),
+            )
+            for request in requests
+            for place in range(request.num_samples)
+        ]
         self._calls[call] = asyncio.Queue()
-        for request in requests:
-            for index in range(request.num_samples):
-                vllm_id = f"{call}/{index}/{request.request_id}"
-                self._start(RunningSample(request, index, vllm_id, call))
-        return self._stream(call, requests)
+        self._taken[call] = {sample.key for sample in samples}
+        for sample in samples:
+            self._start(sample)
+        stream = self._stream(call, requests)
+        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        return stream
 
     def mark_aborted(self, request_ids: Sequence[str] | None) -> list[str]:
         """Let no sample of these requests (None: of any) start.
@@ -92,10 +115,16 @@ class InFlight:
                 num_open -= 1
                 yield item
         finally:
-            del self._calls[call]
-            for sample in self._samples:
-                if sample.call == call and sample.task is not None:
-                    sample.task.cancel()  # vLLM drops a request whose task is cancelled
+            self._forget(call)
+
+    def _forget(self, call: int) -> None:
+        """Give a call up; harmless when repeated."""
+        if self._calls.pop(call, None) is None:
+            return
+        del self._taken[call]
+        for sample in self._samples:
+            if sample.call == call and sample.task is not None:
+                sample.task.cancel()  # vLLM drops a request whose task is cancelled
 
     def _start(self, sample: RunningSample) -> None:
         self._samples.add(sample)
@@ -118,12 +147,33 @@ class InFlight:
         if sample.aborted:
             result = sample.empty()
         else:
-            prompt = tokens_input(list(sample.request.prompt_ids))
+            prompt = tokens_input(sample.token_ids)
             params = sampling_params(sample, self._eos_token_ids)
-            final = await last(self._llm.generate(prompt, params, sample.vllm_id))
-            result = completion(sample, final.outputs[0])
+            outputs = self._llm.generate(prompt, params, sample.vllm_id)
+            if sample.text is None:
+                result = completion(sample, (await last(outputs)).outputs[0])
+            else:
+                result = await self._until_stop(sample, sample.text, outputs)
         self._samples.discard(sample)
         self._deliver(sample, result)
+
+    async def _until_stop(
+        self, sample: RunningSample, text: SampledText, outputs: AsyncIterator[Any]
+    ) -> Completion:
+        """Follow a sample step by step, and end it where a stop string does.
+
+        vLLM's own stop strings know nothing of a prefix, and begin every text anew.
+        """
+        found: Any = None
+        num_seen, num_until_stop = 0, None
+        async for found in outputs:
+            fresh = found.outputs[0].token_ids[num_seen:]
+            if num_until_stop is None and (number := text.contains_stop(fresh)) is not None:
+                num_until_stop = num_seen + number
+                if not found.finished:
+                    await self._llm.abort(sample.vllm_id)
+            num_seen += len(fresh)
+        return completion(sample, found.outputs[0], num_until_stop)
 
     def _deliver(self, sample: RunningSample, item: Completion | RolloutError) -> None:
         queue = self._calls.get(sample.call)

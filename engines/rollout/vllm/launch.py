@@ -48,6 +48,8 @@ def start(
 
     _check_device(platform, layout)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
+    # Structured output needs it; all else goes by token ids.
+    arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
     if unknown:
         raise ConfigError(
@@ -87,7 +89,6 @@ def engine_arguments(
         "hf_overrides": {"architectures": [layout.architecture]},
         "runner": "generate",
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
         "trust_remote_code": False,
         # Else sampling defaults of the model would stand in for what a request leaves out.
         "generation_config": "vllm",

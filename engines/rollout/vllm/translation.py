@@ -1,20 +1,25 @@
 """Between this project's requests and vLLM's: seeds, sampling parameters, completions.
 
 Promises: the distribution that is sampled is the one that was asked for, or the request is
-refused; logprobs and policy versions come out one per token.
-Does not promise the same tokens for a seed as another engine: vLLM has random streams of its own.
+refused; logprobs and policy versions come out one per token; a sample that continues a prefix
+draws from a stream of its own, since vLLM's cannot be started in the middle.
+Does not promise the same tokens for a seed as another engine: vLLM has random streams of its own;
+nor that a continued sample has the tokens of an uninterrupted one.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.types import Completion, RolloutRequest
+from engines.rollout.stop_strings import SampledText
+from engines.types import Completion, RolloutRequest, StructuredOutput
 
-MIN_TEMPERATURE = 0.01
-"""vLLM raises a smaller positive temperature to this, and takes the smallest for 0."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM raises a smaller positive temperature to this, and takes the smallest for 0; a larger one
+it refuses."""
 
 
 @dataclass(eq=False)
@@ -23,57 +28,96 @@ class RunningSample:
 
     Attributes:
         request: that it belongs to.
-        index: into the request's seeds.
+        place: of its seed among the request's.
         vllm_id: name of vLLM's request; unique among those in flight.
         call: of `generate`.
+        text: in which stop strings are looked for; None where there are none.
         aborted: it was aborted before vLLM knew of it.
         task: that waits for it.
     """
 
     request: RolloutRequest
-    index: int
+    place: int
     vllm_id: str
     call: int
+    text: SampledText | None = None
     aborted: bool = False
     task: "asyncio.Task[None] | None" = None
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Request id and sample index."""
+        return self.request.request_id, self.request.sample_index(self.place)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What vLLM takes as its prompt."""
+        return [*self.request.prompt_ids, *self.request.prefix(self.place)]
+
     def empty(self) -> Completion:
         """What it is when it ends before its first token."""
-        return Completion(self.request.request_id, self.index, (), (), (), "abort")
+        return Completion(*self.key, (), (), (), "abort")
 
 
 def check_temperature(request: RolloutRequest) -> None:
-    """Refuse a temperature that vLLM would change in silence."""
+    """Refuse a temperature that vLLM would change in silence, or refuse without the request."""
     temperature = request.sampling.temperature
-    if 0 < temperature < MIN_TEMPERATURE:
+    if 0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
         raise RolloutError(
-            f"{request.request_id}: temperature is {temperature}; vLLM samples at 0 or from "
-            f"{MIN_TEMPERATURE} on; use one of these"
+            f"{request.request_id}: temperature is {temperature}; vLLM samples at 0 and from "
+            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use one of these"
         )
 
 
-def vllm_seed(seed: int) -> int:
-    """A seed of any size as one of 32 bits; torch's generator on a CPU ignores all others."""
+def vllm_seed(seed: int, draw_offset: int = 0) -> int:
+    """A seed of 32 bits for vLLM; torch's generator on a CPU ignores all other bits.
+
+    Args:
+        seed: of the sample, of any size.
+        draw_offset: numbers of its stream that are spent. vLLM draws a whole vocabulary for each
+            token and cannot skip any, so behind them another stream begins.
+
+    Returns:
+        The seed.
+    """
+    if draw_offset:
+        name = f"{seed & 2**64 - 1}/draw={draw_offset}".encode()
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
     seed &= 2**64 - 1
     return (seed ^ (seed >> 32)) & (2**32 - 1)
 
 
 def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
-    """Parameters for vLLM of one sample: one completion, whole, as token ids."""
+    """Parameters for vLLM of one sample: one completion, as token ids.
+
+    Whole at its end; of a sample with stop strings also after each step, for we look for them.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampling = sample.request.sampling
+    request, sampling = sample.request, sample.request.sampling
+    kind = RequestOutputKind.FINAL_ONLY if sample.text is None else RequestOutputKind.CUMULATIVE
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=vllm_seed(sample.request.seeds[sample.index]),
-        max_tokens=sampling.max_new_tokens,
+        seed=vllm_seed(request.seeds[sample.place], request.draw_offset(sample.place)),
+        max_tokens=sampling.max_new_tokens - len(request.prefix(sample.place)),
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         ignore_eos=True,
-        stop_token_ids=list(eos_token_ids),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        structured_outputs=_structured(sampling.structured_output),
+        output_kind=kind,
+    )
+
+
+def _structured(form: StructuredOutput | None) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if form is None:
+        return None
+    return StructuredOutputsParams(
+        json=form.json_schema, regex=form.regex, choice=list(form.choice) or None
     )
 
 
@@ -85,12 +129,13 @@ async def last(outputs: AsyncIterator[Any]) -> Any:
     return found
 
 
-def completion(sample: RunningSample, output: Any) -> Completion:
+def completion(sample: RunningSample, output: Any, num_until_stop: int | None = None) -> Completion:
     """What vLLM's final output of a sample says.
 
     Args:
         sample: the sample.
         output: a finished `CompletionOutput`.
+        num_until_stop: tokens up to the one that completed a stop string; None: none did.
 
     Returns:
         The completion.
@@ -112,11 +157,6 @@ def completion(sample: RunningSample, output: Any) -> Completion:
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RolloutError(f"{sample.vllm_id}: vLLM ended it as {output.finish_reason}")
     logprobs = tuple(row[token].logprob for row, token in zip(rows, token_ids, strict=True))
-    return Completion(
-        sample.request.request_id,
-        sample.index,
-        token_ids,
-        logprobs,
-        tuple(versions),
-        output.finish_reason,
-    )
+    kept = slice(num_until_stop)
+    reason = output.finish_reason if num_until_stop is None else "stop"
+    return Completion(*sample.key, token_ids[kept], logprobs[kept], tuple(versions[kept]), reason)

@@ -176,7 +176,26 @@ def test_models_and_adapters(directory: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 3}))
     assert "the model's vocabulary of 3;" in problem(directory, *use)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    (model / "config.json").write_text(json.dumps({**config, **windows}))
+    preflight(load_recipe(str(directory / "recipe.yaml"), use))
+    soft = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
+    (model / "config.json").write_text(json.dumps({**config, **soft}))
+    assert problem(directory, *use) == (
+        f"rollout.engine: got transformers; {model} is a gemma2 model with attention scores with a "
+        "soft cap, which this engine does not compute; choose another engine or model"
+    )
     (model / "config.json").write_text(json.dumps(config))
+    size = config["vocab_size"]
+    for section in ("rl.sampling", "evaluation"):
+        preflight(
+            load_recipe(
+                str(directory / "recipe.yaml"), [*use, f"{section}.stop_token_ids=[{size - 1}]"]
+            )
+        )
+        assert problem(directory, *use, f"{section}.stop_token_ids=[0, {size}]").startswith(
+            f"{section}.stop_token_ids: got {size}; need ids below {size}, the vocabulary of "
+        )
     shard = model / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4])
     assert "copy it again" in problem(directory, *use)

@@ -1,7 +1,11 @@
 """A rule is written once: the recipe and the stage's configuration, which the job checks, agree."""
 
 import pytest
+from pydantic import ValidationError
 
+from engines.config.rollout import SamplingConfig, StructuredOutputConfig
+from engines.config.rules import check_sampling, check_structured_output
+from engines.config.sections import EvaluationConfig, RLConfig
 from engines.config.stages import RLRoundStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
@@ -13,6 +17,9 @@ from infra.errors import ConfigError
         ("rl.group_size", 1, "grpo needs >= 2"),
         ("rl.algorithm.overlong", {"enable": True, "buffer_length": 9}, "need at most"),
         ("rl.sampling.temperature", 0, "greedy"),
+        ("rl.sampling.top_p", 0.9, "got 0.9; need 1.0"),
+        ("rl.sampling.top_k", 5, "got 5; need 0"),
+        ("rl.sampling.structured_output", {"regex": "a+"}, "cannot keep answers to one"),
         ("rl.sampling.max_new_tokens", 64, "lower"),
         ("rl.batch_size_prompts", 63, "use 62 or 64"),
         ("training.tensor_parallel_size", 2, "no tensor parallelism"),
@@ -32,3 +39,76 @@ def test_recipe_and_job_refuse_with_one_rule(path: str, value: object, word: str
     with pytest.raises(ConfigError, match=word) as late:
         RLRoundStageConfig.model_validate(config).check()
     assert early.value.path == late.value.path
+
+
+def test_a_cut_distribution_is_refused_only_where_its_logprobs_are_compared() -> None:
+    for sampling in (
+        SamplingConfig(top_p=0.9),
+        SamplingConfig(top_k=3),
+        SamplingConfig(structured_output=StructuredOutputConfig(choice=("yes", "no"))),
+    ):
+        with pytest.raises(ConfigError, match=r"^rl.sampling.*or rl.mismatch.enable to false$"):
+            check_sampling(RLConfig(sampling=sampling))
+        check_sampling(RLConfig.model_validate({"sampling": sampling, "mismatch": {"enable": 0}}))
+    ends = SamplingConfig(stop=("</answer>",), stop_token_ids=(5,))
+    check_sampling(RLConfig(sampling=ends))  # they end samples and cut no distribution
+
+
+def test_a_form_of_answers_needs_an_engine_that_can() -> None:
+    recipe = load_recipe("quickstart")
+    form = StructuredOutputConfig(json_schema={"type": "object"})
+    vllm = recipe.rollout.model_copy(update={"engine": "vllm"})
+    check_structured_output("a.path", form, vllm)
+    check_structured_output("a.path", None, recipe.rollout)
+    with pytest.raises(ConfigError, match=r"^a.path: got a form with rollout.engine transformers"):
+        check_structured_output("a.path", form, recipe.rollout)
+    with pytest.raises(ConfigError, match=r"^evaluation.structured_output: "):
+        load_recipe("quickstart", ["evaluation.structured_output={regex: a}"])
+
+
+@pytest.mark.parametrize("section", [SamplingConfig, EvaluationConfig])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop": [""]},
+        {"stop": ["a", "a"]},
+        {"stop": [1]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [3, 3]},
+        {"stop_token_ids": ["a"]},
+        {"structured_output": {}},
+        {"structured_output": {"regex": "a", "choice": ["a"]}},
+        {"structured_output": {"regex": ""}},
+        {"structured_output": {"grammar": "a"}},
+    ],
+    ids=str,
+)
+def test_what_ends_an_answer_is_looked_at_closely(section, changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        section.model_validate(changes)
+
+
+def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
+    rl = ["rl.sampling.stop=['</answer>']", "rl.sampling.stop_token_ids=[5]"]
+    stage = load_recipe("quickstart", rl).evaluate_stage().evaluation
+    assert (stage.stop, stage.stop_token_ids) == (("</answer>",), (5,))
+    sampling = stage.sampling(0.0)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.temperature) == (
+        ("</answer>",),
+        (5,),
+        0,
+    )
+    own = load_recipe("quickstart", [*rl, "evaluation.stop=[]", "evaluation.stop_token_ids=[7]"])
+    stage = own.evaluate_stage().evaluation
+    assert (stage.stop, stage.stop_token_ids) == ((), (7,))
+
+
+@pytest.mark.parametrize("change", ["stop=[a]", "stop_token_ids=[5]"])
+def test_what_ends_an_answer_counts_for_the_identity(change: str) -> None:
+    plain, changed = (load_recipe("quickstart", over) for over in ([], [f"rl.sampling.{change}"]))
+    for one, other in (
+        (plain.rl_round_stage(1), changed.rl_round_stage(1)),
+        (plain.evaluate_stage(), changed.evaluate_stage()),
+    ):
+        assert one.identity_values() != other.identity_values()
+    assert plain.sft_stage().identity_values() == changed.sft_stage().identity_values()

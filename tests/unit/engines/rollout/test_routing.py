@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.rollout.collect import Part, SampleLedger
+from engines.rollout.collect import SampleLedger
 from engines.rollout.routing import ByPlace, LeastLoaded, Share
 from engines.types import Completion, RolloutRequest, SamplingParams
 
@@ -18,7 +18,7 @@ def done(name: str, index: int) -> Completion:
 
 
 def names(taken: list[tuple[int, Share]]) -> dict[int, list[str]]:
-    return {place: [part.request.request_id for part in share.parts] for place, share in taken}
+    return {place: [request.request_id for request in share.requests] for place, share in taken}
 
 
 def test_by_place_is_request_i_at_place_i_mod_n() -> None:
@@ -85,8 +85,8 @@ def test_least_loaded_only_what_is_missing_is_sampled_again_with_its_own_seed() 
         ledger.accept(done(name, index))
     routing.lost(share, ledger)
     ((_, again),) = routing.take({0: 0})
-    assert again.parts == (Part(requests[0], (1,)),)
-    assert again.parts[0].asked().seeds == (101,)
+    assert [request.sample_keys for request in again.requests] == [(("a", 1),)]
+    assert again.requests[0].seeds == (101,)
 
 
 @given(
@@ -108,7 +108,7 @@ def test_every_sample_is_asked_for_until_it_is_there(
         assert taken
         for _, share in taken:
             is_lost = next(fate, False)
-            samples = [(p.request.request_id, i) for p in share.parts for i in p.samples]
+            samples = [key for request in share.requests for key in request.sample_keys]
             for name, index in samples[: len(samples) // 2 if is_lost else None]:
                 ledger.accept(done(name, index))
             if is_lost:

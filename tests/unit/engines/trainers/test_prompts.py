@@ -6,8 +6,11 @@ from engines.config.stages import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
+from engines.types import StructuredOutput
 
 NUM_ROWS = 10
+SEED_OF_SAMPLE = 3_111_465_727_103_462_667
+"""Of run seed 7: a run that is reproduced draws as it did."""
 
 
 def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
@@ -94,3 +97,29 @@ def test_seeds_do_not_depend_on_how_many_are_asked_for() -> None:
     assert sample_seeds(5, "a", 4)[:2] == sample_seeds(5, "a", 2)
     assert derive_seed(5, "a") != derive_seed(5, "b")
     assert derive_seed(51, "a") != derive_seed(5, "1/a")
+
+
+def test_every_turn_has_seeds_of_its_own_and_the_first_those_of_no_turn() -> None:
+    turns = [sample_seeds(5, "a", 3, turn) for turn in range(4)]
+    assert (
+        turns[0]
+        == sample_seeds(5, "a", 3)
+        == tuple(derive_seed(5, f"a/sample={i}") for i in range(3))
+    )
+    assert len({seed for seeds in turns for seed in seeds}) == 12
+    assert sample_seeds(7, "round=1/step=1/prompt=0", 1) == (SEED_OF_SAMPLE,)
+
+
+def test_requests_say_what_ends_a_sample() -> None:
+    sampling = {
+        "max_new_tokens": 5,
+        "stop": ["</a>", "!"],
+        "stop_token_ids": [4],
+        "structured_output": {"json_schema": {"type": "object", "b": 1, "a": 2}},
+    }
+    [first, *_] = source(sampling=sampling).generation_batches(1)
+    for request in first.requests:
+        found = request.sampling
+        assert (found.stop, found.stop_token_ids) == (("</a>", "!"), (4,))
+        assert found.structured_output == StructuredOutput('{"type": "object", "b": 1, "a": 2}')
+        assert (request.turn, request.prefixes, request.session) == (0, (), None)

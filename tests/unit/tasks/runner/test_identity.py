@@ -197,8 +197,8 @@ def test_a_repaired_evaluation_trains_nothing(
 
     def edited(roots: Sequence[str]) -> dict[str, str]:
         found = numeric_sources(roots)
-        reached = "engines.trainers.evaluation" in found
-        return {**found, "engines.trainers.evaluation": "edited"} if reached else found
+        reached = "engines.trainers.evaluation.evaluator" in found
+        return {**found, "engines.trainers.evaluation.evaluator": "edited"} if reached else found
 
     monkeypatch.setattr(identity, "numeric_sources", edited)
     assert run(two_rounds(), storage, tmp_path).ran == [*MEASURING, "promote"]

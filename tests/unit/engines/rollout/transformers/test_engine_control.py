@@ -332,6 +332,8 @@ def test_options_are_checked():
     ("architecture", "changes", "what"),
     [
         ("qwen3_next", {}, "linear_attention"),
+        ("gemma2", {}, "the gemma2 model has attention scores with a soft cap"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
     ],
 )
 def test_architectures_it_cannot_compute_are_refused(build_lab, architecture, changes, what):

@@ -9,7 +9,7 @@ from engines.types import RolloutRequest, SamplingParams
 
 def samples_of(name: str, num_samples: int) -> list[Sample]:
     request = RolloutRequest(name, (1, 2), SamplingParams(4), tuple(range(num_samples)))
-    return [Sample(request, index, 0, 4) for index in range(num_samples)]
+    return [Sample(request, place, 0) for place in range(num_samples)]
 
 
 @settings(deadline=None)
@@ -84,12 +84,28 @@ def test_remove_takes_samples_out_of_the_line() -> None:
 
 def test_versions_are_stamped_where_they_change() -> None:
     (sample,) = samples_of("a", 1)
-    sample.token_ids.extend([4, 5])
+    assert not sample.append(4, -1.0)
+    assert not sample.append(5, -2.0)
     sample.stamp(1)
     sample.stamp(2)  # nothing new was sampled
-    sample.token_ids.append(6)
-    sample.logprobs.extend([-1.0, -2.0, -3.0])
+    assert not sample.append(6, -3.0)
     completion = sample.completion("length", version=3)
     assert completion.policy_versions == (1, 1, 3)
     assert completion.token_ids == (4, 5, 6)
     assert completion.logprobs == (-1.0, -2.0, -3.0)
+
+
+def test_a_sample_behind_a_prefix_counts_it_and_hands_out_what_is_new() -> None:
+    request = RolloutRequest(
+        "a", (1, 2), SamplingParams(4), (8, 9), prefixes=((), (4, 5)), sample_indices=(6, 3)
+    )
+    whole, rest = (Sample(request, place, 0) for place in range(2))
+    assert (whole.num_tokens, whole.stream_origin) == (2, 2)
+    assert (rest.num_tokens, rest.stream_origin) == (4, 2)
+    assert not rest.append(6, -1.0)
+    assert rest.append(7, -2.0)  # the fourth of four
+    completion = rest.completion("length", version=5)
+    assert (completion.sample_index, completion.token_ids) == (3, (6, 7))
+    assert (completion.logprobs, completion.policy_versions) == ((-1.0, -2.0), (5, 5))
+    offset = RolloutRequest("a", (1, 2, 4, 5), SamplingParams(2), (9,), draw_offsets=(2,))
+    assert Sample(offset, 0, 0).stream_origin == 2

@@ -74,14 +74,29 @@ def test_seeds_of_any_size_become_seeds_of_32_bits_that_differ() -> None:
     assert vllm_seed(2**62 + 5) == vllm_seed(2**62 + 5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 2.0])
 def test_temperatures_that_vllm_keeps(temperature: float) -> None:
     check_temperature(sample(temperature).request)
 
 
-def test_a_temperature_that_vllm_would_change_is_refused() -> None:
-    with pytest.raises(RolloutError, match="0\\.005"):
-        check_temperature(sample(0.005).request)
+@pytest.mark.parametrize("temperature", [0.005, 2.1])
+def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(temperature: float) -> None:
+    with pytest.raises(RolloutError, match=f"temperature is {temperature}; .* 0.01 to 2.0"):
+        check_temperature(sample(temperature).request)
+
+
+def test_behind_spent_draws_vllm_starts_another_stream() -> None:
+    seeds = [vllm_seed(7, offset) for offset in range(200)]
+    assert seeds[0] == vllm_seed(7)
+    assert len(set(seeds)) == 200
+    assert vllm_seed(7, 3) != vllm_seed(8, 3)
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_stop_string_cuts_what_vllm_sampled_beyond_it() -> None:
+    found = completion(sample(), output(finish_reason="abort"), num_until_stop=1)
+    assert (found.token_ids, found.logprobs, found.policy_versions) == ((7,), (-0.5,), (3,))
+    assert found.finish_reason == "stop"
 
 
 def test_each_token_gets_the_version_of_its_span() -> None:

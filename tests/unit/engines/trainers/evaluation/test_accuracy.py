@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.trainers.accuracy import pass_at_k, wilson_interval
+from engines.trainers.evaluation.accuracy import pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,18 @@ Does not promise: an interval for pass@k; its standard error over problems is gi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from engines.config.stages import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
-from engines.trainers.accuracy import pass_at_k, wilson_interval
+from engines.trainers.evaluation.accuracy import pass_at_k, wilson_interval
 from engines.trainers.prompts import sample_seeds
+from engines.trainers.sampling import sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
-from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest
 
 PROBLEMS_PER_CALL = 1024
 """Problems of one generation call: large enough to keep the batch full, small enough to report."""
@@ -80,7 +81,7 @@ class Evaluator:
     """Evaluates whatever weights `generate` samples from.
 
     Args:
-        config: what to measure; `max_new_tokens` must be resolved.
+        config: what to measure; what falls back to `rl.sampling` must be resolved.
         prompts: the tokenized evaluation split.
         scorer: judges the answers.
         seed: of the sampled part.
@@ -97,7 +98,7 @@ class Evaluator:
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
         self._seed = seed
-        self._max_new_tokens = config.answer_length
+        self._greedy = sampling_params(config.sampling(temperature=0.0))
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
         """Answer and judge every problem.
@@ -143,7 +144,7 @@ class Evaluator:
     def _answers(
         self, generate: Generate, prompts: Sequence[RLPrompt], num_samples: int, temperature: float
     ) -> list[list[Answer]]:
-        sampling = SamplingParams(self._max_new_tokens, temperature)
+        sampling = replace(self._greedy, temperature=temperature)
         kind = "sampled" if temperature else "greedy"
         requests = [
             RolloutRequest(

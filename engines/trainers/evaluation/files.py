@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engines.trainers.evaluation import Answer, EvaluatedProblem, Evaluation
+from engines.trainers.evaluation.evaluator import Answer, EvaluatedProblem, Evaluation
 
 ROWS_NAME = "rows.parquet"
 SUMMARY_NAME = "summary.json"

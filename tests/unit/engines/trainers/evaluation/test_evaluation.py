@@ -16,10 +16,10 @@ from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.evaluation import Evaluation, Evaluator
-from engines.trainers.evaluation_files import write_evaluation
+from engines.trainers.evaluation.evaluator import Evaluation, Evaluator
+from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer, is_correct
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import ConfigError
 
 TRUTHS = ("1", "2", "3", "4")
@@ -166,3 +166,14 @@ def test_the_files_hold_every_text_and_repeat_bitwise(tokenizer, prompts, tmp_pa
 )
 def test_the_verdict_of_a_score(score: Score, correct: bool) -> None:
     assert is_correct(score) is correct
+
+
+def test_answers_end_where_the_configuration_says(tokenizer, prompts) -> None:
+    ends = {"stop": ("</a>",), "stop_token_ids": (5,)}
+    _, asked = evaluate(
+        tokenizer, prompts, ["1"] * 4, [["1"] * 2] * 4, num_samples=2, temperature=0.7, **ends
+    )
+    assert {request.sampling for request in asked} == {
+        SamplingParams(4, temperature, stop=("</a>",), stop_token_ids=(5,))
+        for temperature in (0.0, 0.7)
+    }
