@@ -58,7 +58,7 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
             "hardware.device_kind",
             f"got {hardware.device_kind!r}; {found.name} has {found.label!r} here; remove it",
         )
-    return HardwareConfig(platform=found.name, device_kind=found.label)
+    return hardware.model_copy(update={"platform": found.name, "device_kind": found.label})
 
 
 def _surveyed(requested: str, home: Path) -> FoundPlatform:

@@ -7,15 +7,16 @@ Does not promise: to start it again.
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from engines.config.rollout import RolloutConfig
+from engines.controller.pool import Place
 from engines.controller.process_log import log_tail, log_to
 from engines.errors import WorkerError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
@@ -46,7 +47,6 @@ class ReplicaSpec:
         device_kind: of `hardware.detection.check_planned`.
         num_threads: CPU threads.
         log_dir: where it writes `replica-<n>.log`.
-        resources: keyword arguments of `ray.remote` that reserve what one replica needs.
         interpreter: Python of the engine's job environment; None: as its starter.
     """
 
@@ -57,7 +57,6 @@ class ReplicaSpec:
     device_kind: str | None
     num_threads: int
     log_dir: Path
-    resources: Mapping[str, Any] = field(default_factory=dict)
     interpreter: Path | None = None
 
     def log_path(self, number: int) -> Path:
@@ -210,12 +209,12 @@ def _told(number: int, log_path: Path) -> Iterator[None]:
         raise cause from None
 
 
-def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
+def start_replicas(spec: ReplicaSpec, places: Sequence[Place]) -> list[RemoteReplica]:
     """Start replicas and wait until each has built its engine. Ray must be connected.
 
     Args:
         spec: what each builds.
-        num_replicas: how many.
+        places: of a pool, one per replica.
 
     Returns:
         The replicas; they serve nothing before their first weight update.
@@ -223,17 +222,18 @@ def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
     Raises:
         WorkerError: one died while it started.
         PipelineError: what an engine refused.
-        DeadlineError: the cluster had no room for them, or one took too long.
+        DeadlineError: one took too long.
     """
     import ray
     from ray.exceptions import GetTimeoutError
 
-    remote: Any = ray.remote(max_restarts=0, max_task_retries=0, **spec.resources)(ReplicaProcess)
+    remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(ReplicaProcess)
     runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
     if spec.interpreter is not None:
         runtime["py_executable"] = str(spec.interpreter)
     actors: list[Any] = [
-        remote.options(runtime_env=runtime).remote(number, spec) for number in range(num_replicas)
+        remote.options(runtime_env=runtime, **place.options).remote(number, spec)
+        for number, place in enumerate(places)
     ]
     end = time.monotonic() + START_DEADLINE_S
     try:
@@ -244,9 +244,7 @@ def start_replicas(spec: ReplicaSpec, num_replicas: int) -> list[RemoteReplica]:
         for actor in actors:
             ray.kill(actor)
         if isinstance(error, GetTimeoutError):
-            wanted = f"{num_replicas} replicas of {dict(spec.resources)}"
-            room = f"the cluster has {ray.cluster_resources()}"
-            raise DeadlineError(f"{wanted} to start ({room})", START_DEADLINE_S) from None
+            raise DeadlineError(f"{len(places)} replicas to start", START_DEADLINE_S) from None
         raise
     return [
         RemoteReplica(actor, number, spec.log_path(number)) for number, actor in enumerate(actors)

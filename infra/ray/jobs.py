@@ -58,6 +58,7 @@ class RayJobs:
             "submission_id": submission_id,
             "metadata": dict(request.metadata),
             "runtime_env": {"env_vars": dict(request.env)},
+            **{f"entrypoint_{name}": amount for name, amount in request.resources.items()},
         }
         ends_at, was_lost = time.monotonic() + SUBMIT_DEADLINE_S, False
         while True:

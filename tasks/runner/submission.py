@@ -91,6 +91,7 @@ class Submission:
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata=self._metadata,
+                resources=request.config.driver_resources,
             )
             if not jobs.submit(name, job):
                 raise JobSubmitError(f"a job {name} already exists")
@@ -102,6 +103,8 @@ class Submission:
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then
+        if after is not None and after.config.driver_resources != request.config.driver_resources:
+            after = None  # it has to wait for what it needs, holding nothing
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=request.config.stage,
