@@ -165,7 +165,9 @@ class ComputingStageConfig(StageConfig):
         """A device."""
         if not self.driver_computes:
             return {}
-        return {"num_cpus": 1, **create(self.hardware.platform).ray_resource_options(1)}
+        platform = self.hardware.platform
+        device = {} if platform == "auto" else create(platform).ray_resource_options(1)
+        return {**super().driver_resources, **device}
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """The platform; before a plan has resolved it, `auto` is none."""

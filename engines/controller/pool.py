@@ -7,6 +7,7 @@ Does not promise whose turn is next: Ray decides among those that wait.
 """
 
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ Options = Mapping[str, Any]
 """Keyword arguments of `ray.remote` that reserve something."""
 
 SAY_EVERY_S = 60.0
+NODE_ANSWERS_S = 3.0
 POLL_S = 2.0
 NODE_SHARE = 0.001
 """Of the resource that every Ray node has in its own name: enough to be placed there."""
@@ -54,13 +56,23 @@ class Place:
         bundle: its number within the pool.
         node: id of the Ray node.
         address: of that node, as Ray knows it.
+        port: of Ray's own process there.
         options: keyword arguments of an actor's `options` that start it there.
     """
 
     bundle: int
     node: str
     address: str
+    port: int
     options: Options
+
+    def node_answers(self) -> bool:
+        """Whether Ray's process on the node takes a connection."""
+        try:
+            socket.create_connection((self.address, self.port), NODE_ANSWERS_S).close()
+        except OSError:
+            return False
+        return True
 
 
 class Pool:
@@ -162,12 +174,13 @@ def _places(group: Any, bundles: Sequence[Options]) -> list[Place]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    alive = {node["NodeID"]: node for node in ray.nodes()}
     return [
         Place(
             number,
             nodes[number],
-            addresses[nodes[number]],
+            alive[nodes[number]]["NodeManagerAddress"],
+            alive[nodes[number]]["NodeManagerPort"],
             {
                 # Ray's default is a CPU beside whatever else an actor asks for.
                 "num_cpus": 0,

@@ -9,7 +9,7 @@ Does not promise: restarting ranks. The stage's step checkpoints are how work is
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate
@@ -22,7 +22,7 @@ from engines.controller.dispatch import (
     split_plan,
     take,
 )
-from engines.controller.pool import Pool, Queueing, reserve
+from engines.controller.pool import Place, Pool, Queueing, reserve
 from engines.controller.process_log import log_tail
 from engines.controller.rank_process import RankProcess, RayGroupOptions
 from engines.controller.seats import seat_environment, seats
@@ -34,6 +34,8 @@ from infra.store.heartbeat import BeatWatch, read_beat
 WorkerFactory = Callable[[], Any]
 
 POLL_S = 0.5
+NODE_SILENCE_S = 15.0
+"""Of a rank whose node does not answer either."""
 SETTLE_S = 2.0
 """After a first failure the other ranks may fail too; the one that died is the cause."""
 
@@ -54,7 +56,7 @@ class RayWorkerGroup:
     ) -> None:
         self._options = options
         self._pool = pool
-        self._addresses: list[str] = []
+        self._at: tuple[Place, ...] = ()
         self._actors: list[Any] = []
         self._places: list[int] = [0] * options.world_size
         self._watches = [
@@ -125,8 +127,7 @@ class RayWorkerGroup:
         if self._pool is None:
             bundles = [options.resources] * options.world_size
             self._pool = reserve(bundles, Queueing(fit_deadline_s=options.start_timeout_s))
-        places = self._pool.places(0, options.world_size)
-        self._addresses = [place.address for place in places]
+        self._at = places = self._pool.places(0, options.world_size)
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
         for seat, place in zip(seats(places), places, strict=True):
             options.heartbeat_path(seat.rank).unlink(missing_ok=True)
@@ -167,7 +168,7 @@ class RayWorkerGroup:
                     failures[rank] = error
             silent = None if failures else self._silent_rank(pending.values())
             if silent is not None:
-                self._fail(what, silent, f"no heartbeat for {self._options.silence_s:g} s")
+                self._fail(what, *silent)
         if failures:
             self._raise(what, failures)
         if pending:
@@ -196,20 +197,26 @@ class RayWorkerGroup:
 
     def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
         tail = self._tail(rank)
-        spans = len(set(self._addresses)) > 1
-        node = f" on node {self._addresses[rank]}" if spans else ""
+        spans = len({place.node for place in self._at}) > 1
+        node = f" on node {self._at[rank].address}" if spans else ""
         self._kill()
         raise WorkerError(
             f"rank {rank} of {self.world_size}{node} failed in {what}: {problem}{tail}"
         ) from cause
 
-    def _silent_rank(self, ranks: Any) -> int | None:
-        """A rank that has beaten before and stopped; starting ranks have no heartbeat yet."""
+    def _silent_rank(self, ranks: Iterable[int]) -> tuple[int, str] | None:
+        """A rank that has beaten before and stopped, and how it shows; starting ones have not."""
         for rank in ranks:
-            watch = self._watches[rank]
+            watch, silence_s = self._watches[rank], 0.0
             with suppress(OSError):  # a disk that fails the watcher says nothing about the rank
-                if watch.look() > self._options.silence_s and watch.beat is not None:
-                    return rank
+                silence_s = watch.look()
+            if watch.beat is None:
+                continue
+            if silence_s > self._options.silence_s:
+                return rank, f"no heartbeat for {self._options.silence_s:g} s"
+            # Ray takes a minute to give up a machine that lost its power.
+            if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
+                return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
 
     def _tail(self, rank: int) -> str:

@@ -13,7 +13,7 @@ from engines.controller.seats import seat_environment, seats, use_interface_of
 
 
 def place(bundle: int, node: str) -> Place:
-    return Place(bundle, node, f"10.0.0.{node}", {})
+    return Place(bundle, node, f"10.0.0.{node}", 1, {})
 
 
 def test_ranks_of_one_node_stand_side_by_side() -> None:
