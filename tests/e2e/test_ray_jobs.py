@@ -24,7 +24,7 @@ from infra.ray.api import RayApi
 from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.embedded import MIN_NUM_CPUS, is_ready
 from infra.ray.job_types import JobRequest, JobState, JobStatus
-from infra.ray.jobs import RayJobs
+from infra.ray.jobs import RayJobs, num_nodes
 from infra.waiting import wait_for
 
 JOB_DEADLINE_S = 90.0
@@ -317,6 +317,10 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
             if starter.stdout:
                 starter.stdout.close()
         servers.end(tmp_path, "ray")
+
+
+def test_the_nodes_of_a_cluster_are_counted(cluster: Cluster) -> None:
+    assert num_nodes(cluster.api) == 1
 
 
 def test_of_two_jobs_that_need_the_whole_cluster_one_waits(jobs: RayJobs) -> None:
