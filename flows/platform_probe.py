@@ -18,8 +18,10 @@ from engines.config.plugins import TABLES
 from engines.config.training import HardwareConfig
 from flows.child import ask
 from infra import env
-from infra.errors import ConfigError, ServiceError
+from infra.errors import ConfigError, JobSubmitError, ServiceError
 from infra.identity.fingerprint import outside_code, source_closure
+from infra.ray.api import RayApi, existing_token
+from infra.ray.jobs import num_nodes
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
 from infra.survey_report import FoundPlatform, SurveyReport
@@ -46,7 +48,7 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
     if hardware.platform != AUTO and hardware.device_kind and not env.RLHF_PLATFORM.get():
         TABLES["platform"].find(hardware.platform)
         return hardware
-    if urlsplit(env.RAY_ADDRESS.get() or "//localhost").hostname not in _LOOPBACK:
+    if _is_elsewhere(env.RAY_ADDRESS.get()):
         raise ConfigError(
             "hardware.device_kind",
             "missing; the devices of the cluster at RAY_ADDRESS are not asked from here; set it "
@@ -58,7 +60,19 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
             "hardware.device_kind",
             f"got {hardware.device_kind!r}; {found.name} has {found.label!r} here; remove it",
         )
-    return HardwareConfig(platform=found.name, device_kind=found.label)
+    return hardware.model_copy(update={"platform": found.name, "device_kind": found.label})
+
+
+def _is_elsewhere(address: str | None) -> bool:
+    """Whether jobs may run on other machines than this one, which may be a head without devices."""
+    if not address:
+        return False
+    if urlsplit(address).hostname not in _LOOPBACK:
+        return True
+    try:
+        return num_nodes(RayApi(address, existing_token())) > 1
+    except (JobSubmitError, ConfigError):
+        return False  # whoever submits a job to it says what is wrong
 
 
 def _surveyed(requested: str, home: Path) -> FoundPlatform:

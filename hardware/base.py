@@ -59,6 +59,16 @@ class PlatformBase(ABC):
             return self.communication_backend
         return f"cpu:gloo,{self.device_name}:{self.communication_backend}"
 
+    @property
+    def is_assigned_by_ray(self) -> bool:
+        """Whether Ray gives each process a device of its own; CPUs it only counts."""
+        return self.ray_resource != "CPU"
+
+    @property
+    def shows_all_devices(self) -> bool:
+        """Whether a process that Ray gave a device sees those of its whole node."""
+        return self.is_assigned_by_ray and self.ray_noset_env is None
+
     @abstractmethod
     def is_available(self) -> Availability:
         """Whether a device of this platform can be used by this process.

@@ -107,6 +107,21 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
     raise ConfigError(_SETTING, f"nothing to run on: {_not(refused)}")
 
 
+def planned(name: str) -> PlatformBase:
+    """The platform that other processes compute on, whatever this machine has.
+
+    Args:
+        name: of a row, or `auto`, for which this machine has to answer.
+
+    Returns:
+        The platform, for its facts; each process that computes on it looks for itself.
+
+    Raises:
+        ConfigError: as `create`, and as `detect` of `auto`.
+    """
+    return detect(name)[0] if name == "auto" else create(name)
+
+
 def check_planned(platform: PlatformBase, name: str, device_kind: str | None) -> None:
     """Refuse to compute on another device than a stage was planned for, and so counts.
 

@@ -175,8 +175,16 @@ ROCR_VISIBLE_DEVICES = EnvVar(
 
 # The rendezvous of torch.distributed.
 RANK = EnvVar("RANK", None, "global rank of this process")
-LOCAL_RANK = EnvVar("LOCAL_RANK", None, "rank of this process on its host")
+LOCAL_RANK = EnvVar("LOCAL_RANK", None, "number of this process's device among those it sees")
 WORLD_SIZE = EnvVar("WORLD_SIZE", None, "number of ranks")
+LOCAL_WORLD_SIZE = EnvVar("LOCAL_WORLD_SIZE", None, "number of ranks on this host")
+GROUP_RANK = EnvVar("GROUP_RANK", None, "number of this host among those of the group")
+GLOO_SOCKET_IFNAME = EnvVar(
+    "GLOO_SOCKET_IFNAME", None, "interface of collectives on the host; by default Ray's"
+)
+NCCL_SOCKET_IFNAME = EnvVar(
+    "NCCL_SOCKET_IFNAME", None, "interface by which NCCL meets; by default Ray's"
+)
 
 
 def home() -> Path:

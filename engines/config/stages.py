@@ -7,7 +7,7 @@ What a job needs without being configured by a recipe stands in `Runtime`.
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ from engines.config.sections import (
     SFTConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
+from hardware.detection import create
 from hardware.platforms import repair_modules
 
 
@@ -84,6 +85,15 @@ class StageConfig(StrictModel):
     def rollout_interpreter(self) -> Path | None:
         """Python that its rollout replicas need; None: the job's, or it has none."""
         return None
+
+    @property
+    def driver_resources(self) -> Mapping[str, Any]:
+        """What Ray keeps free for the job's own process, as keyword arguments of `ray.remote`.
+
+        Nothing where it has to come at once with what the job starts elsewhere: a process that
+        held its part and waited for the rest could wait for another that does the same.
+        """
+        return {"num_cpus": 1}
 
     @property
     def num_previous_steps(self) -> int:
@@ -151,6 +161,20 @@ class ComputingStageConfig(StageConfig):
 
     hardware: HardwareConfig = HardwareConfig()
 
+    @property
+    def driver_computes(self) -> bool:
+        """Whether the job's own process computes on a device that is reserved when it starts."""
+        return True
+
+    @property
+    def driver_resources(self) -> Mapping[str, Any]:
+        """A device."""
+        if not self.driver_computes:
+            return {}
+        platform = self.hardware.platform
+        device = {} if platform == "auto" else create(platform).ray_resource_options(1)
+        return {**super().driver_resources, **device}
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """The platform; before a plan has resolved it, `auto` is none."""
         yield "platform", self.hardware.platform
@@ -162,6 +186,11 @@ class TrainingStageConfig(ComputingStageConfig):
     model: ModelConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
+
+    @property
+    def driver_computes(self) -> bool:
+        """Of one rank."""
+        return self.training.num_workers == 1
 
     @property
     def interpreter(self) -> Path | None:
@@ -212,6 +241,11 @@ class RLRoundStageConfig(TrainingStageConfig):
     def label(self) -> str:
         """With the round's number."""
         return f"{self.stage}_{self.round}"
+
+    @property
+    def driver_computes(self) -> bool:
+        """Of one rank that has no replicas."""
+        return super().driver_computes and self.rollout.placement == "colocated"
 
     @property
     def num_previous_steps(self) -> int:
@@ -291,6 +325,11 @@ class EvaluateStageConfig(ComputingStageConfig):
     def label(self) -> str:
         """With the label of the stage whose policy it is."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
+
+    @property
+    def driver_computes(self) -> bool:
+        """Unless replicas do."""
+        return self.rollout.placement == "colocated"
 
     @property
     def interpreter(self) -> Path | None:

@@ -152,3 +152,5 @@ class HardwareConfig(StrictModel):
     device_kind: Annotated[str | None, Execution] = None
     """Product name of the devices, of a CPU its architecture; null asks this machine. Jobs refuse
     to start on another."""
+    queue_timeout_s: Annotated[float, NotIdentity] = Field(default=604_800.0, gt=0)
+    """How long a stage waits until other runs leave its ranks and replicas room on the cluster."""

@@ -19,10 +19,16 @@ class Closable(Protocol):
 
 
 class InProcessGroup:
-    """A `WorkerGroup` of world size 1: every dispatch mode is a plain call."""
+    """A `WorkerGroup` of world size 1: every dispatch mode is a plain call.
 
-    def __init__(self, worker: Closable) -> None:
+    Args:
+        worker: its only one.
+        reserved: what the cluster keeps free for it; closed after the worker.
+    """
+
+    def __init__(self, worker: Closable, reserved: Closable | None = None) -> None:
         self._worker: Closable | None = worker
+        self._reserved = reserved
 
     @property
     def world_size(self) -> int:
@@ -39,5 +45,9 @@ class InProcessGroup:
     def close(self) -> None:
         """Close the worker once."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        try:
+            if worker is not None:
+                worker.close()
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()

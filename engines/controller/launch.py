@@ -1,10 +1,13 @@
 """Starting the worker group of a policy, and what samples from it: here, or as Ray actors.
 
-Ray is imported only for what runs in processes of its own.
+Promises: whatever a run starts outside its own process has its places reserved at once, before
+any of it starts. Ray is imported only for what runs in processes of its own. A platform is looked
+for where something computes on it, not in the driver.
 """
 
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -16,6 +19,7 @@ from engines.checkpoint.hub_names import served_float32_names
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.replica import ReplicaSpec
@@ -26,7 +30,7 @@ from engines.rollout.create import create_rollout_engine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.shared_memory import open_transport
-from hardware.detection import detect
+from hardware.detection import detect, planned
 from infra.errors import DeadlineError
 from infra.job_environments import is_inside
 
@@ -36,12 +40,32 @@ MARGIN_S = 120.0
 """A rank reports its own time-out; the group waits this much longer for it."""
 
 
-def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
+def trains_here(spec: PolicySpec) -> bool:
+    """Whether a policy is trained in the caller's process.
+
+    A device that Ray assigns can be reserved together with those of replicas only for an actor.
+
+    Args:
+        spec: of the policy.
+
+    Returns:
+        False where its ranks are actors.
+    """
+    if spec.training.num_workers > 1:
+        return False
+    beside = spec.rollout is not None and spec.rollout.placement == "disaggregated"
+    return not (beside and planned(spec.platform).is_assigned_by_ray)
+
+
+def launch_policy_group(
+    spec: PolicySpec, log_dir: Path, queueing: Queueing = NO_NEWS
+) -> WorkerGroup:
     """Start `training.num_workers` ranks and initialize them.
 
     Args:
         spec: what each rank builds.
         log_dir: where Ray ranks write logs and heartbeats.
+        queueing: how to wait for room.
 
     Returns:
         The group, ready for calls; the caller closes it.
@@ -50,35 +74,26 @@ def launch_policy_group(spec: PolicySpec, log_dir: Path) -> WorkerGroup:
         WorkerError: a rank died while it started.
         DeadlineError: the ranks did not fit into the cluster or did not meet in time.
     """
-    training = spec.training
-    if training.num_workers == 1:
-        worker = PolicyWorker(spec)
-        worker.initialize()
-        return InProcessGroup(worker)
+    if trains_here(spec):
+        return _group_here(spec, None)
     connect_ray()
-    platform, _ = detect(spec.platform)
-    timeout_s = training.collective_timeout_s
-    options = RayGroupOptions(
-        world_size=training.num_workers,
-        backend=platform.process_group_backend,
-        num_threads=training.num_threads,
-        log_dir=log_dir,
-        resources=platform.ray_resource_options(1),
-        collective_timeout_s=timeout_s,
-        timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
-    )
-    return RayWorkerGroup(partial(PolicyWorker, spec), options)
+    bundles = [planned(spec.platform).ray_resource_options(1)] * spec.training.num_workers
+    return _group_of_actors(spec, log_dir, reserve(bundles, queueing))
 
 
-def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerGroup, Rollout]:
+def launch_policy_with_rollout(
+    spec: PolicySpec, log_dir: Path, queueing: Queueing = NO_NEWS
+) -> tuple[WorkerGroup, Rollout]:
     """Start the ranks of a policy and the engines that sample from it.
 
     Args:
         spec: what each rank builds; `rollout` says how to sample.
         log_dir: as for `launch_policy_group`.
+        queueing: as well.
 
     Returns:
-        Both, ready for calls; the caller closes them, the rollout first.
+        Both, ready for calls; the caller closes them, the rollout first: places of both are given
+        back with the group.
 
     Raises:
         ConfigError: the rollout engine cannot serve that model, dtype or those options.
@@ -89,41 +104,75 @@ def launch_policy_with_rollout(spec: PolicySpec, log_dir: Path) -> tuple[WorkerG
     if rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
     if rollout.placement == "colocated" and training.num_workers > 1:
-        workers = launch_policy_group(spec, log_dir)
+        workers = launch_policy_group(spec, log_dir, queueing)
         return workers, RankRollout(workers)
-    # First, because it may refuse.
-    engines = launch_engines(
-        ReplicaSpec(
-            serving_dir=spec.serving_dir,
-            rollout=rollout,
-            dtype=rollout.dtype or training.dtype,
-            platform=spec.platform,
-            device_kind=spec.device_kind,
-            num_threads=training.num_threads,
-            log_dir=log_dir,
-        )
+    replica = ReplicaSpec(
+        serving_dir=spec.serving_dir,
+        rollout=rollout,
+        dtype=rollout.dtype or training.dtype,
+        platform=spec.platform,
+        device_kind=spec.device_kind,
+        num_threads=training.num_threads,
+        log_dir=log_dir,
     )
-    workers = launch_policy_group(replace(spec, rollout=None), log_dir)
+    if rollout.placement == "colocated":
+        engines = launch_engines(replica)  # first, because it may refuse
+        workers = _group_here(replace(spec, rollout=None), None)
+        return workers, ServedRollout(engines, workers)
+    here, num_ranks, num_replicas = trains_here(spec), training.num_workers, rollout.num_replicas
+    connect_ray()
+    # Ranks and replicas together: two runs that each had half of it would wait for ever.
+    bundles = [planned(spec.platform).ray_resource_options(1)] * (num_ranks + num_replicas)
+    pool = reserve(bundles, queueing, on_this_node=0 if here else None)
+    try:
+        # First, because it may refuse.
+        engines = launch_engines(replica, pool.places(num_ranks, num_replicas))
+        trained = replace(spec, rollout=None)
+        workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
+    except BaseException:
+        pool.close()
+        raise
     return workers, ServedRollout(engines, workers)
 
 
-def launch_engines(spec: ReplicaSpec) -> LaunchedEngines:
+def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
+    """The places of replicas that serve nobody's ranks.
+
+    Args:
+        spec: of the replicas.
+        queueing: how to wait for room.
+
+    Returns:
+        One place per replica, none for an engine in this process; the caller closes it.
+
+    Raises:
+        DeadlineError: as `reserve`.
+    """
+    if spec.rollout.placement == "colocated":
+        return Pool(None, ())
+    connect_ray()
+    bundles = [planned(spec.platform).ray_resource_options(1)] * spec.rollout.num_replicas
+    return reserve(bundles, queueing)
+
+
+def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedEngines:
     """Start rollout engines: one in this process, or replicas in processes of their own.
 
     Args:
         spec: what to build.
+        places: of the replicas.
 
     Returns:
-        The engines, and what reaches them.
+        The engines, without weights, and what reaches them.
 
     Raises:
         ConfigError: the engine cannot serve that model, dtype or those options.
         ReplicaLostError: a replica died while it started.
-        DeadlineError: the cluster had no room for the replicas, or one took too long.
+        DeadlineError: a replica took too long.
     """
     rollout = spec.rollout
-    platform, _ = detect(spec.platform)
     if rollout.placement == "colocated":
+        platform, _ = detect(spec.platform)
         engine = create_rollout_engine(
             rollout.engine, spec.serving_dir, rollout, spec.dtype, platform
         )
@@ -131,18 +180,34 @@ def launch_engines(spec: ReplicaSpec) -> LaunchedEngines:
         return LaunchedEngines([engine], rollout.timeout_s, new)
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
-    connect_ray()
-    starter = RayReplicas(
-        replace(spec, interpreter=interpreter, resources=platform.ray_resource_options(1))
-    )
-    new = partial(open_transport, spec.dtype, names, rollout.timeout_s)
+    starter = RayReplicas(replace(spec, interpreter=interpreter), places)
     return LaunchedEngines(
-        starter.start(rollout.num_replicas),
+        starter.start(),
         rollout.timeout_s,
-        new,
+        partial(open_transport, spec.dtype, names, rollout.timeout_s),
         ROLLOUT_ENGINES.find(rollout.engine).routing,
         RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
     )
+
+
+def _group_here(spec: PolicySpec, pool: Pool | None) -> WorkerGroup:
+    worker = PolicyWorker(spec)
+    worker.initialize()
+    return InProcessGroup(worker, pool)
+
+
+def _group_of_actors(spec: PolicySpec, log_dir: Path, pool: Pool) -> WorkerGroup:
+    training, platform = spec.training, planned(spec.platform)
+    options = RayGroupOptions(
+        world_size=training.num_workers,
+        backend=platform.process_group_backend,
+        num_threads=training.num_threads,
+        log_dir=log_dir,
+        sees_all_devices=platform.shows_all_devices,
+        collective_timeout_s=training.collective_timeout_s,
+        timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
+    )
+    return RayWorkerGroup(partial(PolicyWorker, spec), options, pool)
 
 
 def connect_ray() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from engines.checkpoint.background import write_in_background
-from engines.collectives import close_process_group, rank
+from engines.collectives import close_process_group
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
@@ -27,6 +27,7 @@ from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
 from engines.weight_sync.base import Receipt, SyncReport, Transport
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import check_planned, detect
+from infra import env
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class PolicyWorker:
         self._platform, _ = detect(spec.platform)
         if self._platform.device_count() > 1:
             # Ray shows a rank its own device, where it knows the vendor's variable.
-            self._platform.set_device(rank() % self._platform.device_count())
+            index = int(env.LOCAL_RANK.get() or 0)
+            self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
         self._policy = self._create_engine(spec.policy, spec.optimizer)
         self._reference: BaseEngine | None = None

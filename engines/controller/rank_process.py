@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from engines.collectives import close_process_group
-from engines.controller.process_group import LOOPBACK, Rendezvous, TCPStore, join, open_store
+from engines.controller.process_group import Rendezvous, TCPStore, join, open_store
 from engines.controller.process_log import log_to
+from engines.controller.seats import Seat, use_interface_of
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
 
@@ -32,10 +33,11 @@ class RayGroupOptions:
         num_threads: CPU threads of one rank.
         log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
         resources: keyword arguments of `ray.remote` that reserve what one rank needs.
+        sees_all_devices: whether a rank sees the devices of its whole node; else it has one.
         collective_timeout_s: deadline of one collective between ranks.
         call_timeout_s: deadline of a call that `timeouts_s` does not name.
         timeouts_s: deadlines by method name.
-        start_timeout_s: deadline for all ranks to run and meet.
+        start_timeout_s: deadline for all ranks to run and meet, once they have their places.
         heartbeat_s: how often a rank writes its heartbeat.
         silence_s: a rank whose heartbeat is older is taken for dead.
     """
@@ -45,6 +47,7 @@ class RayGroupOptions:
     num_threads: int
     log_dir: Path
     resources: Mapping[str, Any] = field(default_factory=dict)
+    sees_all_devices: bool = False
     collective_timeout_s: float = 600.0
     call_timeout_s: float = 7200.0
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
@@ -65,12 +68,13 @@ class RankProcess:
     """The class of the Ray actor. Its methods run one at a time, in the order of the calls.
 
     Args:
-        rank: of this process.
+        seat: of this process.
         options: of its group.
     """
 
-    def __init__(self, rank: int, options: RayGroupOptions) -> None:
-        self._rank, self._options = rank, options
+    def __init__(self, seat: Seat, options: RayGroupOptions) -> None:
+        rank = seat.rank
+        self._seat, self._options = seat, options
         log_to(options.log_path(rank))
         self._worker: Any = None
         self._store: TCPStore | None = None
@@ -83,14 +87,16 @@ class RankProcess:
 
     def open_store(self) -> Rendezvous:
         """Open the meeting place; called on rank 0 only."""
-        self._store = open_store(self._options.world_size, self._options.collective_timeout_s)
-        return Rendezvous(LOOPBACK, self._store.port)
+        host, timeout_s = self._seat.address, self._options.collective_timeout_s
+        self._store = open_store(self._options.world_size, timeout_s, host)
+        return Rendezvous(host, self._store.port)
 
     def join(self, meeting: Rendezvous) -> None:
         """Meet the other ranks."""
         options = self._options
+        logger.info("collectives over %s", use_interface_of(self._seat.address))
         join(
-            self._rank, options.world_size, options.backend, options.collective_timeout_s,
+            self._seat.rank, options.world_size, options.backend, options.collective_timeout_s,
             store=self._store, rendezvous=meeting,
         )  # fmt: skip
 

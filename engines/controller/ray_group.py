@@ -2,14 +2,14 @@
 
 Promises: every call has a deadline; a rank that dies, or whose heartbeat stops although its
 process is there (a stopped process, a machine that swaps), becomes a `WorkerError` that names
-the rank, the call and the last lines of its log; after such an error every rank is killed, so
-nobody waits in a collective for a dead peer.
+the rank, its node, the call and the last lines of its log; after such an error every rank is
+killed, so nobody waits in a collective for a dead peer. No rank starts before all have a place.
 Does not promise: restarting ranks. The stage's step checkpoints are how work is kept.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate
@@ -22,8 +22,10 @@ from engines.controller.dispatch import (
     split_plan,
     take,
 )
+from engines.controller.pool import Place, Pool, Queueing, reserve
 from engines.controller.process_log import log_tail
 from engines.controller.rank_process import RankProcess, RayGroupOptions
+from engines.controller.seats import seat_environment, seats
 from engines.controller.worker_group import P, R
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
@@ -32,6 +34,8 @@ from infra.store.heartbeat import BeatWatch, read_beat
 WorkerFactory = Callable[[], Any]
 
 POLL_S = 0.5
+NODE_SILENCE_S = 15.0
+"""Of a rank whose node does not answer either."""
 SETTLE_S = 2.0
 """After a first failure the other ranks may fail too; the one that died is the cause."""
 
@@ -44,10 +48,15 @@ class RayWorkerGroup:
     Args:
         factory: makes a rank's worker inside its actor, after the ranks have met.
         options: how the actors are started and watched.
+        pool: has the ranks' places first, and is closed with the group; None reserves them.
     """
 
-    def __init__(self, factory: WorkerFactory, options: RayGroupOptions) -> None:
+    def __init__(
+        self, factory: WorkerFactory, options: RayGroupOptions, pool: Pool | None = None
+    ) -> None:
         self._options = options
+        self._pool = pool
+        self._at: tuple[Place, ...] = ()
         self._actors: list[Any] = []
         self._places: list[int] = [0] * options.world_size
         self._watches = [
@@ -98,37 +107,39 @@ class RayWorkerGroup:
             self._kill()
 
     def _start(self, factory: WorkerFactory) -> None:
-        import ray
-
-        options = self._options
-        remote = ray.remote(max_restarts=0, max_task_retries=0, **options.resources)(RankProcess)
-        for rank in range(options.world_size):
-            options.heartbeat_path(rank).unlink(missing_ok=True)
-            environment = {
-                "OMP_NUM_THREADS": str(options.num_threads),
-                "RANK": str(rank),
-                # Ray shows each actor its own device only.
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(options.world_size),
-            }
-            self._actors.append(
-                remote.options(name=None, runtime_env={"env_vars": environment}).remote(
-                    rank, options
-                )
-            )
-        available = ray.cluster_resources()
-        asked = f"{options.world_size} ranks of {dict(options.resources)}; cluster has {available}"
-        start_s = options.start_timeout_s
-        # All of them before any meets: one that the cluster has no room for would otherwise show
-        # as a store that timed out on one of the others.
+        start_s = self._options.start_timeout_s
+        self._start_actors()
+        # All of them before any meets: one that does not start would otherwise show as a store
+        # that timed out on one of the others.
         started = [actor.started.remote() for actor in self._actors]
-        self._await(started, f"all ranks to start ({asked})", start_s)
+        self._await(started, "all ranks to start", start_s)
         opened = [self._actors[0].open_store.remote()]
         (meeting,) = self._await(opened, "rank 0 to open its store", start_s)
         joined = [actor.join.remote(meeting) for actor in self._actors]
         self._await(joined, "all ranks to meet", start_s)
         built = [actor.build.remote(factory) for actor in self._actors]
-        self._places = self._await(built, "build", options.call_timeout_s)
+        self._places = self._await(built, "build", self._options.call_timeout_s)
+
+    def _start_actors(self) -> None:
+        import ray
+
+        options = self._options
+        if self._pool is None:
+            bundles = [options.resources] * options.world_size
+            self._pool = reserve(bundles, Queueing(fit_deadline_s=options.start_timeout_s))
+        self._at = places = self._pool.places(0, options.world_size)
+        remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
+        for seat, place in zip(seats(places), places, strict=True):
+            options.heartbeat_path(seat.rank).unlink(missing_ok=True)
+            environment = {
+                "OMP_NUM_THREADS": str(options.num_threads),
+                **seat_environment(seat, sees_all_devices=options.sees_all_devices),
+            }
+            self._actors.append(
+                remote.options(runtime_env={"env_vars": environment}, **place.options).remote(
+                    seat, options
+                )
+            )
 
     def _call_all(self, name: str, calls: list[tuple[Any, Any]], deadline_s: float) -> list[Any]:
         pairs = zip(self._actors, calls, strict=True)
@@ -157,7 +168,7 @@ class RayWorkerGroup:
                     failures[rank] = error
             silent = None if failures else self._silent_rank(pending.values())
             if silent is not None:
-                self._fail(what, silent, f"no heartbeat for {self._options.silence_s:g} s")
+                self._fail(what, *silent)
         if failures:
             self._raise(what, failures)
         if pending:
@@ -186,18 +197,26 @@ class RayWorkerGroup:
 
     def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
         tail = self._tail(rank)
+        spans = len({place.node for place in self._at}) > 1
+        node = f" on node {self._at[rank].address}" if spans else ""
         self._kill()
         raise WorkerError(
-            f"rank {rank} of {self.world_size} failed in {what}: {problem}{tail}"
+            f"rank {rank} of {self.world_size}{node} failed in {what}: {problem}{tail}"
         ) from cause
 
-    def _silent_rank(self, ranks: Any) -> int | None:
-        """A rank that has beaten before and stopped; starting ranks have no heartbeat yet."""
+    def _silent_rank(self, ranks: Iterable[int]) -> tuple[int, str] | None:
+        """A rank that has beaten before and stopped, and how it shows; starting ones have not."""
         for rank in ranks:
-            watch = self._watches[rank]
+            watch, silence_s = self._watches[rank], 0.0
             with suppress(OSError):  # a disk that fails the watcher says nothing about the rank
-                if watch.look() > self._options.silence_s and watch.beat is not None:
-                    return rank
+                silence_s = watch.look()
+            if watch.beat is None:
+                continue
+            if silence_s > self._options.silence_s:
+                return rank, f"no heartbeat for {self._options.silence_s:g} s"
+            # Ray takes a minute to give up a machine that lost its power.
+            if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
+                return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
 
     def _tail(self, rank: int) -> str:
@@ -210,3 +229,5 @@ class RayWorkerGroup:
 
             for actor in actors:
                 ray.kill(actor)
+        if self._pool is not None:
+            self._pool.close()

@@ -8,9 +8,9 @@ Does not start one: `engines.controller.replica_start`.
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,6 @@ class ReplicaSpec:
         device_kind: of `hardware.detection.check_planned`.
         num_threads: CPU threads.
         log_dir: where it writes `replica-<n>.log`.
-        resources: keyword arguments of `ray.remote` that reserve what one replica needs.
         interpreter: Python of the engine's job environment; None: as its starter.
     """
 
@@ -57,7 +56,6 @@ class ReplicaSpec:
     device_kind: str | None
     num_threads: int
     log_dir: Path
-    resources: Mapping[str, Any] = field(default_factory=dict)
     interpreter: Path | None = None
 
     def log_path(self, number: int) -> Path:

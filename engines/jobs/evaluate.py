@@ -16,11 +16,11 @@ from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
-from engines.controller.launch import launch_engines
+from engines.controller.launch import launch_engines, reserve_replicas
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import HF_DIR, trained_steps
-from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
@@ -43,7 +43,12 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            prepare_torch(config.hardware, config.num_threads, context.journal.log)
+            prepare_torch(
+                config.hardware,
+                config.num_threads,
+                context.journal.log,
+                computes=config.rollout.placement == "colocated",
+            )
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)
             prompts = prompts_within(
@@ -52,17 +57,19 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 context_length(served.hf_dir),
                 config.evaluation.answer_length,
             )
-            engines = launch_engines(
-                ReplicaSpec(
-                    serving_dir=served.hf_dir,
-                    rollout=config.rollout,
-                    dtype=config.rollout.dtype or DEFAULT_DTYPE,
-                    platform=config.hardware.platform,
-                    device_kind=config.hardware.device_kind,
-                    num_threads=config.num_threads,
-                    log_dir=context.attempt_dir,
-                )
+            replica = ReplicaSpec(
+                serving_dir=served.hf_dir,
+                rollout=config.rollout,
+                dtype=config.rollout.dtype or DEFAULT_DTYPE,
+                platform=config.hardware.platform,
+                device_kind=config.hardware.device_kind,
+                num_threads=config.num_threads,
+                log_dir=context.attempt_dir,
             )
+            pool = reserve_replicas(replica, queueing(context, config.hardware))
+            stack.enter_context(closing(pool))
+            places = pool.places(0, config.rollout.num_replicas)
+            engines = launch_engines(replica, places)
             service = stack.enter_context(closing(engines.service()))
             service.sync(
                 engines.new_transport, lambda to: to.send(served.weights()), served.num_steps

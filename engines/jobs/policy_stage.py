@@ -8,6 +8,8 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.rules import check_answer_length
 from engines.config.sections import CheckpointConfig
+from engines.config.training import HardwareConfig
+from engines.controller.pool import Queueing
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
@@ -76,6 +78,13 @@ def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
     stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
     function = f"{stored / Path(artifact.uri).name}:{reward.function_in_file}"
     return reward.model_copy(update={"function": function})
+
+
+def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:
+    """How a stage waits for room on the cluster: it is told in the journal, and is no stall."""
+    return Queueing(
+        hardware.queue_timeout_s, say=context.journal.log, waiting=context.heartbeat.tick
+    )
 
 
 def stage_progress(

@@ -21,6 +21,7 @@ from engines.jobs.policy_stage import (
     policy_output,
     policy_tokenizer,
     prompts_within,
+    queueing,
     stage_progress,
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
@@ -38,7 +39,12 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
-            prepare_torch(config.hardware, config.training.num_threads, context.journal.log)
+            prepare_torch(
+                config.hardware,
+                config.training.num_threads,
+                context.journal.log,
+                computes=config.driver_computes,
+            )
             dataset = load_dataset(context.input("dataset"))
             policy, reference = _sources(context)
             hf_dir = context.attempt_dir / "hf"
@@ -62,7 +68,9 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 device_kind=config.hardware.device_kind,
                 seed=spec.seed,
             )
-            workers, rollout = launch_policy_with_rollout(policy_spec, context.attempt_dir)
+            workers, rollout = launch_policy_with_rollout(
+                policy_spec, context.attempt_dir, queueing(context, config.hardware)
+            )
             stack.enter_context(closing(workers))
             stack.enter_context(closing(rollout))
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)

@@ -8,7 +8,7 @@ from engines.controller.policy_worker import PolicySpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import sft_examples
 from engines.jobs.policy_files import initial_source, write_hf_files
-from engines.jobs.policy_stage import policy_output, policy_tokenizer, stage_progress
+from engines.jobs.policy_stage import policy_output, policy_tokenizer, queueing, stage_progress
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.trainers.supervised import SupervisedTrainer
@@ -19,7 +19,12 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     with ExitStack() as stack:
         with context.clock("load"):
-            prepare_torch(config.hardware, config.training.num_threads, context.journal.log)
+            prepare_torch(
+                config.hardware,
+                config.training.num_threads,
+                context.journal.log,
+                computes=config.training.num_workers == 1,
+            )
             dataset = load_dataset(context.input("dataset"))
             source = initial_source(
                 config.model,
@@ -50,6 +55,7 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
                             seed=spec.seed,
                         ),
                         context.attempt_dir,
+                        queueing(context, config.hardware),
                     )
                 )
             )

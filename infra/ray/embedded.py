@@ -23,6 +23,8 @@ from infra.host.servers import ServerCommand, ServerRecord
 from infra.ray.api import RayApi
 
 NAME = "ray"
+JOB_QUEUE_DEADLINE_S = 604_800
+"""A job whose device another's job holds waits; Ray itself would end it after 15 minutes."""
 OBJECT_STORE_BYTES = 200_000_000
 """Jobs exchange files and handles, not objects; Ray's own minimum is 75 MB."""
 MIN_NUM_CPUS = 4
@@ -112,6 +114,7 @@ def _environment(token_path: Path) -> dict[str, str]:
         RAY_AUTH_TOKEN=None,
         RAY_ADDRESS=None,
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_JOB_START_TIMEOUT_SECONDS=str(JOB_QUEUE_DEADLINE_S),
         # Without it GCS, raylet and agents listen on all interfaces, --node-ip-address or not.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",

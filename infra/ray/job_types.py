@@ -32,6 +32,9 @@ class JobRequest(NamedTuple):
     no secrets."""
     metadata: Mapping[str, str]
     """Travels with the job; shown by Ray's own tools."""
+    resources: Mapping[str, Any] = {}
+    """Keyword arguments of `ray.remote` that reserve what the program itself uses; with none it
+    runs on the head node."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import JobSubmitError
-from infra.ray.api import RayResponseError, RayUnreachableError
+from infra.ray.api import RayApi, RayResponseError, RayUnreachableError
 from infra.ray.cluster import Cluster
 from infra.ray.job_types import JobRequest, JobStatus, parse_status
 from infra.redact import redact
@@ -58,6 +58,7 @@ class RayJobs:
             "submission_id": submission_id,
             "metadata": dict(request.metadata),
             "runtime_env": {"env_vars": dict(request.env)},
+            **{f"entrypoint_{name}": amount for name, amount in request.resources.items()},
         }
         ends_at, was_lost = time.monotonic() + SUBMIT_DEADLINE_S, False
         while True:
@@ -128,6 +129,26 @@ class RayJobs:
             return status if status.is_terminal else None
 
         return wait_for(ended, f"job {submission_id} to stop", deadline_s)
+
+
+def num_nodes(api: RayApi) -> int:
+    """Machines of a cluster that live.
+
+    Args:
+        api: of its head.
+
+    Returns:
+        The head counts.
+
+    Raises:
+        JobSubmitError: it does not answer, or not in this way.
+    """
+    answer = api.call("GET", "/nodes?view=summary", timeout_s=LOOK_DEADLINE_S)
+    try:
+        nodes = [node["raylet"]["state"] for node in answer["data"]["summary"]]
+    except (KeyError, TypeError) as error:
+        raise JobSubmitError(f"Ray at {api.url} lists its nodes in another form: {error}") from None
+    return nodes.count("ALIVE")
 
 
 def _entrypoint(request: JobRequest) -> str:

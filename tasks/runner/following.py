@@ -44,6 +44,7 @@ START_GRACE_S = 300.0
 LOST_GRACE_S = 45.0
 """How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
 on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
+QUEUED_TOLD_S = 15.0
 EXIT_KILLED = 128 + signal.SIGKILL
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
@@ -76,6 +77,10 @@ class _Job:
     """Whether its cluster is ours: another's jobs are not unknown to Ray because they are lost."""
     lost: BeatWatch = field(default_factory=_no_beat)
     """How long Ray has not known it."""
+    queued: BeatWatch = field(default_factory=_no_beat)
+    """How long it has waited for what it needs of the cluster."""
+    is_told: bool = False
+    """Whether that was said."""
 
 
 class JobFollower:
@@ -257,8 +262,16 @@ class JobFollower:
             job.lost = _no_beat()
             if status and status.state == JobState.PENDING:  # Ray itself ends a job that never fits
                 job.watch = self._watch(job.attempt)
+                self._tell_queued(job)
             silent = job.watch.silence_s >= START_GRACE_S
         return _Verdict.SILENT if silent else _Verdict.ALIVE
+
+    def _tell_queued(self, job: _Job) -> None:
+        """Say once that a job waits its turn; one that runs at once is pending for seconds."""
+        if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
+            job.is_told = True
+            needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
+            self._say(f"{job.name} waits until the cluster has room for it ({needs})")
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
         """End a silent job; whoever only found it takes over, whoever made it is told."""

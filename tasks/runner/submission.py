@@ -7,6 +7,7 @@ fails is told in the stage's channel, so that nobody waits for its job.
 import sys
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 from engines.config.stages import Runtime
 from infra import env
@@ -55,6 +56,11 @@ class Submission:
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
         self._follower = follower
 
+    @property
+    def resources(self) -> Mapping[str, Any]:
+        """What Ray keeps free for the job's own process."""
+        return self._request.config.driver_resources
+
     def submission_id(self, attempt: int) -> str:
         """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
         stage, fingerprint = self._request.config.stage, self._request.fingerprint
@@ -91,6 +97,7 @@ class Submission:
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata=self._metadata,
+                resources=self.resources,
             )
             if not jobs.submit(name, job):
                 raise JobSubmitError(f"a job {name} already exists")
@@ -102,6 +109,8 @@ class Submission:
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then
+        if after is not None and after.config.driver_resources != request.config.driver_resources:
+            after = None  # it has to wait for what it needs, holding nothing
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=request.config.stage,

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from infra import env
-from infra.errors import ConfigError, JobSubmitError, ServiceError
+from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError
 from infra.host import servers
 from infra.host.servers import ServerRecord
 from infra.ray.api import RayApi
 from infra.ray.cluster import Cluster, ensure_cluster
-from infra.ray.embedded import is_ready
+from infra.ray.embedded import MIN_NUM_CPUS, is_ready
 from infra.ray.job_types import JobRequest, JobState, JobStatus
-from infra.ray.jobs import RayJobs
+from infra.ray.jobs import RayJobs, num_nodes
 from infra.waiting import wait_for
 
 JOB_DEADLINE_S = 90.0
@@ -317,3 +317,21 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
             if starter.stdout:
                 starter.stdout.close()
         servers.end(tmp_path, "ray")
+
+
+def test_the_nodes_of_a_cluster_are_counted(cluster: Cluster) -> None:
+    assert num_nodes(cluster.api) == 1
+
+
+def test_of_two_jobs_that_need_the_whole_cluster_one_waits(jobs: RayJobs) -> None:
+    """As two of one rank on a node with one device."""
+    whole = {"num_cpus": max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))}
+    first = _request("import time; time.sleep(600)")._replace(resources=whole)
+    second = _request("print('done')")._replace(resources=whole)
+    jobs.submit("whole-a-0", first)
+    _running(jobs, "whole-a-0")
+    jobs.submit("whole-b-0", second)
+    with pytest.raises(DeadlineError):
+        wait_for(lambda: jobs.status("whole-b-0").state != JobState.PENDING, "a turn", 8.0)
+    jobs.stop("whole-a-0")
+    assert _ended(jobs, "whole-b-0").state == JobState.SUCCEEDED

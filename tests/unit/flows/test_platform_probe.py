@@ -81,3 +81,16 @@ def test_another_machines_devices_are_named_by_the_recipe(
     with pytest.raises(ConfigError, match=r"hardware\.platform: no 'nvidai'"):
         resolve_hardware(HardwareConfig(platform="nvidai", device_kind="x"), tmp_path)
     assert asked == []
+
+
+def test_a_head_does_not_answer_for_other_nodes(
+    tmp_path: Path, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head without an accelerator would choose the CPU for ranks that have one."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    monkeypatch.setattr(platform_probe, "num_nodes", lambda api: 2)
+    with pytest.raises(ConfigError, match=r"hardware\.device_kind: missing; the devices of the cl"):
+        resolve_hardware(HardwareConfig(), tmp_path / "home")
+    assert asked == []
+    monkeypatch.setattr(platform_probe, "num_nodes", lambda api: 1)
+    assert resolve_hardware(HardwareConfig(platform="cpu"), tmp_path / "home").device_kind

@@ -8,9 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -19,6 +21,7 @@ from engines.config.training import TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.pool import Queueing, reserve
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.errors import NonFiniteError, WorkerError
@@ -178,9 +181,43 @@ def test_every_call_has_a_deadline(start: GroupFactory) -> None:
 def test_ranks_that_never_fit_say_what_was_asked_and_what_there_is(start: GroupFactory) -> None:
     with pytest.raises(
         DeadlineError,
-        match=r"all ranks to start \(9 ranks of .*num_cpus.*cluster has .*CPU.* on rank \d",
+        match=r"room for 9 x 1 CPU \(the cluster has 1 x \(4 CPU\)\): more than its nodes have",
     ):
-        start(world_size=9, start_timeout_s=8.0)
+        start(world_size=9, start_timeout_s=4.0)
+
+
+def test_two_pools_that_each_need_most_of_the_cluster_come_one_after_the_other() -> None:
+    """Neither holds a part of what the other waits for."""
+    heard: list[str] = []
+    num_waits: list[int] = []
+    bundles = [{"num_cpus": 1}] * 3
+    first = reserve(bundles)
+    with ThreadPoolExecutor() as threads:
+        told = Queueing(say=heard.append, waiting=lambda: num_waits.append(1))
+        second = threads.submit(reserve, bundles, told)
+        wait_for(lambda: len(num_waits) > 1, "the second pool to wait", 30.0)
+        assert heard[0].startswith("waits for room for 3 x 1 CPU (the cluster has 1 x (4 CPU))")
+        # Had it taken the one CPU that is left, this one would not fit.
+        reserve([{"num_cpus": 1}], Queueing(deadline_s=20.0)).close()
+        first.close()
+        second.result(timeout=30.0).close()
+
+
+def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory) -> None:
+    group = start(world_size=4)
+    with pytest.raises(DeadlineError, match="gave up after 3 s waiting for room for 1 x 1 CPU"):
+        reserve([{"num_cpus": 1}], Queueing(deadline_s=3.0))
+    group.close()  # gives its places back
+    pool = reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=30.0), on_this_node=0)
+    assert [place.address for place in pool.places(0, 4)] == ["127.0.0.1"] * 4
+    pool.close()
+
+
+def test_the_store_of_a_group_on_one_node_listens_on_loopback_alone(start: GroupFactory) -> None:
+    _, pid = start().run(Probe.where)
+    listening = [c for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+    assert listening
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
 
 
 def test_two_ranks_train_and_sample_like_one(

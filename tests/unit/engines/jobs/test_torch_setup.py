@@ -37,6 +37,8 @@ def test_another_device_than_the_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         f"hardware.device_kind: got cpu ({machine()}) where cpu (vax) was planned; run on that, or "
         "set hardware.platform and hardware.device_kind to this and run again"
     )
+    # A head without the ranks' device directs them all the same.
+    prepare_torch(other, torch.get_num_threads(), lambda _: None, computes=False)
     monkeypatch.setenv("RLHF_PLATFORM", "huawei")  # on the job's machine alone
     with pytest.raises(ConfigError, match="huawei asked, not available"):
         prepare_torch(planned, 1, lambda _: None)

@@ -148,6 +148,7 @@ def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Pa
         (["rollout.max_num_sequences=7"], ALL[2:]),
         (["rollout.placement=disaggregated"], ALL[2:]),
         (["progress_deadlines_s={train: 9}"], []),
+        (["hardware.queue_timeout_s=9"], []),
     ],
 )
 def test_a_change_runs_what_it_touches_and_no_more(
@@ -181,6 +182,22 @@ def test_an_evaluation_after_training_is_that_of_its_own_request(
         assert next_fingerprint(told, own.inputs["policy"]) == own.fingerprint
         assert {**told.spec.inputs, "policy": own.inputs["policy"]} == dict(own.inputs)
         assert (told.spec.sources, told.spec.libraries) == (own.sources, own.libraries)
+
+
+def test_a_stage_that_needs_other_places_is_left_to_a_job_of_its_own(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    """The process of the stage before would hold its own place and wait for those of replicas."""
+    runner = run(two_rounds("rollout.placement=disaggregated"), storage, tmp_path)
+    for label, is_told in (("sft", False), ("rl_round_1", True)):
+        request = runner.requests[label]
+        assert request.then is not None
+        submission = Submission(
+            request=request, storage=storage, runtime=Runtime(), metadata={}, follower="run"
+        )
+        submission.submit(Accepting(), 2, "again")  # type: ignore[arg-type]
+        told = storage.channel(request.fingerprint).read_specification(2).then
+        assert (told is not None) is is_told
 
 
 def test_an_equal_output_stops_the_ripple(storage: LocalStorage, tmp_path: Path) -> None:
