@@ -31,7 +31,7 @@ from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.shared_memory import open_transport
 from hardware.detection import detect, planned
-from infra.errors import DeadlineError
+from infra.errors import ConfigError, DeadlineError
 from infra.job_environments import is_inside
 
 RAY_ADDRESS = "auto"
@@ -125,8 +125,10 @@ def launch_policy_with_rollout(
     bundles = [planned(spec.platform).ray_resource_options(1)] * (num_ranks + num_replicas)
     pool = reserve(bundles, queueing, on_this_node=0 if here else None)
     try:
+        sender, places = pool.places(0, num_ranks)[0], pool.places(num_ranks, num_replicas)
+        check_reach(sender.node, places)
         # First, because it may refuse.
-        engines = launch_engines(replica, pool.places(num_ranks, num_replicas))
+        engines = launch_engines(replica, places)
         trained = replace(spec, rollout=None)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
     except BaseException:
@@ -153,6 +155,26 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
     connect_ray()
     bundles = [planned(spec.platform).ray_resource_options(1)] * spec.rollout.num_replicas
     return reserve(bundles, queueing)
+
+
+def check_reach(sender: str, places: Sequence[Place]) -> None:
+    """Refuse replicas that the weights cannot reach.
+
+    Args:
+        sender: Ray node of the process that sends them.
+        places: of the replicas.
+
+    Raises:
+        ConfigError: one is on another machine.
+    """
+    elsewhere = sorted({place.address for place in places if place.node != sender})
+    if elsewhere:
+        raise ConfigError(
+            "rollout.num_replicas",
+            f"got {len(places)}, of which some have room only on {', '.join(elsewhere)}; need all "
+            "on the node of the first rank, since weights pass through its shared memory; ask for "
+            "fewer ranks or replicas, or take larger nodes",
+        )
 
 
 def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedEngines:

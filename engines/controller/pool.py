@@ -143,6 +143,13 @@ def reserve(
         raise
 
 
+def this_node() -> str:
+    """Id of the Ray node that this process runs on. Ray must be connected."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
 def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing) -> None:
     """Until the group is there; raises as `reserve`."""
     start = fitted_at = time.monotonic()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from engines.config.rollout import RolloutConfig
+from engines.controller.pool import this_node
 from engines.controller.process_log import log_tail, log_to
 from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
@@ -78,9 +79,7 @@ class Whereabouts:
     @staticmethod
     def own() -> "Whereabouts":
         """Of this process."""
-        import ray
-
-        return Whereabouts(ray.get_runtime_context().get_node_id(), own_identity())
+        return Whereabouts(this_node(), own_identity())
 
 
 def end_process(process: ProcessIdentity) -> None:
@@ -217,7 +216,7 @@ class RemoteReplica(RolloutEngine):
         found = self._whereabouts
         if found is None:
             return
-        if found.node_id == ray.get_runtime_context().get_node_id():
+        if found.node_id == this_node():
             end_process(found.process)
         else:
             there = NodeAffinitySchedulingStrategy(found.node_id, soft=False)

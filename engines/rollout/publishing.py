@@ -26,6 +26,8 @@ from infra.errors import DeadlineError, PipelineError
 T = TypeVar("T")
 ANSWER_DEADLINE_S = 60.0
 """Of a question that does no work."""
+PROBE_DEADLINE_S = 300.0
+"""An engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
 """For one of the replicas to be up, when all were lost."""
 
@@ -178,10 +180,10 @@ class Publisher:
         found: dict[int, Completion] = {}
 
         async def ask(slot: ReplicaSlot) -> None:
-            rows = await collect(slot.engine, [requests[slot.place]], ANSWER_DEADLINE_S)
+            rows = await collect(slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S)
             found[slot.place] = rows[0][0]
 
-        self._each(slots, ask, "the probe after a sync")
+        self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
         probe.check([requests[place] for place in found], list(found.values()))
 
     def _each(
@@ -189,13 +191,14 @@ class Publisher:
         slots: Iterable[ReplicaSlot],
         call: Callable[[ReplicaSlot], Coroutine[Any, Any, None]],
         what: str,
+        deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         """Call every replica at once; those that are lost drop out, another error is raised."""
 
         async def one(slot: ReplicaSlot) -> None:
             engine = slot.engine
             try:
-                async with asyncio.timeout(ANSWER_DEADLINE_S):
+                async with asyncio.timeout(deadline_s):
                     await call(slot)
             except TimeoutError:
                 silent = f"replica {slot.place}: no answer while we waited for {what}"
@@ -206,7 +209,7 @@ class Publisher:
         async def everyone() -> None:
             await asyncio.gather(*(one(slot) for slot in slots))
 
-        self._loop.run(everyone(), what, 2 * ANSWER_DEADLINE_S)
+        self._loop.run(everyone(), what, 2 * deadline_s)
         self._raise_failure()
 
     def _await_up(self) -> list[ReplicaSlot]:

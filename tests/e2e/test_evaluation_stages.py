@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("flows", "tasks", "engines", "hardware", "infra")
-MADE_BY = {"evaluate_sft": "sft", "evaluate_rl_round_1": "rl_round", "evaluate": "merge"}
-"""By evaluation, the stage whose process goes on with it."""
+MADE_BY = {"evaluate_sft": "evaluate", "evaluate_rl_round_1": "evaluate", "evaluate": "merge"}
+"""By evaluation, whose process runs it where two ranks train: their driver has no device."""
 
 
 def num_training_steps(home: Home) -> int:
@@ -39,7 +39,7 @@ def digests(report: dict) -> dict[str, str]:
 def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations_own(
     tmp_path: Path,
 ) -> None:
-    """Forced, an evaluation is a job of its own; before, the process of what it scores ran it."""
+    """Forced, an evaluation is a job of its own; before, the merge's process ran the last one."""
     home = Home(tmp_path / "home")
     layout = settings("training.num_workers=2", "training.lora={rank: 4}")
     warm = home.report(home.rlhf("run", *layout))
@@ -61,7 +61,7 @@ def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / floor, tree / floor, ignore=ignored)
     home.environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
-    evaluation = tree / "engines" / "trainers" / "evaluation.py"
+    evaluation = tree / "engines" / "trainers" / "evaluation" / "evaluator.py"
     whole = evaluation.read_text()
     evaluation.write_text(whole.replace("def run(", "def walk("))
     failed = home.start("run")
