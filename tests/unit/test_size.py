@@ -11,8 +11,9 @@ MAX_STATEMENTS = 18_750
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing,
 a probe after each sync, requests that continue a sample, stops and forms of answers; 300 with
-groups that span nodes and have their places reserved at once. What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it, in a
-commit that says by how much and why."""
+groups that span nodes and have their places reserved at once. What is added is paid for by what
+it replaces or makes needless. A part of a new kind may raise it, in a commit that says by how much
+and why."""
 
 
 def test_the_project_stays_as_small_as_it_is() -> None:
