@@ -26,7 +26,7 @@ from engines.controller.replica import ReplicaSpec
 from engines.controller.replica_start import RayReplicas
 from engines.controller.rollout import LaunchedEngines, RankRollout, Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.shared_memory import open_transport
@@ -196,7 +196,7 @@ def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedE
     if rollout.placement == "colocated":
         platform, _ = detect(spec.platform)
         engine = create_rollout_engine(
-            rollout.engine, spec.serving_dir, rollout, spec.dtype, platform
+            rollout.engine, spec.serving_dir, behind_service(rollout), spec.dtype, platform
         )
         new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
         return LaunchedEngines([engine], rollout.timeout_s, new)

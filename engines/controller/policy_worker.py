@@ -18,7 +18,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import RolloutError
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
@@ -102,7 +102,11 @@ class PolicyWorker:
         if rollout is not None:
             dtype = rollout.dtype or self._spec.training.dtype
             engine = create_rollout_engine(
-                rollout.engine, self._spec.serving_dir, rollout, dtype, self._platform
+                rollout.engine,
+                self._spec.serving_dir,
+                behind_service(rollout),
+                dtype,
+                self._platform,
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
             self._new_transport = new_transport(self._spec.serving_dir, dtype, rollout.timeout_s)

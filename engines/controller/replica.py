@@ -21,7 +21,7 @@ from engines.controller.pool import this_node
 from engines.controller.process_log import log_tail, log_to
 from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.create import behind_service, create_rollout_engine
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
@@ -110,7 +110,11 @@ class ReplicaProcess:
         platform, _ = detect(spec.platform)
         check_planned(platform, spec.platform, spec.device_kind)
         self._engine = create_rollout_engine(
-            spec.rollout.engine, spec.serving_dir, spec.rollout, spec.dtype, platform
+            spec.rollout.engine,
+            spec.serving_dir,
+            behind_service(spec.rollout),
+            spec.dtype,
+            platform,
         )
         return Whereabouts.own()
 

@@ -12,6 +12,18 @@ from infra.plugins import load_row
 BEHIND_SERVICE_S = 60.0
 
 
+def behind_service(rollout: RolloutConfig) -> RolloutConfig:
+    """For an engine of a service, which aborts at the deadline and so saves what was sampled.
+
+    Args:
+        rollout: with the deadline of the service.
+
+    Returns:
+        The same, with that of the engine: behind it.
+    """
+    return rollout.model_copy(update={"timeout_s": rollout.timeout_s + BEHIND_SERVICE_S})
+
+
 def create_rollout_engine(
     name: str, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
 ) -> RolloutEngine:
@@ -33,6 +45,4 @@ def create_rollout_engine(
     """
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")
-    # The service aborts at the deadline, which saves what was sampled; the engine's is behind it.
-    rollout = rollout.model_copy(update={"timeout_s": rollout.timeout_s + BEHIND_SERVICE_S})
     return load_row(row, ROLLOUT_ENGINES.setting)(hf_dir, rollout, dtype, platform)

@@ -233,6 +233,24 @@ def test_the_official_client_works_where_the_cluster_was_asked_for(
     assert set(done.stdout.split()) == _listed(cluster)
 
 
+def test_the_nodes_of_a_cluster_are_counted(cluster: Cluster) -> None:
+    assert num_nodes(cluster.api) == 1
+
+
+def test_of_two_jobs_that_need_the_whole_cluster_one_waits(jobs: RayJobs) -> None:
+    """As two of one rank on a node with one device."""
+    whole = {"num_cpus": max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))}
+    first = _request("import time; time.sleep(600)")._replace(resources=whole)
+    second = _request("print('done')")._replace(resources=whole)
+    jobs.submit("whole-a-0", first)
+    _running(jobs, "whole-a-0")
+    jobs.submit("whole-b-0", second)
+    with pytest.raises(DeadlineError):
+        wait_for(lambda: jobs.status("whole-b-0").state != JobState.PENDING, "a turn", 8.0)
+    jobs.stop("whole-a-0")
+    assert _ended(jobs, "whole-b-0").state == JobState.SUCCEEDED
+
+
 def test_zz_release_leaves_no_process_not_even_of_a_running_job(
     home: Path, cluster: Cluster, jobs: RayJobs
 ) -> None:
@@ -317,21 +335,3 @@ def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path
             if starter.stdout:
                 starter.stdout.close()
         servers.end(tmp_path, "ray")
-
-
-def test_the_nodes_of_a_cluster_are_counted(cluster: Cluster) -> None:
-    assert num_nodes(cluster.api) == 1
-
-
-def test_of_two_jobs_that_need_the_whole_cluster_one_waits(jobs: RayJobs) -> None:
-    """As two of one rank on a node with one device."""
-    whole = {"num_cpus": max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))}
-    first = _request("import time; time.sleep(600)")._replace(resources=whole)
-    second = _request("print('done')")._replace(resources=whole)
-    jobs.submit("whole-a-0", first)
-    _running(jobs, "whole-a-0")
-    jobs.submit("whole-b-0", second)
-    with pytest.raises(DeadlineError):
-        wait_for(lambda: jobs.status("whole-b-0").state != JobState.PENDING, "a turn", 8.0)
-    jobs.stop("whole-a-0")
-    assert _ended(jobs, "whole-b-0").state == JobState.SUCCEEDED

@@ -44,7 +44,9 @@ def keep_the_contract(directory: Path, command: str, *options: str, register: st
         text=True,
         timeout=600,
         cwd=directory,
-        env=env.child_environment(PYTHONPATH=str(directory), RLHF_USE_EXTERNAL_MODULES=register),
+        env=env.child_environment(
+            PYTHONPATH=str(directory), RLHF_USE_EXTERNAL_MODULES=register, OMP_NUM_THREADS="1"
+        ),
     )
     assert ended.returncode == 0, ended.stdout[-4000:]
     last = ended.stdout.strip().splitlines()[-1]
@@ -89,6 +91,17 @@ def test_the_guide_to_a_reward(tmp_path: Path) -> None:
     options = "from engines.config.base import StrictModel\n\n\nclass MineOptions(StrictModel):\n"
     package(tmp_path, reward=reward, register=row, options=f"{options}    strict: bool = False\n")
     keep_the_contract(tmp_path, by_name, register="my_package.register")
+
+
+@pytest.mark.slow
+def test_the_guide_to_a_rollout_engine(tmp_path: Path) -> None:
+    engine, register = python_blocks(guide("add-a-rollout-engine.md"))
+    (command,) = contract_commands(guide("add-a-rollout-engine.md"))
+    (tmp_path / "my_engine.py").write_text(engine)
+    (tmp_path / "my_registration.py").write_text(register)
+    # Each waits for a deadline.
+    fast = ("-k", "not test_deadline_and_close")
+    keep_the_contract(tmp_path, command, *fast, register="my_registration")
 
 
 @pytest.mark.slow
