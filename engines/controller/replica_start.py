@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from engines.controller.pool import Place
 from engines.controller.replica import RemoteReplica, ReplicaProcess, ReplicaSpec
+from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.event_loop import EventLoopThread
 from infra.errors import DeadlineError
@@ -85,8 +86,12 @@ class RayReplicas:
         return RemoteReplica(actor, place, spec.log_path(place))
 
     async def _build(self, replica: RemoteReplica) -> None:
+        from ray.exceptions import RayError
+
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 await replica.build()
         except TimeoutError:
             raise DeadlineError("a replica to start", START_DEADLINE_S) from None
+        except RayError as error:
+            raise ReplicaLostError(f"a replica did not start: {error}") from error
