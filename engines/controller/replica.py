@@ -5,6 +5,7 @@ were raised; a replica that died is a `ReplicaLostError` with the last lines of 
 Does not start one: `engines.controller.replica_start`.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -31,6 +32,8 @@ from infra.plugins import import_external_modules
 
 T = TypeVar("T")
 NO_VERSION = -1
+
+CLOSE_DEADLINE_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +208,10 @@ class RemoteReplica(RolloutEngine):
     async def close(self) -> None:
         """See the base class; its process ends."""
         try:
-            await self._call("close")
-        except ReplicaLostError as error:
-            logger.warning("a replica did not close by itself: %s", error)
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await self._call("close")
+        except (ReplicaLostError, TimeoutError) as error:
+            logger.warning("a replica did not close by itself: %r", error)
         finally:
             self.kill()
 

@@ -122,8 +122,16 @@ def test_a_replica_that_dies_is_named(policy_spec: PolicySpec, tmp_path: Path) -
 PROMPT = tuple(range(4, 10))
 LONG = [
     RolloutRequest(f"long{i}", PROMPT, SamplingParams(24), tuple(range(9 * i, 9 * i + 9)))
-    for i in range(40)
+    for i in range(400)
 ]
+
+
+def strike(rollout: ServedRollout, victim: psutil.Process, signal_name: str) -> None:
+    """As soon as every replica samples; the batch takes many times as long as this question."""
+    end = time.monotonic() + 60
+    while not all(health.num_running for health in rollout.health()):
+        assert time.monotonic() < end
+    victim.send_signal(getattr(signal, signal_name))
 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
@@ -139,7 +147,7 @@ def test_a_replica_lost_while_it_samples_is_replaced(
         assert isinstance(rollout, ServedRollout)
         rollout.publish(3)
         victim = replica_processes()[0]
-        at_work = threading.Timer(0.2, victim.send_signal, [getattr(signal, signal_name)])
+        at_work = threading.Thread(target=strike, args=(rollout, victim, signal_name))
         at_work.start()
         assert rollout.generate(LONG) == expected
         at_work.join()
