@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config.rollout import RolloutConfig
-from engines.rollout.vllm.model_layout import ModelLayout
+from engines.rollout.served.model_layout import ModelLayout
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.worker_extension import WorkerExtension
 from hardware.base import PlatformBase

@@ -7,56 +7,17 @@ Does not promise the same tokens for a seed as another engine: vLLM has random s
 nor that a continued sample has the tokens of an uninterrupted one.
 """
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.stop_strings import SampledText
+from engines.rollout.served.in_flight import RunningSample
 from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises a smaller positive temperature to this, and takes the smallest for 0; a larger one
 it refuses."""
-
-
-@dataclass(eq=False)
-class RunningSample:
-    """One sample on its way through vLLM.
-
-    Attributes:
-        request: that it belongs to.
-        place: of its seed among the request's.
-        vllm_id: name of vLLM's request; unique among those in flight.
-        call: of `generate`.
-        text: in which stop strings are looked for; None where there are none.
-        aborted: it was aborted before vLLM knew of it.
-        task: that waits for it.
-    """
-
-    request: RolloutRequest
-    place: int
-    vllm_id: str
-    call: int
-    text: SampledText | None = None
-    aborted: bool = False
-    task: "asyncio.Task[None] | None" = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Request id and sample index."""
-        return self.request.request_id, self.request.sample_index(self.place)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """What vLLM takes as its prompt."""
-        return [*self.request.prompt_ids, *self.request.prefix(self.place)]
-
-    def empty(self) -> Completion:
-        """What it is when it ends before its first token."""
-        return Completion(*self.key, (), (), (), "abort")
 
 
 def check_temperature(request: RolloutRequest) -> None:
@@ -101,7 +62,7 @@ def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=vllm_seed(request.seeds[sample.place], request.draw_offset(sample.place)),
-        max_tokens=sampling.max_new_tokens - len(request.prefix(sample.place)),
+        max_tokens=sample.num_left,
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         ignore_eos=True,
@@ -151,11 +112,11 @@ def completion(sample: RunningSample, output: Any, num_until_stop: int | None = 
         versions += [int(span.version)] * (span.end - span.start)
     if not len(token_ids) == len(rows) == len(versions):
         raise RolloutError(
-            f"{sample.vllm_id}: {len(token_ids)} tokens with {len(rows)} logprobs and "
+            f"{sample.name}: {len(token_ids)} tokens with {len(rows)} logprobs and "
             f"{len(versions)} versions"
         )
     if output.finish_reason not in ("stop", "length", "abort"):
-        raise RolloutError(f"{sample.vllm_id}: vLLM ended it as {output.finish_reason}")
+        raise RolloutError(f"{sample.name}: vLLM ended it as {output.finish_reason}")
     logprobs = tuple(row[token].logprob for row, token in zip(rows, token_ids, strict=True))
     kept = slice(num_until_stop)
     reason = output.finish_reason if num_until_stop is None else "stop"

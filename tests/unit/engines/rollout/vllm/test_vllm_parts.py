@@ -11,9 +11,9 @@ from engines.config.options import check_rollout
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError
+from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.translation import (
-    RunningSample,
     check_temperature,
     completion,
     vllm_seed,

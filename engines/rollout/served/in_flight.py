@@ -1,42 +1,93 @@
-"""The samples that vLLM works on, and the calls that wait for them.
+"""The samples that an engine's processes work on, and the calls that wait for them.
 
 Promises: one task per sample, which ends with its completion, with an error that its call gets,
-or cancelled; a call ends by its deadline; what nobody waits for any more vLLM is told to drop.
+or cancelled; a call ends by its deadline; a sample that nobody waits for any more is cancelled.
 """
 
 import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.stop_strings import SampledText, StopStrings
-from engines.rollout.vllm.translation import RunningSample, completion, last, sampling_params
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
+
+
+@dataclass(eq=False)
+class RunningSample:
+    """One sample on its way through the engine's processes.
+
+    Attributes:
+        request: that it belongs to.
+        place: of its seed among the request's.
+        name: what the processes call it; unique among those in flight, and the beginning of no
+            other's.
+        call: of `generate`.
+        text: in which stop strings are looked for; None where there are none.
+        aborted: it was aborted before the processes knew of it.
+        task: that waits for it.
+    """
+
+    request: RolloutRequest
+    place: int
+    name: str
+    call: int
+    text: SampledText | None = None
+    aborted: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Request id and sample index."""
+        return self.request.request_id, self.request.sample_index(self.place)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the processes take as its prompt."""
+        return [*self.request.prompt_ids, *self.request.prefix(self.place)]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still draw."""
+        return self.request.sampling.max_new_tokens - len(self.request.prefix(self.place))
+
+    def empty(self) -> Completion:
+        """What it is when it ends before its first token."""
+        return Completion(*self.key, (), (), (), "abort")
+
+
+class Sampler(Protocol):
+    """What has a sample drawn."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its processes are gone."""
+        ...
+
+    async def sample(self, sample: RunningSample) -> Completion:
+        """Draw a sample to its end; when cancelled, have it dropped.
+
+        Its processes know of it before it first gives way to another coroutine, or it looks at
+        `RunningSample.aborted` again when they do.
+        """
+        ...
 
 
 class InFlight:
     """See the module.
 
     Args:
-        llm: an `AsyncLLM` that was asked for its supported tasks before; else another coroutine
-            could run between the start of a sample and the moment that vLLM knows of it.
-        eos_token_ids: what ends a sample.
+        sampler: draws them.
         stop_strings: of the served model.
         timeout_s: deadline of one call.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        eos_token_ids: frozenset[int],
-        stop_strings: StopStrings,
-        timeout_s: float,
-    ) -> None:
-        self._llm: Any = llm
-        self._eos_token_ids = sorted(eos_token_ids)
+    def __init__(self, sampler: Sampler, stop_strings: StopStrings, timeout_s: float) -> None:
+        self._sampler = sampler
         self._stop_strings = stop_strings
         self._timeout_s = timeout_s
         self._samples: set[RunningSample] = set()
@@ -59,7 +110,7 @@ class InFlight:
             RunningSample(
                 request,
                 place,
-                f"{call}/{place}/{request.request_id}",
+                f"{call}/{place}/{request.request_id}/",
                 call,
                 self._stop_strings.follow(request, place),
             )
@@ -81,20 +132,19 @@ class InFlight:
             request_ids: names of requests.
 
         Returns:
-            What vLLM calls those samples, for it to abort those that it knows of.
+            Names of those samples, for the processes to abort those that they know of.
         """
         wanted = None if request_ids is None else set(request_ids)
         hit = [s for s in self._samples if wanted is None or s.request.request_id in wanted]
         for sample in hit:
             sample.aborted = True
-        return [sample.vllm_id for sample in hit]
+        return [sample.name for sample in hit]
 
     async def close(self) -> None:
-        """Wait until every sample has ended, one way or another, and let go of vLLM."""
+        """Wait until every sample has ended, one way or another."""
         tasks = [sample.task for sample in self._samples if sample.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=self._timeout_s)
-        self._llm = None
 
     async def _stream(
         self, call: int, requests: Sequence[RolloutRequest]
@@ -124,7 +174,7 @@ class InFlight:
         del self._taken[call]
         for sample in self._samples:
             if sample.call == call and sample.task is not None:
-                sample.task.cancel()  # vLLM drops a request whose task is cancelled
+                sample.task.cancel()
 
     def _start(self, sample: RunningSample) -> None:
         self._samples.add(sample)
@@ -133,8 +183,7 @@ class InFlight:
         def ended(task: "asyncio.Task[None]") -> None:
             self._samples.discard(sample)
             if not task.cancelled() and (error := task.exception()) is not None:
-                is_dead = self._llm is not None and self._llm.errored
-                kind = ReplicaLostError if is_dead else RolloutError
+                kind = ReplicaLostError if self._sampler.is_lost else RolloutError
                 failure = kind(f"sampling failed: {error}")
                 failure.__cause__ = error
                 self._deliver(sample, failure)
@@ -142,38 +191,9 @@ class InFlight:
         sample.task.add_done_callback(ended)
 
     async def _run(self, sample: RunningSample) -> None:
-        from vllm.inputs.engine import tokens_input
-
-        if sample.aborted:
-            result = sample.empty()
-        else:
-            prompt = tokens_input(sample.token_ids)
-            params = sampling_params(sample, self._eos_token_ids)
-            outputs = self._llm.generate(prompt, params, sample.vllm_id)
-            if sample.text is None:
-                result = completion(sample, (await last(outputs)).outputs[0])
-            else:
-                result = await self._until_stop(sample, sample.text, outputs)
+        result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
         self._samples.discard(sample)
         self._deliver(sample, result)
-
-    async def _until_stop(
-        self, sample: RunningSample, text: SampledText, outputs: AsyncIterator[Any]
-    ) -> Completion:
-        """Follow a sample step by step, and end it where a stop string does.
-
-        vLLM's own stop strings know nothing of a prefix, and begin every text anew.
-        """
-        found: Any = None
-        num_seen, num_until_stop = 0, None
-        async for found in outputs:
-            fresh = found.outputs[0].token_ids[num_seen:]
-            if num_until_stop is None and (number := text.contains_stop(fresh)) is not None:
-                num_until_stop = num_seen + number
-                if not found.finished:
-                    await self._llm.abort(sample.vllm_id)
-            num_seen += len(fresh)
-        return completion(sample, found.outputs[0], num_until_stop)
 
     def _deliver(self, sample: RunningSample, item: Completion | RolloutError) -> None:
         queue = self._calls.get(sample.call)

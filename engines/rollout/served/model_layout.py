@@ -1,8 +1,8 @@
-"""What a model directory says before vLLM has read it: tensors, vocabulary, context, stop tokens.
+"""What a model directory says before an engine has read it: tensors, vocabulary, context, ends.
 
 Promises: reads `config.json` and `generation_config.json` alone and allocates no weight; names
 and shapes of the tensors are those that `save_pretrained` writes.
-Does not promise that vLLM knows the architecture.
+Does not promise that the engine knows the architecture.
 """
 
 import sys
@@ -39,11 +39,12 @@ class ModelLayout:
     eos_token_ids: frozenset[int]
 
 
-def read_layout(hf_dir: Path) -> ModelLayout:
+def read_layout(hf_dir: Path, engine: str) -> ModelLayout:
     """The layout of a model.
 
     Args:
         hf_dir: model directory with `config.json`; weights in it are not read.
+        engine: name of the rollout engine, for errors.
 
     Returns:
         Its layout.
@@ -57,8 +58,8 @@ def read_layout(hf_dir: Path) -> ModelLayout:
     if sees is not None:
         raise ConfigError(
             "model.path",
-            f"{hf_dir} is a {sees}, which sees images; the rollout engine vllm samples from text "
-            "models; choose one",
+            f"{hf_dir} is a {sees}, which sees images; the rollout engine {engine} samples from "
+            "text models; choose one",
         )
     config = AutoConfig.from_pretrained(
         hf_dir, trust_remote_code=False, local_files_only=True

@@ -1,0 +1,1 @@
+"""What rollout engines share whose library samples in processes of its own."""

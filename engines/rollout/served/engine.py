@@ -1,0 +1,263 @@
+"""A rollout engine whose library samples in processes of its own: what does not depend on it.
+
+Promises: the contract of `engines.rollout.base`, where the library does what the methods that a
+subclass brings say. Nothing is sampled or scored without confirmed weights, asleep or closed;
+every wait has the deadline `rollout.timeout_s` and says what it is for.
+Does not promise to score while paused: the library may compute nothing at all then.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
+from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
+from engines.rollout.request_check import check_requests
+from engines.rollout.served.in_flight import InFlight, Sampler
+from engines.rollout.served.model_layout import ModelLayout
+from engines.rollout.served.updates import agreed, order_of
+from engines.rollout.stop_strings import StopStrings
+from engines.types import Completion, RolloutRequest
+from engines.weight_sync.base import Receipt, WeightSource
+from infra.errors import DeadlineError
+
+T = TypeVar("T")
+NO_VERSION = -1
+
+
+class ServedEngine(RolloutEngine):
+    """See the module.
+
+    Args:
+        library: how it is called in errors.
+        layout: of the model.
+        dtype: of the weights, `float32` or `bfloat16`.
+        timeout_s: deadline of every wait.
+        sampler: has samples drawn.
+        stop_strings: of the model.
+        context_length: tokens that prompt and response may have together.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        layout: ModelLayout,
+        dtype: str,
+        timeout_s: float,
+        sampler: Sampler,
+        stop_strings: StopStrings,
+        context_length: int,
+    ) -> None:
+        self._library = library
+        self._layout = layout
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+        self._sampler = sampler
+        self._context_length = context_length
+        self._in_flight = InFlight(sampler, stop_strings, timeout_s)
+        self._num_scoring = 0
+        self._version = NO_VERSION
+        self._pending: tuple[int, str] | None = None
+        self._asleep: SleepLevel | None = None
+        self._paused = self._closed = False
+
+    @property
+    def version(self) -> int:
+        """See the base class; also -1 from the start of an update until it is confirmed."""
+        return self._version
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
+        """See the base class. Requests are checked at the call, not at the first completion.
+
+        From the call on they are in line, and their samples taken until the call has ended.
+        """
+        self._check_can_serve()
+        check_requests(
+            requests,
+            self._in_flight.sample_keys,
+            self._context_length,
+            self._layout.vocab_size,
+            structured_output=Capability.STRUCTURED_OUTPUT in self.capabilities,
+        )
+        for request in requests:
+            self._check_request(request)
+        return self._in_flight.start(requests)
+
+    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+        """See the base class. Samples in flight need `pause` first; they continue after it."""
+        if self._closed or self._asleep:
+            raise WeightSyncError(self._refusal())
+        if version < 0:
+            raise WeightSyncError(f"version: got {version}; need 0 or more")
+        if self._num_scoring or (self._in_flight and not self._paused):
+            raise WeightSyncError("samples are in flight; drain, pause or abort them first")
+        order = order_of(source, self._layout, self._dtype)
+        self._version, self._pending = NO_VERSION, None
+        receipt = agreed(await self._wait(self._load(order), "to load weights"))
+        self._pending = (version, receipt.digest)
+        return receipt
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """See the base class."""
+        if self._pending is None:
+            raise WeightSyncError(f"version {version}: no complete update is waiting for it")
+        if self._pending != (version, digest):
+            raise WeightSyncError(
+                f"asked to serve version {version} with digest {digest}, hold version "
+                f"{self._pending[0]} with {self._pending[1]}"
+            )
+        await self._wait(self._name_version(version), "to note the version")
+        self._version, self._pending = version, None
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[tuple[float, ...]]:
+        """See the base class. Refused while paused, and for a sequence that fills the context."""
+        self._check_can_serve()
+        if self._paused:
+            raise RolloutError(f"{self._library} computes nothing while it is paused; resume it")
+        for ids in sequences:
+            if not 2 <= len(ids) < self._context_length:
+                raise RolloutError(
+                    f"got a sequence of {len(ids)} tokens; need 2 to {self._context_length - 1}"
+                )
+        self._num_scoring += 1
+        try:
+            return [
+                await self._wait(self._score(ids, temperature), "to score a sequence")
+                for ids in sequences
+            ]
+        finally:
+            self._num_scoring -= 1
+
+    async def pause(self) -> None:
+        """See the base class."""
+        await self._wait(self._stop_sampling(), "to pause")
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See the base class.
+
+        Raises:
+            RolloutError: no confirmed weights to continue with.
+        """
+        self._check_can_serve()
+        await self._wait(self._go_on_sampling(), "to resume")
+        self._paused = False
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See the base class."""
+        names = self._in_flight.mark_aborted(request_ids)
+        if names:
+            await self._wait(self._abort(names), "to abort")
+
+    async def sleep(self, level: SleepLevel = "weights") -> None:
+        """See the base class. Of either level nothing is sampled before `wake_up`."""
+        if self._in_flight:
+            raise RolloutError("samples are in flight; drain or abort them before sleep")
+        await self.wake_up()
+        if level == "weights":
+            self._version, self._pending = NO_VERSION, None
+        await self._wait(self._free(level), "to sleep")
+        self._asleep = level
+
+    async def wake_up(self) -> None:
+        """See the base class."""
+        if self._asleep:
+            await self._wait(self._take_back(self._asleep), "to wake up")
+            self._asleep = None
+            if self._paused:
+                await self.pause()
+
+    async def health(self) -> Health:
+        """See the base class; answers only if the processes do."""
+        if not self._closed:
+            await self._wait(self._ask(), "to say how it is")
+        return Health(self._can_serve(), self._version, len(self._in_flight))
+
+    async def close(self) -> None:
+        """See the base class. What is in flight comes out as `abort`."""
+        if self._closed:
+            return
+        if not self._sampler.is_lost:
+            await self.abort()
+        self._closed = True
+        await self._in_flight.close()
+        await self._end()
+
+    @abstractmethod
+    def _check_request(self, request: RolloutRequest) -> None:
+        """Raise a RolloutError for what the library would refuse or change in silence."""
+
+    @abstractmethod
+    async def _load(self, order: str) -> Sequence[str]:
+        """Have every process carry the order out, and forget what old weights have computed.
+
+        Args:
+            order: see `engines.rollout.served.updates`.
+
+        Returns:
+            The answer of each.
+        """
+
+    @abstractmethod
+    async def _name_version(self, version: int) -> None:
+        """Tokens that are sampled from now on carry this version."""
+
+    @abstractmethod
+    async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
+        """Logprob of every token but the first."""
+
+    @abstractmethod
+    async def _stop_sampling(self) -> None:
+        """See `pause`."""
+
+    @abstractmethod
+    async def _go_on_sampling(self) -> None:
+        """See `resume`."""
+
+    @abstractmethod
+    async def _abort(self, names: Sequence[str]) -> None:
+        """End those of these samples that the processes know of."""
+
+    @abstractmethod
+    async def _free(self, level: SleepLevel) -> None:
+        """See `sleep`."""
+
+    @abstractmethod
+    async def _take_back(self, level: SleepLevel) -> None:
+        """See `wake_up`."""
+
+    @abstractmethod
+    async def _ask(self) -> None:
+        """Return when the processes have answered something."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """End the processes and free everything."""
+
+    def _can_serve(self) -> bool:
+        serves = self._version != NO_VERSION and not self._asleep and not self._closed
+        return serves and not self._sampler.is_lost
+
+    def _check_can_serve(self) -> None:
+        if not self._closed and self._sampler.is_lost:
+            raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
+        if not self._can_serve():
+            raise RolloutError(self._refusal())
+
+    def _refusal(self) -> str:
+        if self._closed:
+            return "the rollout engine is closed"
+        if self._asleep:
+            return "the rollout engine is asleep; wake it up first"
+        return "the rollout engine has no confirmed weights; send them first"
+
+    async def _wait(self, call: Awaitable[T], what: str) -> T:
+        """Wait for the library, by the deadline."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await call
+        except TimeoutError:
+            raise DeadlineError(f"{self._library} {what}", self._timeout_s) from None

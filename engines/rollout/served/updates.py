@@ -1,0 +1,122 @@
+"""An update on its way to the process that holds the model; both directions travel as JSON.
+
+Promises: every tensor is checked for name, shape and dtype before the engine's library sees it,
+and its checksum is of the bytes that the library was given; an error arrives as the error it is.
+Does not promise a checksum of the weights as they lie in the model: a library may pack them for
+its kernels. Whoever wants to know asks for logprobs (`RolloutEngine.score`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engines.checksum import combine, tensor_checksum
+from engines.errors import WeightSyncError
+from engines.rollout.served.model_layout import ModelLayout
+from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.wire import source_from_json, source_to_json
+from infra.errors import PipelineError
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+
+_REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, ValueError, OSError)
+"""What libraries raise for weights that they cannot take."""
+
+
+def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
+    """The argument of `carry_out`."""
+    return json.dumps(
+        {
+            "source": source_to_json(source),
+            "shapes": layout.tensors,
+            "tied": sorted(layout.tied),
+            "dtype": dtype,
+        }
+    )
+
+
+def carry_out(order: str, load: Callable[[NamedTensors], None]) -> str:
+    """Overwrite a model from a weight source, in the process that holds it.
+
+    Args:
+        order: of `order_of`.
+        load: gives (name, tensor) pairs to the model, all of them.
+
+    Returns:
+        For `agreed`.
+    """
+    parsed = json.loads(order)
+    incoming = _Incoming(parsed["shapes"], set(parsed["tied"]), getattr(torch, parsed["dtype"]))
+    try:
+        load(incoming.check(source_from_json(parsed["source"]).tensors()))
+        incoming.check_complete()
+    except (PipelineError, *_REFUSALS) as error:
+        kind = "" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: "
+        return json.dumps({"error": f"{kind}{error}"})
+    return json.dumps(
+        {
+            "digest": combine(incoming.checksums.items()),
+            "num_tensors": len(incoming.checksums),
+            "num_bytes": incoming.num_bytes,
+        }
+    )
+
+
+def agreed(replies: Sequence[str]) -> Receipt:
+    """The receipt that all processes gave; an error of one is the error of the update."""
+    receipts: set[Receipt] = set()
+    for reply in map(json.loads, replies):
+        if "error" in reply:
+            raise WeightSyncError(reply["error"])
+        receipts.add(Receipt(**reply))
+    if len(receipts) != 1:
+        raise WeightSyncError(
+            f"the engine's processes hold {len(receipts)} different sets of weights"
+        )
+    return receipts.pop()
+
+
+class _Incoming:
+    """Checks tensors on their way into the model, and remembers what passed."""
+
+    def __init__(self, shapes: Mapping[str, list[int]], tied: set[str], dtype: torch.dtype) -> None:
+        self._shapes = shapes
+        self._tied = tied
+        self._dtype = dtype
+        self.checksums: dict[str, str] = {}
+        self.num_bytes = 0
+
+    def check(self, tensors: NamedTensors) -> NamedTensors:
+        """Pass the tensors on; raises a WeightSyncError at the first that is not expected."""
+        for name, tensor in tensors:
+            self._check(name, tensor)
+            # A library keeps it until the rest of its layer has come; its memory may be reused.
+            own = tensor.clone()
+            self.checksums[name] = tensor_checksum(own)
+            self.num_bytes += own.numel() * own.element_size()
+            yield name, own
+
+    def check_complete(self) -> None:
+        """Raise a WeightSyncError unless everything has passed."""
+        missing = sorted(self._shapes.keys() - self.checksums.keys())
+        if missing:
+            raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if name in self._tied:
+            raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
+        if name not in self._shapes:
+            raise WeightSyncError(f"the rollout model has no parameter {name}")
+        if name in self.checksums:
+            raise WeightSyncError(f"{name} was sent twice")
+        if list(tensor.shape) != self._shapes[name]:
+            raise WeightSyncError(
+                f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
+                f"{tuple(self._shapes[name])}"
+            )
+        if tensor.dtype != self._dtype:
+            raise WeightSyncError(
+                f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}"
+            )
