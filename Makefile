@@ -9,6 +9,7 @@ ARGS   ?=
 # Training backends of the project's own environment, and those with one of their own.
 BACKENDS     ?= fsdp fsdp2 megatron
 ENVIRONMENTS ?= veomni automodel torchtitan
+ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests
 # Two ranks; empty adds four.
@@ -62,9 +63,10 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 
 contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in its own environment
 	$(BIN)/python -m pytest --pyargs $(ROLLOUT_CONTRACT) --engine transformers $(ARGS)
-	$(MAKE) env-vllm
-	OMP_NUM_THREADS=1 .envs/vllm/bin/python -m pytest --pyargs $(ROLLOUT_CONTRACT) \
-	  --engine vllm $(ARGS)
+	set -e; for name in $(ROLLOUT_ENVIRONMENTS); do \
+	  $(MAKE) env-$$name; \
+	  OMP_NUM_THREADS=1 .envs/$$name/bin/python -m pytest --pyargs $(ROLLOUT_CONTRACT) \
+	    --engine $$name $(ARGS); done
 
 # Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...
 env-%: .envs/%/.installed ;

@@ -162,6 +162,17 @@ VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS = EnvVar(
 VLLM_ASCEND_ENABLE_NZ = EnvVar(
     "VLLM_ASCEND_ENABLE_NZ", None, "0 keeps weights on Ascend in a layout that can be reloaded"
 )
+RLHF_SGLANG_KEY = EnvVar(
+    "RLHF_SGLANG_KEY", None, "set by us: what SGLang's server asks of its clients", secret=True
+)
+SGLANG_PLUGINS = EnvVar("SGLANG_PLUGINS", None, "set by us: rlhf, the one plugin that is loaded")
+SGLANG_USE_CPU_ENGINE = EnvVar("SGLANG_USE_CPU_ENGINE", None, "set by us: 1, SGLang on a CPU")
+SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION = EnvVar(
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", None, "set by us: 0, a look samples nothing"
+)
+SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN = EnvVar(
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", None, "set by us: 1, SGLang holds some tokens back"
+)
 NCCL_CUMEM_ENABLE = EnvVar(
     "NCCL_CUMEM_ENABLE", None, "0 switches off an allocator of NCCL that clashes with vLLM's sleep"
 )

@@ -38,6 +38,8 @@ POINTS: dict[str, str] = {
     "server.recorded": "a server runs and is recorded, nobody knows whether it answers",
     "server.ready": "the Ray head can take jobs, the starter has not returned yet",
     "journal.after_write": "a record is written and not yet durable",
+    "sglang.embedding": "new weights are loaded, the embedding is the old one (nan: it stays)",
+    "sglang.cache_flush": "weights are loaded, the cache is of the old ones (nan: it stays)",
     "vllm.head_refresh": "new weights are loaded, the output head is the old one (nan: it stays)",
     "vllm.prefix_reset": "weights are loaded, the prefix cache is of the old ones (nan: it stays)",
 }

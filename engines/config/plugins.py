@@ -141,6 +141,15 @@ ROLLOUT_ENGINES = PluginTable(
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
+            name="sglang",
+            target="engines.rollout.sglang.engine:SglangEngine",
+            requires="sglang",
+            environment="sglang",
+            options="engines.rollout.sglang.options:SglangOptions",
+            routing="least_loaded",
+            structured_output=True,
+        ),
+        RolloutRow(
             name="vllm",
             target="engines.rollout.vllm.engine:VllmEngine",
             requires="vllm",

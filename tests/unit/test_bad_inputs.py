@@ -103,7 +103,8 @@ OVERRIDES = [
     ),
     (
         ["rollout.engine=transformer"],
-        "rollout.engine: no 'transformer'; known: transformers, vllm; did you mean transformers?",
+        "rollout.engine: no 'transformer'; known: sglang, transformers, vllm; did you mean "
+        "transformers?",
     ),
     (
         ["rl.algorithm.adv_estimator=grpoo"],
@@ -146,7 +147,7 @@ OVERRIDES = [
     (
         ["evaluation.structured_output={choice: [a, b]}"],
         "evaluation.structured_output: got a form with rollout.engine transformers, which cannot "
-        "keep answers to one; need null; set it to null, or rollout.engine to vllm",
+        "keep answers to one; need null; set it to null, or rollout.engine to sglang or vllm",
     ),
     # Row 14: YAML that is no plain data.
     (

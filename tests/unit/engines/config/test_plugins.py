@@ -37,7 +37,9 @@ def test_plugins_of_other_distributions(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "wheel_a", "rollout.mine")
     assert ROLLOUT_ENGINES.find("mine").owner == "wheel_a==1.0"
-    with pytest.raises(ConfigError, match="known: mine, transformers, vllm; did you mean mine?"):
+    with pytest.raises(
+        ConfigError, match="known: mine, sglang, transformers, vllm; did you mean mine?"
+    ):
         ROLLOUT_ENGINES.find("mina")
     install(tmp_path, "wheel_b", "rollout.mine")
     with pytest.raises(ConfigError) as caught:

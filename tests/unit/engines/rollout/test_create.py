@@ -26,7 +26,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):
             "transformer", lab.directory, RolloutConfig(), "float32", CPUPlatform()
         )
     text = str(caught.value)
-    assert text.startswith("rollout.engine: no 'transformer'; known: transformers")
+    assert text.startswith("rollout.engine: no 'transformer'; known: sglang, transformers")
     assert text.endswith("did you mean transformers?")
     assert "\n" not in text
 
@@ -38,7 +38,7 @@ def test_a_registered_class_is_found_and_a_taken_name_is_refused(monkeypatch):
     register_plugin("rollout", "mine", target)
     register_plugin("rollout", "mine", target)
     assert ROLLOUT_ENGINES.load("mine") is TransformersEngine
-    assert ROLLOUT_ENGINES.names() == ["mine", "transformers", "vllm"]
+    assert ROLLOUT_ENGINES.names() == ["mine", "sglang", "transformers", "vllm"]
     register_plugin("rollout", "mine", "elsewhere:Engine")
     with pytest.raises(ConfigError, match="'mine' is registered by both .* and elsewhere:Engine"):
         ROLLOUT_ENGINES.load("mine")

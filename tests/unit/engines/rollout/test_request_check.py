@@ -74,7 +74,7 @@ def test_a_sample_is_asked_for_once():
         (with_sampling(stop_token_ids=(4,)), "stop_token_ids are .* vocabulary of 4"),
         (with_sampling(stop_token_ids=(-1,)), "stop_token_ids are .* vocabulary of 4"),
         (with_sampling(stop_token_ids=(2, 2)), "stop_token_ids are .* each once"),
-        (with_sampling(structured_output=FORM), "no structured output; engines .*: vllm"),
+        (with_sampling(structured_output=FORM), "no structured output; engines .*: sglang, vllm"),
         (replace(GOOD, prefixes=((1,), (2,))), "2 prefixes for 1 seeds"),
         (replace(GOOD, prefixes=((4,),)), "token of a prefix is outside the vocabulary of 4"),
         (replace(GOOD, prefixes=((1,) * 5,)), "prefix has 5 tokens; need fewer than .* 5"),

@@ -1,0 +1,1 @@
+"""The rollout engine sglang, and the only place where SGLang is imported."""

@@ -1,0 +1,126 @@
+"""The rollout engine sglang: a server of SGLang, which reads the weights where the model is.
+
+Promises: the contract of `engines.rollout.base`; what the cache holds is forgotten with the
+weights it was computed from; samples that were paused during an update are computed anew up to
+where they stood, and each token carries the version that sampled it; the random streams are those
+of the engine transformers; `close`, and the end of this process, end every process of SGLang.
+Not promised: a quick start (see `engines.rollout.sglang.server`); `score` while paused; that an
+aborted sample still has the tokens of its last steps.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines.config.rollout import RolloutConfig
+from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.model_layout import read_layout
+from engines.rollout.sglang import launch
+from engines.rollout.sglang.client import Client
+from engines.rollout.sglang.options import SglangOptions
+from engines.rollout.sglang.plugin import ORDER
+from engines.rollout.sglang.sampling import GENERATE, SglangSampler
+from engines.rollout.sglang.scoring import scores
+from engines.rollout.sglang.translation import check_temperature, score_body
+from engines.rollout.stop_strings import StopStrings
+from engines.types import RolloutRequest
+from hardware.base import PlatformBase
+from infra.faults import fault
+
+UPDATE = "/update_weights_from_ipc"
+TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+
+
+class SglangEngine(ServedEngine):
+    """See the module. Starts SGLang's processes before it returns.
+
+    Args:
+        hf_dir: model directory; only its configuration is read, weights come by updates.
+        rollout: capacity, deadline and options.
+        dtype: `float32` or `bfloat16`.
+        platform: where it runs.
+
+    Raises:
+        ConfigError: bad options, no model configuration, or SGLang refuses the two together.
+    """
+
+    capabilities = frozenset({Capability.SHARED_MEMORY, Capability.EXACT_CONTINUATION})
+
+    def __init__(
+        self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+    ) -> None:
+        options = SglangOptions.model_validate(rollout.options)
+        layout = read_layout(hf_dir, "sglang")
+        stop_strings = StopStrings(hf_dir)
+        self._frees_memory = platform.device_name != "cpu"
+        self._server = launch.start_server(hf_dir, rollout, dtype, platform, layout)
+        self._client = Client(self._server)
+        self._sglang_sampler = SglangSampler(self._server, self._client, layout.eos_token_ids)
+        own = {
+            Capability.PREFIX_CACHE: options.enable_prefix_caching,
+            Capability.STRUCTURED_OUTPUT: stop_strings.has_tokenizer,
+            Capability.SLEEP_FREES_MEMORY: self._frees_memory,
+        }
+        # Of this very engine: they depend on its options and its platform.
+        self.capabilities = SglangEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(
+            "SGLang",
+            layout,
+            dtype,
+            rollout.timeout_s,
+            self._sglang_sampler,
+            stop_strings,
+            launch.context_length(options, layout),
+        )
+
+    def _check_request(self, request: RolloutRequest) -> None:
+        check_temperature(request)
+
+    async def _load(self, order: str) -> Sequence[str]:
+        # Paused in any case: a sample that nobody waits for any more may still run there, and
+        # while one runs SGLang forgets nothing.
+        await self._stop_sampling()
+        forget = not fault("sglang.cache_flush")
+        body = {"zmq_handles": {ORDER: order}, "flush_cache": forget}
+        answer = await self._client.post(UPDATE, body, (200, 400))
+        if not self._paused:
+            await self._go_on_sampling()
+        return [answer["message"]]
+
+    async def _name_version(self, version: int) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._client.post("/update_weight_version", body)
+
+    async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
+        body = score_body(ids, temperature, self._layout.vocab_size)
+        return scores(await self._client.post(GENERATE, body), ids, temperature)
+
+    async def _stop_sampling(self) -> None:
+        self._sglang_sampler.hold_back()
+        await self._client.post("/pause_generation", {"mode": "retract"})
+        await self._ask()  # what its scheduler answers, it answers behind the last step
+
+    async def _go_on_sampling(self) -> None:
+        await self._client.post("/continue_generation", {})
+        self._sglang_sampler.let_pass()
+
+    async def _abort(self, names: Sequence[str]) -> None:
+        await self._sglang_sampler.abort(names)
+
+    async def _free(self, level: SleepLevel) -> None:
+        if self._frees_memory:
+            await self._stop_sampling()
+            await self._client.post("/release_memory_occupation", {"tags": TAGS[level]})
+
+    async def _take_back(self, level: SleepLevel) -> None:
+        if self._frees_memory:
+            await self._client.post("/resume_memory_occupation", {"tags": TAGS[level]})
+            await self._go_on_sampling()
+
+    async def _ask(self) -> None:
+        await self._client.get("/server_info")
+
+    async def _end(self) -> None:
+        await self._sglang_sampler.close()
+        await self._client.close()
+        self._server.stop()

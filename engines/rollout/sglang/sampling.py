@@ -1,0 +1,139 @@
+"""One sample through SGLang, from its request to its completion; and what holds samples back.
+
+Promises: nothing is sent while samples are held back, so SGLang's scheduler has all that was sent;
+what is cancelled SGLang is told to drop; a sample with stop strings ends where one does.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from engines.errors import RolloutError
+from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.sglang.client import Client
+from engines.rollout.sglang.server import Server
+from engines.rollout.sglang.translation import completion, request_body
+from engines.types import Completion
+
+ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""SGLang passes over an abort that comes before what it aborts."""
+GENERATE = "/generate"
+
+
+class SglangSampler:
+    """See `engines.rollout.served.in_flight.Sampler`.
+
+    Args:
+        server: that samples.
+        client: of it.
+        eos_token_ids: what ends a sample.
+    """
+
+    def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
+        self._server = server
+        self._client = client
+        self._eos_token_ids = eos_token_ids
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._calls: dict[str, asyncio.Task[Completion]] = {}
+        self._unsent: set[str] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_lost(self) -> bool:
+        """See `Sampler`."""
+        return self._server.is_lost
+
+    def hold_back(self) -> None:
+        """Send no sample from now on."""
+        self._may_send.clear()
+
+    def let_pass(self) -> None:
+        """Undo `hold_back`."""
+        self._may_send.set()
+
+    async def sample(self, sample: RunningSample) -> Completion:
+        """See `Sampler`. One that is aborted and was not sent comes out empty."""
+        call = asyncio.get_running_loop().create_task(self._call(sample))
+        self._calls[sample.name] = call
+        self._unsent.add(sample.name)
+        try:
+            await asyncio.wait({call})
+        finally:
+            if not call.done():  # nobody waits for it any more
+                call.cancel()
+                if sample.name not in self._unsent:
+                    self._drop(sample.name)
+            self._unsent.discard(sample.name)
+            del self._calls[sample.name]
+        return sample.empty() if call.cancelled() else call.result()
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """End these samples, and wait until they have.
+
+        Args:
+            names: of samples; one that SGLang does not end in the end comes out empty.
+        """
+        calls = {name: self._calls[name] for name in names if name in self._calls}
+        for name in self._unsent & calls.keys():
+            calls.pop(name).cancel()
+        for wait_s in ABORT_WAITS_S:
+            calls = {name: call for name, call in calls.items() if not call.done()}
+            if not calls:
+                return
+            await asyncio.gather(*(self._tell_abort(name) for name in calls))
+            await asyncio.wait(calls.values(), timeout=wait_s)
+        for call in calls.values():
+            call.cancel()
+
+    async def close(self) -> None:
+        """Wait until SGLang was told all."""
+        if self._dropping:
+            await asyncio.wait(self._dropping)
+
+    async def _call(self, sample: RunningSample) -> Completion:
+        await self._may_send.wait()
+        self._unsent.discard(sample.name)
+        body = request_body(sample, self._eos_token_ids)
+        if sample.text is not None:
+            async with aclosing(self._client.stream(GENERATE, body)) as answers:
+                return await self._until_stop(sample, answers)
+        return completion(sample, await self._client.post(GENERATE, body), self._eos_token_ids)
+
+    async def _until_stop(self, sample: RunningSample, answers: AsyncIterator[Any]) -> Completion:
+        """Follow a sample step by step, and end it where a stop string does.
+
+        SGLang's own stop strings know nothing of a prefix, and begin every text anew. It tells
+        the versions of tokens with its last answer alone, so that one is waited for.
+        """
+        answer: Any = None
+        num_seen, num_until_stop = 0, None
+        async for answer in answers:
+            fresh = answer["output_ids"][num_seen:]
+            if num_until_stop is None and (num := _num_until_stop(sample, fresh)) is not None:
+                num_until_stop = num_seen + num
+                if answer["meta_info"]["finish_reason"] is None:
+                    self._drop(sample.name)
+            num_seen += len(fresh)
+        if answer is None:
+            raise RolloutError(f"{sample.name}: SGLang said nothing")
+        return completion(sample, answer, self._eos_token_ids, num_until_stop)
+
+    def _drop(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._tell_abort(name))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropped)
+
+    def _dropped(self, task: "asyncio.Task[None]") -> None:
+        self._dropping.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for another sample gets it, too
+
+    async def _tell_abort(self, name: str) -> None:
+        await self._client.post("/abort_request", {"rid": name})
+
+
+def _num_until_stop(sample: RunningSample, token_ids: Sequence[int]) -> int | None:
+    """How many of a sample's next tokens there are up to the one that completes a stop string."""
+    return None if sample.text is None else sample.text.contains_stop(token_ids)
