@@ -263,8 +263,8 @@ def _same_boot(record: ProcessRecord) -> bool:
 
 def _is_running(process: psutil.Process) -> bool:
     child = _children.get(process.pid)
-    if child is not None:
-        child.poll()
+    if child is not None and child.poll() is None:
+        return True  # also a zombie, while other threads of it are still on their way out
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
