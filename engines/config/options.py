@@ -136,6 +136,12 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "rollout.placement",
             f"got colocated; need disaggregated: {rollout.engine} has an environment of its own",
         )
+    if rollout.openai_endpoint and rollout.placement == "colocated":
+        raise ConfigError(
+            "rollout.openai_endpoint",
+            "got true with rollout.placement colocated; need disaggregated: an engine inside a "
+            "rank answers the rank alone",
+        )
     check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
 
 

@@ -83,5 +83,9 @@ class RolloutConfig(StrictModel):
     """An engine beside the ranks that answers nothing for so long while it samples is ended."""
     max_num_restarts: Annotated[int, NotIdentity] = Field(default=3, ge=0)
     """Engines beside the ranks that may be lost and started again, in one stage."""
+    openai_endpoint: Annotated[bool, NotIdentity] = False
+    """OpenAI's API in front of each engine beside the ranks, on loopback; its log names the file
+    that holds address and key. Who asks there takes part in the batches of the run, so that it
+    repeats no longer bit for bit."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""

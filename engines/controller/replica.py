@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,9 +26,12 @@ from engines.rollout.create import behind_service, create_rollout_engine
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
-from infra.errors import PipelineError
+from infra.errors import ConfigError, PipelineError
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.plugins import import_external_modules
+
+if TYPE_CHECKING:
+    from engines.rollout.openai.endpoint import Endpoint
 
 T = TypeVar("T")
 NO_VERSION = -1
@@ -100,8 +103,9 @@ class ReplicaProcess:
     """
 
     def __init__(self, number: int, spec: ReplicaSpec) -> None:
-        self._spec = spec
+        self._spec, self._number = spec, number
         self._engine: RolloutEngine
+        self._endpoint: Endpoint | None = None
         log_to(spec.log_path(number))
 
     async def build(self) -> Whereabouts:
@@ -119,6 +123,8 @@ class ReplicaProcess:
             spec.dtype,
             platform,
         )
+        if spec.rollout.openai_endpoint:
+            await self._open_endpoint()
         return Whereabouts.own()
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -128,7 +134,23 @@ class ReplicaProcess:
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
         """Await another of the engine's methods."""
+        if self._endpoint is not None:
+            return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
+
+    async def _open_endpoint(self) -> None:
+        try:
+            from engines.rollout.openai.endpoint import serve
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "rollout.openai_endpoint",
+                f"got true; need {error.name} in the environment of {self._spec.rollout.engine}; "
+                "install it there",
+            ) from error
+        spec = self._spec
+        path = spec.log_path(self._number).with_suffix(".openai.json")
+        self._endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
+        logger.info("OpenAI's API: address and key are in %s", path)
 
 
 class RemoteReplica(RolloutEngine):

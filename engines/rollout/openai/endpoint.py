@@ -1,0 +1,200 @@
+"""An HTTP server in front of one rollout engine, in the event loop that the engine lives in.
+
+Promises: it listens on loopback alone, behind a key that stands with its address in a file that
+only its owner can read; whatever it serves comes from confirmed weights, through the same calls
+as the trainer's requests; what it has in flight is aborted before weights change, and its callers
+are told to try again. Nothing of it is left when it is stopped.
+Does not promise the same samples for a seed whatever else is in flight: engines whose samples
+depend in their last bits on their batch sample the trainer's requests together with these.
+"""
+
+import itertools
+import json
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from engines.data.read.tokenizer import DirectoryTokenizer, text_config
+from engines.errors import RolloutError
+from engines.rollout.base import RolloutEngine
+from engines.rollout.collect import collect
+from engines.rollout.openai.bodies import (
+    MODEL,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    answer,
+    rollout_request,
+)
+from infra.errors import ConfigError, DeadlineError, PipelineError
+
+HOST = "127.0.0.1"
+STOP_DEADLINE_S = 5.0
+RETRY_AFTER_S = 1
+B = TypeVar("B", bound=SamplingBody)
+
+
+class Endpoint:
+    """See the module. Made by `serve`; without confirmed weights it answers 503.
+
+    Args:
+        engine: that samples.
+        tokenizer: of the served model.
+        context_length: tokens that prompt and answer may have together.
+        timeout_s: deadline of a call.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: DirectoryTokenizer,
+        context_length: int,
+        timeout_s: float,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._context_length, self._timeout_s = context_length, timeout_s
+        self._key = secrets.token_urlsafe(32)
+        self._numbers = itertools.count()
+        self._in_flight: set[str] = set()
+        self._admits = False
+        application = web.Application(middlewares=[self._guard])
+        application.add_routes([
+            web.get("/v1/models", self._models),
+            web.post("/v1/completions", self._completions),
+            web.post("/v1/chat/completions", self._chat),
+        ])  # fmt: skip
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_DEADLINE_S)
+        self._told_in: Path | None = None
+
+    async def start(self, path: Path) -> None:
+        """Listen, and write address and key.
+
+        Args:
+            path: of the file, for JSON; replaced if it is there.
+        """
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        told = {"base_url": f"http://{host}:{port}/v1", "api_key": self._key, "model": MODEL}
+        path.unlink(missing_ok=True)
+        self._told_in = path
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump(told, file)
+
+    async def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Await a method of the engine for the trainer, and serve exactly while it can serve.
+
+        Args:
+            name: of the method.
+            arguments: of it.
+
+        Returns:
+            What it returns.
+        """
+        if name in ("update_weights", "sleep"):
+            await self._withdraw()
+        elif name == "close":
+            await self.stop()
+        result = await getattr(self._engine, name)(*arguments)
+        self._admits = (await self._engine.health()).can_serve
+        return result
+
+    async def stop(self) -> None:
+        """Serve nothing any more; harmless when repeated."""
+        if self._told_in is not None:
+            self._told_in.unlink(missing_ok=True)
+        await self._withdraw()
+        await self._runner.cleanup()
+
+    async def _withdraw(self) -> None:
+        """Abort what is in flight, which an engine that takes weights does not allow."""
+        self._admits = False
+        if self._in_flight:
+            await self._engine.abort(sorted(self._in_flight))
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self._key.encode()):
+            return _problem(401, "invalid_api_key", "the key is not the one of this endpoint")
+        return await handler(request)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        return await self._serve(request, CompletionBody)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        return await self._serve(request, ChatBody)
+
+    async def _serve(self, request: web.Request, form: type[B]) -> web.Response:
+        time_s, name = int(time.time()), f"openai-{next(self._numbers)}"
+        try:
+            body = form.model_validate_json(await request.read())
+            asked = rollout_request(body, name, self._tokenizer, self._context_length)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or "body"
+            return _problem(400, "invalid_request_error", f"{field}: {first['msg']}")
+        except ConfigError as error:
+            return _problem(400, "invalid_request_error", str(error))
+        if not self._admits:
+            return _withdrawn()
+        self._in_flight.add(name)
+        try:
+            [completions] = await collect(self._engine, [asked], self._timeout_s)
+        except DeadlineError as error:
+            return _problem(504, "timeout", str(error))
+        except RolloutError as error:
+            return _withdrawn() if not self._admits else _refused(error)
+        finally:
+            self._in_flight.discard(name)
+        if any(completion.finish_reason == "abort" for completion in completions):
+            return _withdrawn()
+        return web.json_response(answer(body, asked, completions, self._tokenizer, time_s))
+
+
+async def serve(engine: RolloutEngine, hf_dir: Path, timeout_s: float, path: Path) -> Endpoint:
+    """Put an endpoint before an engine, in the running loop.
+
+    Args:
+        engine: that samples.
+        hf_dir: directory of its model, with a tokenizer.
+        timeout_s: as in `Endpoint`.
+        path: as in `Endpoint.start`.
+
+    Returns:
+        The endpoint, which the caller stops.
+
+    Raises:
+        ConfigError: the model has no tokenizer.
+    """
+    context_length = int(text_config(hf_dir)["max_position_embeddings"])
+    endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s)
+    await endpoint.start(path)
+    return endpoint
+
+
+def _problem(status: int, kind: str, message: str, **headers: str) -> web.Response:
+    content: dict[str, Any] = {"error": {"message": message, "type": kind, "code": kind}}
+    return web.json_response(content, status=status, headers=headers)
+
+
+def _refused(error: PipelineError) -> web.Response:
+    return _problem(400, "invalid_request_error", str(error))
+
+
+def _withdrawn() -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return _problem(503, "service_unavailable", "weights are being replaced; try again", **headers)
