@@ -1,14 +1,18 @@
 """The RL loop in the cases where a division by nothing lurks."""
 
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
+from engines.trainers.mismatch import LOGPROB_MEAN
 from engines.trainers.probe import WeightProbe
 from engines.types import Completion
+from infra.tracking.journal import read_records
 
 PUBLISHING = "engines/rollout/publishing.py"
 TRUNCATED = {"max_new_tokens": 5, "top_k": 3}
@@ -157,6 +161,41 @@ def test_samples_of_other_weights_than_the_published_ones_are_refused(
     monkeypatch.setattr(ServedRollout, "generate", stale)
     with pytest.raises(RolloutError, match=r"versions \[7\], published is 0"):
         run_round("odd_length", sampling={"max_new_tokens": 5})
+
+
+def test_a_sync_that_is_skipped_stops_the_round(run_round, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer forgets to send what it trained, and counts on."""
+    publish = ServedRollout.publish
+
+    def forgetful(rollout: ServedRollout, version: int, probe: WeightProbe):
+        return publish(rollout, version, probe) if version != 1 else None
+
+    monkeypatch.setattr(ServedRollout, "publish", forgetful)
+    with pytest.raises(RolloutError, match=r"versions \[0\], published is 1"):
+        run_round("odd_length")
+
+
+def test_a_slow_drift_is_told_each_step_and_stopped(
+    run_round, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler whose temperature leaves the trainer's by 5e-5, then by twice as much each step."""
+    generate, num_calls = ServedRollout.generate, itertools.count()
+
+    def drifting(rollout: ServedRollout, requests):
+        off = 1 + 5e-5 * 2 ** next(num_calls)
+        return generate(
+            rollout,
+            [replace(r, sampling=replace(r.sampling, temperature=off)) for r in requests],
+        )
+
+    monkeypatch.setattr(ServedRollout, "generate", drifting)
+    with pytest.raises(WeightSyncError, match=f"{LOGPROB_MEAN} is .*, above rl.mismatch.mean"):
+        run_round("odd_length", num_steps_per_round=9)
+    records, _ = read_records(tmp_path / "journal.jsonl", 0)
+    told = [r.values[LOGPROB_MEAN] for r in records if r.kind == "metrics"]
+    assert len(told) >= 3
+    assert told == sorted(told)
+    assert told[-1] < 1e-4
 
 
 def test_mini_batches_and_epochs_are_updates_of_their_own(run_round) -> None:

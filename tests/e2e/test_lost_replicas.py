@@ -1,0 +1,88 @@
+"""A whole round one of whose replicas is killed or stopped while it samples."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_pipeline import RUN_DEADLINE_S, Home, settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+
+ROUND = (
+    "rollout.placement=disaggregated",
+    "rollout.num_replicas=2",
+    "rollout.silence_s=3",
+    "rl.num_steps_per_round=3",
+    "rl.batch_size_prompts=16",
+    "rl.group_size=16",
+    "rl.sampling.max_new_tokens=40",
+    "model.max_length=96",
+)
+
+
+def digest_of_round(report: dict) -> str:
+    (found,) = [stage for stage in report["stages"] if stage["name"] == "rl_round_1"]
+    assert not found["reused"]
+    return found["digest"]
+
+
+def values(home: Home, name: str) -> list[float]:
+    """Of a metric, in the order in which its steps were recorded."""
+    return [
+        record["values"][name]
+        for file in (home.path / "store" / "work").rglob("*.jsonl")
+        for record in map(json.loads, file.read_text().splitlines())
+        if name in record.get("values", {})
+    ]
+
+
+def replicas_of(home: Home) -> list[psutil.Process]:
+    """Replicas of this home's runs, oldest first."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        if "ray::ReplicaProcess" not in " ".join(process.info["cmdline"] or []):
+            continue
+        try:
+            ours = process.environ().get("RLHF_HOME") == str(home.path)
+        except psutil.Error:
+            continue
+        if ours:
+            found.append(process)
+    return sorted(found, key=lambda process: process.info["create_time"])
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_a_round_that_loses_a_replica_yields_the_same_policy(
+    tmp_path: Path, signal_name: str
+) -> None:
+    home = Home(tmp_path / "run")
+    expected = digest_of_round(home.run(*ROUND))
+    steps = len(values(home, "rollout/num_restarts"))
+    assert steps == 3
+    run = subprocess.Popen(
+        home.command("run", *settings(*ROUND), "--force", "rl_round_1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=home.environment,
+    )
+    try:
+        end = time.monotonic() + RUN_DEADLINE_S
+        # Behind its first step: the replica has weights, and most of its time it samples.
+        while len(values(home, "rollout/num_restarts")) == steps:
+            assert run.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(replicas_of(home)[0].pid, getattr(signal, signal_name))
+        printed, _ = run.communicate(timeout=RUN_DEADLINE_S)
+    finally:
+        run.kill()
+    assert run.returncode == 0, printed
+    assert values(home, "rollout/num_restarts").count(1.0) >= 1
+    assert len(values(home, "rollout/num_restarts")) == 2 * steps
+    assert digest_of_round(home.report(printed)) == expected
