@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 64 * 2**20
 ALIGNMENT_BYTES = 64
 
 

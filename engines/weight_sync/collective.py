@@ -22,7 +22,6 @@ from engines.errors import WeightSyncError
 from engines.key_value_store import open_store
 from engines.weight_sync.base import Receipt, ReceiverGoneError
 from engines.weight_sync.buckets import (
-    BUCKET_BYTES,
     Entry,
     Packer,
     entries_from_json,
@@ -33,6 +32,8 @@ from engines.weight_sync.meeting import Meeting, attend
 from engines.weight_sync.outgoing import OutgoingStream
 from infra.errors import PipelineError
 
+BUCKET_BYTES = 16 * 2**20
+"""Larger ones cost more to touch for the first time than they save."""
 NUM_BUCKETS = 2
 GRACE_S = 30.0
 """What only follows from another's deadline is given so much longer: that one names the cause."""
@@ -271,9 +272,11 @@ class _Fetching:
 
     def run(self, courier: Courier[Tensor, Bucket]) -> None:
         """In the courier's thread."""
-        source, number = self._source, 0
+        source, number, entries = self._source, 0, None
         group = _group(source, self._meeting, self._address, source.receiver + 1)
         while (memory := courier.next()) is not None:
+            if entries == []:
+                continue  # the group stays until the reader leaves
             what = "the trainer to send weights"
             entries = entries_from_json(self._meeting.wait(str(number), what, source.timeout_s))
             if entries:

@@ -22,12 +22,11 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d
 
-from engines.weight_sync.meeting import Meeting, first_line
+from engines.weight_sync.meeting import WATCH_S, Meeting, first_line
 from infra.errors import DeadlineError, PipelineError
 
 Given = TypeVar("Given")
 Brought = TypeVar("Brought")
-WATCH_S = 0.05
 
 
 class Courier(Generic[Given, Brought]):

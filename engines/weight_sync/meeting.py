@@ -16,6 +16,8 @@ from engines.key_value_store import connect_store
 from infra.errors import DeadlineError
 
 POLL_S = 0.001
+WATCH_S = 0.05
+"""Between two looks at whether anybody gave up."""
 FAILED = "failed"
 
 
@@ -68,13 +70,16 @@ class Meeting:
             WeightSyncError: somebody gave up; of the class that this view was made with.
             DeadlineError: nobody said it.
         """
-        end = time.monotonic() + timeout_s
+        start = looked_at = time.monotonic()
         while True:
             with self._reached():
                 if self.store.check([key]):
                     return self.store.get(key).decode()
-            self.check()
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > looked_at + WATCH_S:
+                self.check()
+                looked_at = now
+            if now > start + timeout_s:
                 raise DeadlineError(what, timeout_s)
             time.sleep(POLL_S)
 

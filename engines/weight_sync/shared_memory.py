@@ -26,7 +26,6 @@ from engines.collectives import rank
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import Receipt, ReceiverGoneError
 from engines.weight_sync.buckets import (
-    BUCKET_BYTES,
     Entry,
     Packer,
     entries_from_json,
@@ -37,6 +36,7 @@ from infra.errors import DeadlineError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, not a place for files to be guessed
 PREFIX = "rlhf-weights-"
+BUCKET_BYTES = 64 * 2**20
 POLL_S = 0.0005
 FAILED = "failed"
 
