@@ -9,6 +9,8 @@ from engines.config.base import Execution, NotIdentity, StrictModel
 RoutingName = Literal["by_place", "least_loaded"]
 """Which replica of an engine samples what: see `engines.rollout.routing`."""
 
+TransportName = Literal["auto", "shared_memory", "collective"]
+
 
 class StructuredOutputConfig(StrictModel):
     """A form that every answer has to have; exactly one of the three."""
@@ -77,6 +79,9 @@ class RolloutConfig(StrictModel):
     """Where the engines run: in the training ranks, or beside them in processes of their own."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
     """Engines beside the ranks; `colocated` has one in each rank."""
+    transport: Annotated[TransportName, NotIdentity] = "auto"
+    """How weights reach engines beside the ranks: through memory of the machine, or by broadcast;
+    `auto` broadcasts where an engine is on another machine than the rank that sends."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """After which the unfinished samples of one batch of requests are aborted."""
     silence_s: Annotated[float, NotIdentity] = Field(default=120.0, gt=0)

@@ -13,25 +13,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from engines.checkpoint.hub_names import served_float32_names
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
-from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve
+from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve, this_node
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.replica import ReplicaSpec
 from engines.controller.replica_start import RayReplicas
-from engines.controller.rollout import LaunchedEngines, RankRollout, Rollout, ServedRollout
+from engines.controller.rollout import (
+    LaunchedEngines,
+    RankRollout,
+    Rollout,
+    Sender,
+    ServedRollout,
+    choose_transport,
+)
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
-from engines.weight_sync.shared_memory import open_transport
 from hardware.detection import detect, planned
-from infra.errors import ConfigError, DeadlineError
+from infra.errors import DeadlineError
 from infra.job_environments import is_inside
 
 RAY_ADDRESS = "auto"
@@ -125,10 +128,9 @@ def launch_policy_with_rollout(
     bundles = [planned(spec.platform).ray_resource_options(1)] * (num_ranks + num_replicas)
     pool = reserve(bundles, queueing, on_this_node=0 if here else None)
     try:
-        sender, places = pool.places(0, num_ranks)[0], pool.places(num_ranks, num_replicas)
-        check_reach(sender.node, places)
+        first, places = pool.places(0, num_ranks)[0], pool.places(num_ranks, num_replicas)
         # First, because it may refuse.
-        engines = launch_engines(replica, places)
+        engines = launch_engines(replica, places, Sender(first.node, has_device=not here))
         trained = replace(spec, rollout=None)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
     except BaseException:
@@ -157,32 +159,15 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
     return reserve(bundles, queueing)
 
 
-def check_reach(sender: str, places: Sequence[Place]) -> None:
-    """Refuse replicas that the weights cannot reach.
-
-    Args:
-        sender: Ray node of the process that sends them.
-        places: of the replicas.
-
-    Raises:
-        ConfigError: one is on another machine.
-    """
-    elsewhere = sorted({place.address for place in places if place.node != sender})
-    if elsewhere:
-        raise ConfigError(
-            "rollout.num_replicas",
-            f"got {len(places)}, of which some have room only on {', '.join(elsewhere)}; need all "
-            "on the node of the first rank, since weights pass through its shared memory; ask for "
-            "fewer ranks or replicas, or take larger nodes",
-        )
-
-
-def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedEngines:
+def launch_engines(
+    spec: ReplicaSpec, places: Sequence[Place] = (), sender: Sender | None = None
+) -> LaunchedEngines:
     """Start rollout engines: one in this process, or replicas in processes of their own.
 
     Args:
         spec: what to build.
         places: of the replicas.
+        sender: of their weights; None where it is this process.
 
     Returns:
         The engines, without weights, and what reaches them.
@@ -200,13 +185,13 @@ def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedE
         )
         new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
         return LaunchedEngines([engine], rollout.timeout_s, new)
-    names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
+    transport = choose_transport(spec, places, sender or Sender(this_node(), has_device=False))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     starter = RayReplicas(replace(spec, interpreter=interpreter), places)
     return LaunchedEngines(
         starter.start(),
         rollout.timeout_s,
-        partial(open_transport, spec.dtype, names, rollout.timeout_s),
+        transport,
         ROLLOUT_ENGINES.find(rollout.engine).routing,
         RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
     )

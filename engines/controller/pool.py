@@ -133,7 +133,7 @@ def reserve(
 
     wanted = [_resources(bundle) for bundle in bundles]
     if on_this_node is not None:
-        wanted[on_this_node][f"node:{ray.util.get_node_ip_address()}"] = NODE_SHARE
+        wanted[on_this_node][f"node:{this_address()}"] = NODE_SHARE
     group = ray.util.placement_group(wanted, strategy="PACK")
     try:
         _wait(group, wanted, queueing)
@@ -148,6 +148,13 @@ def this_node() -> str:
     import ray
 
     return ray.get_runtime_context().get_node_id()
+
+
+def this_address() -> str:
+    """Address of the Ray node that this process runs on. Ray must be connected."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing) -> None:

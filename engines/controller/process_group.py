@@ -1,11 +1,9 @@
 """Joining the ranks of one worker group into a torch.distributed process group.
 
 The store's port is taken by the operating system on the machine of rank 0 and told to the
-others, so two groups that start together never meet on one port. It listens on one address alone:
-torch by itself would open it on every interface.
+others, so two groups that start together never meet on one port.
 """
 
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,29 +22,6 @@ class Rendezvous:
 
     host: str
     port: int
-
-
-def open_store(world_size: int, timeout_s: float, host: str) -> TCPStore:
-    """Rank 0's store, listening on an address of this machine and a port that was free.
-
-    Args:
-        world_size: number of ranks.
-        timeout_s: how long a rank waits for another's key.
-        host: the address, IPv4 or IPv6.
-
-    Returns:
-        The store; it lives as long as this object.
-
-    Raises:
-        OSError: the address is not one of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, 0), family=family)
-    port = listening.getsockname()[1]
-    return TCPStore(
-        host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False, master_listen_fd=listening.detach(),
-    )  # fmt: skip
 
 
 def join(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from engines.collectives import close_process_group
-from engines.controller.process_group import Rendezvous, TCPStore, join, open_store
+from engines.controller.process_group import Rendezvous, TCPStore, join
 from engines.controller.process_log import log_to
 from engines.controller.seats import Seat, use_interface_of
+from engines.key_value_store import open_store
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
 

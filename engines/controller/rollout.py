@@ -7,17 +7,27 @@ Does not know: rewards, data, or what is trained.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
+
+from engines.checkpoint.hub_names import served_float32_names
 from engines.config.rollout import RoutingName
 from engines.controller.policy_worker import PolicyWorker
+from engines.controller.pool import Place, this_address
+from engines.controller.replica import ReplicaSpec
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.base import RolloutEngine
 from engines.rollout.publishing import NewTransport, Probe
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
+from engines.weight_sync import collective, shared_memory
 from engines.weight_sync.base import SyncReport
+from hardware.cpu import CPUPlatform
+from hardware.detection import planned
+from infra.errors import ConfigError
 
 
 class Rollout(Protocol):
@@ -105,6 +115,56 @@ class LaunchedEngines:
     def service(self) -> RolloutService:
         """A service over them, which closes them."""
         return RolloutService(self.engines, self.timeout_s, self.routing, self.restarts)
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The process that sends weights to replicas.
+
+    Attributes:
+        node: id of its Ray node.
+        has_device: whether it has a device of the replicas' platform, where there are devices.
+    """
+
+    node: str
+    has_device: bool
+
+
+def choose_transport(spec: ReplicaSpec, places: Sequence[Place], sender: Sender) -> NewTransport:
+    """What carries weights to replicas. Ray must be connected.
+
+    Args:
+        spec: of the replicas.
+        places: of the replicas.
+        sender: of the weights.
+
+    Returns:
+        A function of the number of receivers.
+
+    Raises:
+        ConfigError: shared memory was asked for, and a replica is on another machine.
+    """
+    rollout = spec.rollout
+    names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
+    elsewhere = sorted({place.address for place in places if place.node != sender.node})
+    if rollout.transport == "shared_memory" and elsewhere:
+        raise ConfigError(
+            "rollout.transport",
+            f"got shared_memory, and replicas on {', '.join(elsewhere)}; need all of them on the "
+            "node that sends the weights; choose auto",
+        )
+    if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
+        return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
+    platform = planned(spec.platform) if sender.has_device else CPUPlatform()
+    return partial(
+        collective.open_transport,
+        spec.dtype,
+        names,
+        rollout.timeout_s,
+        this_address(),
+        backend=platform.communication_backend,
+        device_name=platform.device_name,
+    )
 
 
 class ServedRollout(RolloutService):

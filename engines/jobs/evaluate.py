@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
-from engines.controller.launch import check_reach, launch_engines, reserve_replicas
-from engines.controller.pool import this_node
+from engines.controller.launch import launch_engines, reserve_replicas
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import HF_DIR, trained_steps
@@ -69,10 +68,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             )
             pool = reserve_replicas(replica, queueing(context, config.hardware))
             stack.enter_context(closing(pool))
-            places = pool.places(0, config.rollout.num_replicas)
-            if places:
-                check_reach(this_node(), places)
-            engines = launch_engines(replica, places)
+            engines = launch_engines(replica, pool.places(0, config.rollout.num_replicas))
             service = stack.enter_context(closing(engines.service()))
             service.sync(
                 engines.new_transport, lambda to: to.send(served.weights()), served.num_steps

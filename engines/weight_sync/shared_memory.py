@@ -9,16 +9,14 @@ the memory of a sender that was killed is freed by the next one.
 Does not promise speed across machines, or with tensors on a device: they are copied to the host.
 """
 
-import json
-import math
 import mmap
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,13 +25,18 @@ from torch import Tensor
 from engines.collectives import rank
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.buckets import (
+    Entry,
+    Packer,
+    entries_from_json,
+    entries_to_json,
+)
 from engines.weight_sync.outgoing import OutgoingStream
 from infra.errors import DeadlineError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, not a place for files to be guessed
 PREFIX = "rlhf-weights-"
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT_BYTES = 64
 POLL_S = 0.0005
 FAILED = "failed"
 
@@ -72,7 +75,7 @@ class SharedMemorySource:
             if not done:
                 _mark_failed(self.directory)
 
-    def _bucket(self, number: int) -> list["_Entry"]:
+    def _bucket(self, number: int) -> list[Entry]:
         """What lies in a bucket; nothing in the last one."""
         message = self.directory / f"{number}.json"
         end = time.monotonic() + self.timeout_s
@@ -82,7 +85,7 @@ class SharedMemorySource:
             if time.monotonic() > end:
                 raise DeadlineError("the trainer to send weights", self.timeout_s)
             time.sleep(POLL_S)
-        return [_Entry(*entry) for entry in json.loads(message.read_text(encoding="utf-8"))]
+        return entries_from_json(message.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,12 @@ class SharedMemoryTransport:
         try:
             self._await_files([f"reader-{n}" for n in range(self.num_readers)], "come")
             writer = _Writer(self)
+            packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
             for name, tensor in stream:
-                writer.add(name, tensor)
-            writer.finish()
+                packer.add(name, tensor)
+            packer.flush()
+            writer.publish([])
+            writer.await_read()
         except BaseException:
             self.stop()
             raise
@@ -182,23 +188,6 @@ def open_transport(
     )
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor lies in its bucket."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset_bytes: int
-
-    def view(self, memory: Tensor) -> Tensor:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        num_bytes = math.prod(self.shape) * dtype.itemsize
-        return (
-            memory[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
-        )
-
-
 class _Buckets:
     """The two files, mapped once for as long as they keep their size."""
 
@@ -223,47 +212,30 @@ class _Buckets:
 
 
 class _Writer:
-    """Fills one bucket after the other."""
+    """Publishes one bucket after the other."""
 
     def __init__(self, to: SharedMemoryTransport) -> None:
         self._to = to
         self._buckets = _Buckets(to.directory)
-        self._number = self._offset_bytes = 0
-        self._entries: list[_Entry] = []
-        self._memory = torch.empty(0)
+        self._number = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor behind the others, or into the next bucket."""
-        if self._entries and self._offset_bytes + tensor.nbytes > self._to.bucket_bytes:
-            self._publish()
-        if not self._entries:
-            self._await_read()
-            num_bytes = max(self._to.bucket_bytes, tensor.nbytes)
-            self._memory = self._buckets.memory(self._number, num_bytes)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entry = _Entry(name, dtype, list(tensor.shape), self._offset_bytes)
-        entry.view(self._memory).copy_(tensor)
-        self._entries.append(entry)
-        self._offset_bytes += math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def open_bucket(self, num_bytes: int) -> Tensor:
+        """Memory of the bucket before the last one, once it is free again."""
+        self.await_read()
+        return self._buckets.memory(self._number, num_bytes)
 
-    def finish(self) -> None:
-        """Publish what is left and the end, and wait until all of it was read."""
-        if self._entries:
-            self._publish()
-        self._publish()
-        self._await_read()
-
-    def _await_read(self) -> None:
-        """Wait until the bucket before the last one is free again."""
+    def await_read(self) -> None:
+        """Wait until the bucket before the last one was read."""
         if self._number > 1:
             self._to.await_read(self._number - 2)
 
-    def _publish(self) -> None:
+    def publish(self, entries: Sequence[Entry]) -> None:
+        """Say what lies in the next bucket; nothing in the last one."""
         message = self._to.directory / f"{self._number}.json"
         draft = message.with_suffix(".draft")
-        draft.write_text(json.dumps([astuple(entry) for entry in self._entries]), "utf-8")
+        draft.write_text(entries_to_json(entries), "utf-8")
         draft.rename(message)
-        self._number, self._offset_bytes, self._entries = self._number + 1, 0, []
+        self._number += 1
 
 
 def _mark_failed(directory: Path) -> None:

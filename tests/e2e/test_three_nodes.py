@@ -1,6 +1,5 @@
 """Groups whose ranks are on different nodes of a cluster, each with an address of its own."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,48 +7,32 @@ from typing import Any
 
 import psutil
 import pytest
+from namespaces import ALONE, PIPELINES, PIPELINES_DEADLINE_S, environment_of_nodes, printed_by
 
-from infra import env
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
-NAMESPACES = ("unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
-ALONE = ("setpriv", "--pdeathsig", "KILL", *NAMESPACES)
 PROGRAM = Path(__file__).with_name("three_nodes.py")
 DEADLINE_S = 900.0
 
 
-def why_not() -> str | None:
-    """Why this machine has no namespaces for us."""
-    probe = "mount -t tmpfs tmpfs /run && ip link add bridge0 type bridge && ip netns add n"
-    try:
-        subprocess.run([*ALONE, "sh", "-c", probe], check=True, capture_output=True, timeout=30.0)
-    except FileNotFoundError as error:
-        return f"needs setpriv, unshare (util-linux) and ip (iproute2): no {error.filename}"
-    except subprocess.CalledProcessError as error:
-        return f"needs root that may make network namespaces: {error.stderr.decode().strip()}"
-    return None
-
-
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return env.child_environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    return environment_of_nodes()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("nodes")
-    command = [*ALONE, sys.executable, str(PROGRAM), str(root)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment
-    )
-    logs = "".join(f"\n== {log.name}\n{log.read_text()}" for log in sorted(root.glob("*.log")))
-    assert ended.returncode == 0, ended.stderr + logs
-    return json.loads(ended.stdout.splitlines()[-1])
+    return printed_by(PROGRAM, tmp_path_factory.mktemp("nodes"), environment, DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def pipelines(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> dict[str, Any]:
+    root, scenarios = tmp_path_factory.mktemp("pipelines"), ("whole", "replica", "rank")
+    return printed_by(PIPELINES, root, environment, PIPELINES_DEADLINE_S, *scenarios)
 
 
 def test_ranks_on_two_nodes_train_like_one(found: dict[str, Any]) -> None:
@@ -70,6 +53,38 @@ def test_a_node_that_dies_ends_the_group_by_name(found: dict[str, Any]) -> None:
     killed = found["killed"]
     assert "of 2 on node 10.77.0.3 failed in train_mini_batch" in killed["error"]
     assert killed["seconds"] < 30.0
+
+
+def steps_of(pipeline: dict[str, Any]) -> list[int]:
+    return sorted(values["step"] for values in pipeline["values"])
+
+
+def test_a_pipeline_whose_ranks_and_replica_have_a_node_each(pipelines: dict[str, Any]) -> None:
+    whole = pipelines["whole"]
+    assert whole["code"] == 0, whole["printed"]
+    assert whole["accuracy"] is not None
+    assert steps_of(whole) == list(range(1, 17))
+
+
+def test_a_replica_whose_node_dies_starts_on_another_one(pipelines: dict[str, Any]) -> None:
+    struck = pipelines["replica"]
+    assert struck["code"] == 0, struck["printed"]
+    assert struck["digests"] == pipelines["whole"]["digests"]
+    assert steps_of(struck) == list(range(1, 17))
+    assert sum(values["rollout/num_restarts"] > 0 for values in struck["values"]) > 0
+
+
+def test_a_rank_whose_node_dies_ends_the_stage_and_the_next_run_continues(
+    pipelines: dict[str, Any],
+) -> None:
+    resumed = pipelines["rank"]
+    failed = resumed["failed"]
+    assert failed["code"] == 1
+    assert f"of 2 on node {resumed['lost']} failed in " in failed["printed"]
+    assert failed["seconds"] < 30.0
+    assert resumed["code"] == 0, resumed["printed"]
+    assert "continuing after step" in resumed["printed"]
+    assert resumed["digests"] == pipelines["whole"]["digests"]
 
 
 def test_nodes_leave_nothing_when_their_test_is_killed(

@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 DRIVER = Path(__file__).with_name("three_nodes_driver.py")
 NODES = {"head": "10.77.0.1", "two": "10.77.0.2", "three": "10.77.0.3"}
+Environment = dict[str, str]
 GCS = f"{NODES['head']}:6399"
 START_DEADLINE_S = 90.0
 DRIVER_DEADLINE_S = 240.0
@@ -29,13 +31,13 @@ def run(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60.0).stdout
 
 
-def make_network() -> None:
+def make_network(nodes: Mapping[str, str]) -> None:
     """A namespace per node, joined by a bridge."""
     run("mount", "-t", "tmpfs", "tmpfs", "/run")
     run("ip", "link", "set", "lo", "up")
     run("ip", "link", "add", "bridge0", "type", "bridge")
     run("ip", "link", "set", "bridge0", "up")
-    for name, address in NODES.items():
+    for name, address in nodes.items():
         run("ip", "netns", "add", name)
         run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth7")
         run("ip", "link", "set", f"to-{name}", "master", "bridge0", "up")
@@ -46,25 +48,21 @@ def make_network() -> None:
         run(*inside, "link", "set", "lo", "up")
 
 
-def start_nodes(root: Path, environment: dict[str, str]) -> None:
-    """A head that has no CPU to give, and two nodes with one each."""
-    for name, address in NODES.items():
-        role = [f"--address={GCS}"]
-        num_cpus = 1
-        if name == "head":
-            role = ["--head", "--port=6399", "--include-dashboard=false"]
-            role += ["--temp-dir=/run/ray"]
-            num_cpus = 0
-        on(
-            name, environment, root / f"{name}.log",
-            "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={address}",
-            f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
-        ).wait(timeout=START_DEADLINE_S)  # fmt: skip
+def start_node(root: Path, environment: Environment, name: str, address: str, *more: str) -> None:
+    """A node of the cluster with one CPU, unless it is the head, which has none to give."""
+    role, num_cpus = [f"--address={GCS}"], 1
+    if name == "head":
+        role, num_cpus = ["--head", "--port=6399", "--temp-dir=/run/ray", *more], 0
+    started = on(
+        name, environment, root / f"{name}.log",
+        "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={address}",
+        f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+    )  # fmt: skip
+    if started.wait(timeout=START_DEADLINE_S):
+        raise RuntimeError(f"node {name} did not start; its log says why")
 
 
-def on(
-    node: str, environment: dict[str, str], log: Path, *arguments: str
-) -> subprocess.Popen[bytes]:
+def on(node: str, environment: Environment, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Python on a node."""
     command = ["ip", "netns", "exec", node, sys.executable, *arguments]
     with log.open("ab") as output:
@@ -79,22 +77,37 @@ def wait_until(is_so: Any, what: str, deadline_s: float) -> None:
         time.sleep(0.2)
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def cluster_environment(root: Path) -> dict[str, str]:
+    """Ray's settings for whoever uses the cluster, and for its nodes."""
     token = root / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     foreign = re.compile("RAY_|RLHF_")
     environment = {name: text for name, text in os.environ.items() if not foreign.match(name)}
-    environment |= {
+    return environment | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ADDRESS": GCS,
         "OMP_NUM_THREADS": "1",
         "TMPDIR": "/run",
     }
-    make_network()
-    start_nodes(root, environment)
+
+
+def cut_off(node: str) -> float:
+    """End a node as if its machine lost its power: nobody hears that its connections end."""
+    killed_at = time.monotonic()
+    run("ip", "link", "set", f"to-{node}", "down")
+    for pid in run("ip", "netns", "pids", node).split():
+        os.kill(int(pid), signal.SIGKILL)
+    return killed_at
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    environment = cluster_environment(root)
+    make_network(NODES)
+    for name, address in NODES.items():
+        start_node(root, environment, name, address, "--include-dashboard=false")
     found: dict[str, Any] = {}
     # Both need both CPUs.
     names = ("first", "second")
@@ -107,22 +120,16 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def drive(
-    root: Path, environment: dict[str, str], name: str, *more: str
-) -> subprocess.Popen[bytes]:
+def drive(root: Path, environment: Environment, name: str, *more: str) -> subprocess.Popen[bytes]:
     (root / name).mkdir()
     return on("head", environment, root / f"{name}.log", str(DRIVER), str(root / name), *more)
 
 
-def kill_a_node(root: Path, environment: dict[str, str]) -> dict[str, Any]:
+def kill_a_node(root: Path, environment: Environment) -> dict[str, Any]:
     driver = drive(root, environment, "third", "until it fails")
     busy = root / "third" / "busy"
     wait_until(busy.exists, "the third group to train", DRIVER_DEADLINE_S)
-    killed_at = time.monotonic()
-    # As of a machine that lost its power: nobody hears that its connections end.
-    run("ip", "link", "set", "to-three", "down")
-    for pid in run("ip", "netns", "pids", "three").split():
-        os.kill(int(pid), signal.SIGKILL)
+    killed_at = cut_off("three")
     driver.wait(timeout=DRIVER_DEADLINE_S)
     result = json.loads((root / "third" / "result.json").read_text())
     return {**result, "seconds": time.monotonic() - killed_at}

@@ -89,6 +89,20 @@ def test_ranks_that_are_actors_send_to_replicas(policy_spec: PolicySpec, tmp_pat
     assert found[2] == pytest.approx(expected[2], abs=1e-5)
 
 
+def test_weights_that_are_broadcast_are_those_of_shared_memory(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
+        expected = two_versions(workers, rollout)
+    training = policy_spec.training.model_copy(update={"num_workers": 2})
+    options = {"placement": "disaggregated", "transport": "collective", "num_replicas": 2}
+    with launched(replace(policy_spec, training=training), tmp_path / "beside", **options) as parts:
+        found = two_versions(*parts)
+    assert found[0] == expected[0]
+    with launched(policy_spec, tmp_path / "here", **{**options, "num_replicas": 1}) as parts:
+        assert two_versions(*parts) == expected
+
+
 def test_an_engine_that_refuses_its_options_says_so(
     policy_spec: PolicySpec, tmp_path: Path
 ) -> None:

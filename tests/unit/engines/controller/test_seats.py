@@ -7,21 +7,13 @@ import sys
 
 import pytest
 
-from engines.controller.launch import check_reach
 from engines.controller.pool import Place, Pool
-from engines.controller.process_group import open_store
 from engines.controller.seats import seat_environment, seats, use_interface_of
-from infra.errors import ConfigError
+from engines.key_value_store import open_store
 
 
 def place(bundle: int, node: str) -> Place:
     return Place(bundle, node, f"10.0.0.{node}", 1, {})
-
-
-def test_replicas_that_no_weights_reach_are_refused() -> None:
-    check_reach("1", [place(1, "1"), place(2, "1")])
-    with pytest.raises(ConfigError, match="got 2, of which some have room only on 10.0.0.2; need"):
-        check_reach("1", [place(1, "1"), place(2, "2")])
 
 
 def test_ranks_of_one_node_stand_side_by_side() -> None:

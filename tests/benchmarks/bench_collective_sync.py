@@ -1,0 +1,150 @@
+"""Weights by broadcast to a rollout engine's process, against gloo's bare broadcast of the bytes.
+
+A model of 0.5 GB in float32 goes from this process to another one of this machine. In turn: one
+transfer through `engines.weight_sync.collective` (the meeting, a group of its own, packing,
+checksums on both sides, and the copy into the receiver's parameters, until the receiver has said
+what it holds), and a broadcast of as many bytes in buckets of the same size through a group that
+is there already, between memory that is there already; and the transfer through shared memory.
+
+Run: python tests/benchmarks/bench_collective_sync.py [--repeats N] [--threads N]
+"""
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from measure import Measurement, arguments, ratio_line, take_turns
+from torch import Tensor
+
+from engines.checksum import combine, tensor_checksum
+from engines.key_value_store import connect_store, open_store
+from engines.weight_sync import collective, shared_memory
+from engines.weight_sync.base import Transport, WeightSource
+from engines.weight_sync.courier import BroadcastGroup
+
+GOAL = 0.8
+MIN_REPEATS = 7
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+SHAPES = [(32_768, 640), *[(640, 640), (1664, 640), (640, 1664), (640,), (640,)] * 37]
+
+
+def make_weights() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {f"w{n}": torch.randn(shape, generator=draw) for n, shape in enumerate(SHAPES)}
+
+
+def buckets(num_bytes: int) -> list[Tensor]:
+    """Memory for the bare broadcast: one bucket, as often as it takes."""
+    memory = torch.zeros(collective.BUCKET_BYTES, dtype=torch.uint8)
+    whole, rest = divmod(num_bytes, collective.BUCKET_BYTES)
+    return [*[memory] * whole, memory[:rest]]
+
+
+def receive(orders: Connection, port: int, num_bytes: int, num_threads: int) -> None:
+    """What the other process does: read a source, or take part in a bare broadcast."""
+    torch.set_num_threads(num_threads)
+    own = {name: torch.empty_like(tensor) for name, tensor in make_weights().items()}
+    store, address = connect_store(HOST, port)
+    group = BroadcastGroup("gloo", store, 1, 2, address, TIMEOUT_S)
+    memory = buckets(num_bytes)
+    while (source := orders.recv()) is not None:
+        orders.send(take(source, own) if source else bare(group, memory))
+
+
+def take(source: WeightSource, own: dict[str, Tensor]) -> str:
+    checksums = []
+    for name, tensor in source.tensors():
+        own[name].copy_(tensor)
+        checksums.append((name, tensor_checksum(own[name])))
+    return combine(checksums)
+
+
+def bare(group: BroadcastGroup, memory: list[Tensor]) -> str:
+    for each in memory:
+        group.broadcast(each)
+    return ""
+
+
+def transfers(
+    open_transport: Callable[[], Transport], weights: dict[str, Tensor], orders: Connection
+) -> Callable[[], float]:
+    """A function that sends the weights once more and says how long it took."""
+
+    def transfer() -> float:
+        start = time.perf_counter()
+        transport = open_transport()
+        orders.send(transport.sources[0])
+        sent = transport.send(iter(weights.items()))
+        assert orders.recv() == sent.digest
+        transport.stop()
+        return time.perf_counter() - start
+
+    return transfer
+
+
+def broadcasts(group: BroadcastGroup, num_bytes: int, orders: Connection) -> Callable[[], float]:
+    """A function that broadcasts as many bytes and says how long it took."""
+    memory = buckets(num_bytes)
+
+    def broadcast() -> float:
+        orders.send(())
+        start = time.perf_counter()
+        bare(group, memory)
+        orders.recv()
+        return time.perf_counter() - start
+
+    return broadcast
+
+
+def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int]:
+    """Seconds of each way, and the bytes that pass."""
+    weights = make_weights()
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    store = open_store(2, TIMEOUT_S, HOST)
+    context: Any = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    work = (theirs, store.port, num_bytes, num_threads)
+    receiver = context.Process(target=receive, args=work, daemon=True)
+    receiver.start()
+    group = BroadcastGroup("gloo", store, 0, 2, HOST, TIMEOUT_S)
+
+    def broadcast() -> Transport:
+        return collective.open_transport("float32", (), TIMEOUT_S, HOST, 1)
+
+    def through_memory() -> Transport:
+        return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, 1)
+
+    taken = take_turns(
+        {
+            "collective": transfers(broadcast, weights, orders),
+            "bare broadcast": broadcasts(group, num_bytes, orders),
+            "shared memory": transfers(through_memory, weights, orders),
+        },
+        repeats,
+    )
+    orders.send(None)
+    receiver.join()
+    return taken, num_bytes
+
+
+def main() -> None:
+    """Measure and print."""
+    chosen = arguments(__doc__, peer=False)
+    gc.freeze()  # as jobs do
+    taken, num_bytes = measure(max(chosen.repeats, MIN_REPEATS), chosen.threads)
+    for what, measured in taken.items():
+        print(f"  {what}: {measured.text('s')}, {num_bytes / 1e9 / measured.median:.2f} GB/s")
+    for what, goal in (("collective", GOAL), ("shared memory", None)):
+        pairs = zip(taken["bare broadcast"].values, taken[what].values, strict=True)
+        ratio = Measurement(tuple(peer / ours for peer, ours in pairs))
+        print(f"  {what}, within each turn: {ratio.text('of a bare broadcast')}")
+        print(ratio_line(f"{what} against a bare broadcast", ratio.median, goal))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Which way weights take to replicas, by where those are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.config.rollout import RolloutConfig, TransportName
+from engines.controller import rollout
+from engines.controller.pool import Place
+from engines.controller.replica import ReplicaSpec
+from engines.controller.rollout import Sender, choose_transport
+from engines.weight_sync.collective import CollectiveTransport
+from engines.weight_sync.shared_memory import SharedMemoryTransport
+from infra.errors import ConfigError
+
+HERE, ELSEWHERE = (Place(n, f"node {n}", f"10.0.0.{n}", 1, {}) for n in (1, 2))
+SENDER = Sender(HERE.node, has_device=True)
+
+
+def spec(model_dir: Path, transport: TransportName) -> ReplicaSpec:
+    config = RolloutConfig(placement="disaggregated", transport=transport, timeout_s=5.0)
+    return ReplicaSpec(model_dir, config, "float32", "cpu", None, 1, model_dir)
+
+
+@pytest.mark.parametrize(
+    ("transport", "places", "kind"),
+    [
+        ("auto", (HERE, HERE), SharedMemoryTransport),
+        ("auto", (HERE, ELSEWHERE), CollectiveTransport),
+        ("shared_memory", (HERE,), SharedMemoryTransport),
+        ("collective", (HERE,), CollectiveTransport),
+    ],
+)
+def test_memory_is_shared_where_all_replicas_are_on_the_senders_node(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportName, places, kind
+) -> None:
+    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+    made = choose_transport(spec(model_dir, transport), places, SENDER)(len(places))
+    assert type(made) is kind
+    assert len(made.sources) == len(places)
+    made.stop()
+
+
+def test_shared_memory_is_refused_where_it_does_not_reach(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.transport: got shared_memory, and replicas"):
+        choose_transport(spec(model_dir, "shared_memory"), (HERE, ELSEWHERE), SENDER)
+
+
+def test_devices_broadcast_among_themselves(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+    on_devices = replace(spec(model_dir, "collective"), platform="nvidia")
+    for has_device, expected in ((True, ("nccl", "cuda")), (False, ("gloo", "cpu"))):
+        made = choose_transport(on_devices, (HERE,), Sender(HERE.node, has_device))(1)
+        (source,) = made.sources
+        assert (source.backend, source.device_name) == expected

@@ -1,0 +1,265 @@
+"""Weights by broadcast, between real processes and through gloo."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.checksum import combine, tensor_checksum
+from engines.collectives import init_single_process_group
+from engines.errors import WeightSyncError
+from engines.weight_sync.base import ReceiverGoneError
+from engines.weight_sync.collective import CollectiveSource, open_transport
+from engines.weight_sync.shared_memory import open_transport as open_shared_memory
+from engines.weight_sync.wire import source_from_json, source_to_json
+from hardware.cpu import CPUPlatform
+from infra.errors import DeadlineError
+
+HOST = "127.0.0.1"
+BUCKET_BYTES = 4096
+# Not forks of this process: threads of gloo may be left in it.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["engines.weight_sync.collective"])
+
+
+def weights() -> list[tuple[str, Tensor]]:
+    """Of uneven sizes and dtypes; one is larger than a bucket, one is empty, one a scalar."""
+    draw = torch.Generator().manual_seed(3)
+    sizes = [(7, 3), (3000,), (), (0, 4), (64, 16), (5,), (1000,), (31, 31)]
+    tensors = [torch.randn(size, generator=draw) for size in sizes]
+    named = [(f"layer.{number}", tensor) for number, tensor in enumerate(tensors)]
+    return [*named, ("steps", torch.arange(9)), ("mask", torch.arange(70) % 3 == 0)]
+
+
+def endless():
+    for number in range(100_000):
+        yield f"w{number}", torch.ones(900)
+
+
+def transport(num_receivers: int = 1, timeout_s: float = 20.0):
+    return open_transport(
+        "bfloat16", {"layer.1"}, timeout_s, HOST, num_receivers, bucket_bytes=BUCKET_BYTES
+    )
+
+
+def receive(source, results, pause_s: float = 0.0) -> None:
+    source = source_from_json(source_to_json(source))
+    found = []
+    try:
+        for name, tensor in source.tensors():
+            time.sleep(pause_s)
+            found.append((name, tensor_checksum(tensor), str(tensor.dtype), tuple(tensor.shape)))
+    except (WeightSyncError, DeadlineError) as error:
+        found = [f"{type(error).__name__}: {error}"]
+    receiver = getattr(source, "receiver", None)
+    results.put((receiver, found, dist.is_initialized()))
+
+
+def kill_oneself(source: CollectiveSource, _) -> None:
+    stream = source.tensors()
+    next(stream)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_oneself(source: CollectiveSource, _) -> None:
+    stream = source.tensors()
+    next(stream)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def give_up(source: CollectiveSource, _) -> None:
+    for number, _item in enumerate(source.tensors()):
+        if number == 2:
+            raise SystemExit(7)
+
+
+@pytest.fixture
+def in_processes():
+    started, queues = [], []
+
+    def start(sources, work: Callable = receive, *arguments):
+        results = PROCESSES.Queue()
+        queues.append(results)
+        for source in sources:
+            process = PROCESSES.Process(
+                target=work, args=(source, results, *arguments), daemon=True
+            )
+            process.start()
+            started.append(process)
+        return results
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_every_receiver_gets_every_tensor_as_through_shared_memory(in_processes) -> None:
+    sending = transport(num_receivers=2)
+    results = in_processes(sending.sources[:1])
+    slow = in_processes(sending.sources[1:], receive, 0.02)
+    # As it travels to the rank that sends.
+    sent = pickle.loads(pickle.dumps(sending)).send(iter(weights()))
+    _, one, _ = results.get(timeout=20)
+    _, other, _ = slow.get(timeout=20)
+    shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 20.0, 1, BUCKET_BYTES)
+    through_memory = in_processes(shared.sources)
+    assert shared.send(iter(weights())) == sent
+    shared.stop()
+    assert one == other == through_memory.get(timeout=20)[1]
+    assert sent.digest == combine((name, checksum) for name, checksum, _, _ in one)
+    assert sent.num_tensors == len(weights()) == len(one)
+    kinds = {name: dtype for name, _, dtype, _ in one}
+    assert kinds["layer.1"] == "torch.float32"
+    assert kinds["layer.0"] == "torch.bfloat16"
+    assert kinds["steps"] == "torch.int64"
+
+
+def test_a_default_group_is_neither_needed_nor_touched(in_processes) -> None:
+    sending = transport()
+    results = in_processes(sending.sources)
+    init_single_process_group(CPUPlatform(), 10.0)
+    try:
+        before = dist.group.WORLD
+        sending.send(iter(weights()))
+        assert dist.group.WORLD is before
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    assert results.get(timeout=20)[2] is False
+
+
+def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engines.weight_sync import collective
+
+    made: list[int] = []
+    empty = collective._memory
+
+    def count(num_bytes: int, device: torch.device) -> Tensor:
+        made.append(num_bytes)
+        return empty(num_bytes, device)
+
+    monkeypatch.setattr(collective, "_memory", count)
+    sending = transport()
+    reader = threading.Thread(target=lambda: list(sending.sources[0].tensors()))
+    reader.start()
+    sending.send((f"w{n}", torch.ones(900)) for n in range(40))
+    reader.join(timeout=20)
+    received = [num_bytes for num_bytes in made if 0 < num_bytes < BUCKET_BYTES]
+    assert made.count(BUCKET_BYTES) == 2, "the sender's"
+    assert len(received) == 2
+    assert sum(made) <= 4 * BUCKET_BYTES
+
+
+@pytest.mark.parametrize(("work", "said"), [(kill_oneself, "gone"), (give_up, "engine 1 gave up")])
+def test_a_receiver_that_ends_ends_the_others_at_once(in_processes, work, said) -> None:
+    sending = transport(num_receivers=2)
+    results = in_processes(sending.sources[:1])
+    in_processes(sending.sources[1:], work)
+    start = time.monotonic()
+    with pytest.raises(ReceiverGoneError, match=said):
+        sending.send(endless())
+    _, (error,), _ = results.get(timeout=20)
+    assert error.startswith("WeightSyncError: ")
+    assert time.monotonic() - start < 10
+
+
+def test_a_receiver_that_stands_still_is_a_deadline(in_processes) -> None:
+    sending = transport(timeout_s=1.0)
+    in_processes(sending.sources, stop_oneself)
+    with pytest.raises(DeadlineError, match="the rollout engines to read on"):
+        sending.send(endless())
+
+
+def test_nothing_is_sent_before_every_receiver_has_come(in_processes) -> None:
+    sending = transport(num_receivers=2, timeout_s=1.0)
+    results = in_processes(sending.sources[:1])
+
+    def untouched():
+        raise AssertionError("a tensor was asked for")
+        yield
+
+    with pytest.raises(DeadlineError, match="rollout engine 1 to come"):
+        sending.send(untouched())
+    _, (error,), _ = results.get(timeout=20)
+    assert error.endswith("the trainer: gave up after 1 s waiting for rollout engine 1 to come")
+
+
+def test_a_sender_that_fails_ends_its_receivers(in_processes) -> None:
+    def broken():
+        yield "a", torch.ones(900)
+        raise ZeroDivisionError
+
+    sending = transport()
+    results = in_processes(sending.sources)
+    with pytest.raises(ZeroDivisionError):
+        sending.send(broken())
+    _, found, _ = results.get(timeout=20)
+    assert found == ["WeightSyncError: the trainer gave up while it sent weights"]
+
+
+def send_and_die(sending, _) -> None:
+    def tensors():
+        for number, item in enumerate(endless()):
+            if number == 50:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    sending.send(tensors())
+
+
+def test_a_sender_that_is_killed_is_a_deadline_or_a_lost_connection(in_processes) -> None:
+    sending = transport(timeout_s=2.0)
+    results = in_processes(sending.sources)
+    in_processes([sending], send_and_die)
+    _, (error,), _ = results.get(timeout=20)
+    assert "the trainer to send weights" in error or "of the broadcast is gone" in error
+
+
+@pytest.mark.parametrize("num_readers", [0, 1])
+def test_stop_ends_a_send_that_waits(in_processes, num_readers: int) -> None:
+    sending = transport(num_receivers=1 + num_readers, timeout_s=60.0)
+    results = in_processes(sending.sources[:num_readers])
+    in_processes(sending.sources[num_readers:], stop_oneself)
+    threading.Timer(1.0, sending.stop).start()
+    start = time.monotonic()
+    with pytest.raises(ReceiverGoneError, match="gave up"):
+        sending.send(endless())
+    assert time.monotonic() - start < 5
+    for _ in range(num_readers):
+        assert "gave up" in results.get(timeout=20)[1][0]
+    sending.stop()
+
+
+def test_stop_before_anyone_came_ends_a_send() -> None:
+    sending = transport(timeout_s=60.0)
+    threading.Timer(0.2, sending.stop).start()
+    with pytest.raises(ReceiverGoneError):
+        sending.send(iter(weights()))
+
+
+def test_a_source_is_read_once(in_processes) -> None:
+    sending = transport()
+    results = in_processes([*sending.sources, *sending.sources])
+    with pytest.raises(ReceiverGoneError, match="weights for rollout engine 0 are read twice"):
+        sending.send(endless())
+    for _ in range(2):
+        assert "are read twice" in results.get(timeout=20)[1][0]
+
+
+def test_a_source_of_a_transfer_that_is_over_says_so() -> None:
+    sending = transport()
+    (source,) = sending.sources
+    del sending
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"the transfer of weights at 127\.0\.0\.1:\d+ is ov"):
+        list(source.tensors())
+    assert time.monotonic() - start < 5
