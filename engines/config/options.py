@@ -130,17 +130,11 @@ def check_backend(training: TrainingConfig) -> None:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Refuse a rollout engine that cannot be used, or options that it does not take."""
-    row = ROLLOUT_ENGINES.place(rollout.engine)
-    if row.environment and rollout.placement == "colocated":
-        raise ConfigError(
-            "rollout.placement",
-            f"got colocated; need disaggregated: {rollout.engine} has an environment of its own",
-        )
     if rollout.openai_endpoint and rollout.placement == "colocated":
         raise ConfigError(
             "rollout.openai_endpoint",
-            "got true with rollout.placement colocated; need disaggregated: an engine inside a "
-            "rank answers the rank alone",
+            "got true with rollout.placement colocated; need disaggregated: an engine on the "
+            "devices of the ranks answers the ranks alone",
         )
     check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
 

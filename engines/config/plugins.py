@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.config.backends import ENGINES
-from engines.config.rollout import RoutingName
+from engines.config.rollout import RolloutConfig, RoutingName
 from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -297,3 +297,18 @@ def plugin_modules(
         Sorted; a module that registers a named part is among them.
     """
     return tuple(sorted({name for row in named_rows(named, device) for name in row.modules}))
+
+
+def is_embedded(rollout: RolloutConfig) -> bool:
+    """Whether a rollout engine lives in the process that uses it, and not in its own.
+
+    Args:
+        rollout: names the engine and its place.
+
+    Returns:
+        True for one on the ranks' devices that has no environment of its own.
+    """
+    return (
+        rollout.placement == "colocated"
+        and ROLLOUT_ENGINES.place(rollout.engine).environment is None
+    )

@@ -76,9 +76,9 @@ class RolloutConfig(StrictModel):
     max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
     """Sequences decoded together."""
     placement: Annotated[Literal["colocated", "disaggregated"], Execution] = "colocated"
-    """Where the engines run: in the training ranks, or beside them in processes of their own."""
+    """Where the engines run: on the devices of the training ranks, or on others."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Engines beside the ranks; `colocated` has one in each rank."""
+    """Engines on devices of their own; `colocated` has one for each rank."""
     transport: Annotated[TransportName, NotIdentity] = "auto"
     """How weights reach engines beside the ranks: through memory of the machine, or by broadcast;
     `auto` broadcasts where an engine is on another machine than the rank that sends."""

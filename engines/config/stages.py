@@ -16,7 +16,13 @@ from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.config.plugins import ROLLOUT_ENGINES, PluginKind, named_rows, plugin_modules
+from engines.config.plugins import (
+    ROLLOUT_ENGINES,
+    PluginKind,
+    is_embedded,
+    named_rows,
+    plugin_modules,
+)
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import (
     check_algorithm,
@@ -245,7 +251,7 @@ class RLRoundStageConfig(TrainingStageConfig):
     @property
     def driver_computes(self) -> bool:
         """Of one rank that has no replicas."""
-        return super().driver_computes and self.rollout.placement == "colocated"
+        return super().driver_computes and is_embedded(self.rollout)
 
     @property
     def num_previous_steps(self) -> int:
@@ -329,7 +335,7 @@ class EvaluateStageConfig(ComputingStageConfig):
     @property
     def driver_computes(self) -> bool:
         """Unless replicas do."""
-        return self.rollout.placement == "colocated"
+        return is_embedded(self.rollout)
 
     @property
     def interpreter(self) -> Path | None:
@@ -373,7 +379,7 @@ class PromoteStageConfig(StageConfig):
 
 
 def _rollout_interpreter(rollout: RolloutConfig) -> Path | None:
-    if rollout.placement == "colocated":
+    if is_embedded(rollout):
         return None
     return ROLLOUT_ENGINES.interpreter(rollout.engine)
 

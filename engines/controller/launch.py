@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
 from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve, this_node
@@ -56,7 +56,7 @@ def trains_here(spec: PolicySpec) -> bool:
     """
     if spec.training.num_workers > 1:
         return False
-    beside = spec.rollout is not None and spec.rollout.placement == "disaggregated"
+    beside = spec.rollout is not None and not is_embedded(spec.rollout)
     return not (beside and planned(spec.platform).is_assigned_by_ray)
 
 
@@ -106,7 +106,7 @@ def launch_policy_with_rollout(
     rollout, training = spec.rollout, spec.training
     if rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
-    if rollout.placement == "colocated" and training.num_workers > 1:
+    if is_embedded(rollout) and training.num_workers > 1:
         workers = launch_policy_group(spec, log_dir, queueing)
         return workers, RankRollout(workers)
     replica = ReplicaSpec(
@@ -117,20 +117,27 @@ def launch_policy_with_rollout(
         device_kind=spec.device_kind,
         num_threads=training.num_threads,
         log_dir=log_dir,
+        shares_devices=rollout.placement == "colocated",
     )
-    if rollout.placement == "colocated":
+    if is_embedded(rollout):
         engines = launch_engines(replica)  # first, because it may refuse
         workers = _group_here(replace(spec, rollout=None), None)
         return workers, ServedRollout(engines, workers)
     here, num_ranks, num_replicas = trains_here(spec), training.num_workers, rollout.num_replicas
+    first = num_ranks
+    if replica.shares_devices:
+        first, num_replicas = 0, num_ranks
     connect_ray()
     # Ranks and replicas together: two runs that each had half of it would wait for ever.
-    bundles = [planned(spec.platform).ray_resource_options(1)] * (num_ranks + num_replicas)
-    pool = reserve(bundles, queueing, on_this_node=0 if here else None)
+    bundles = [planned(spec.platform).ray_resource_options(1)] * (first + num_replicas)
+    num_sharing = 2 if replica.shares_devices and not here else 1
+    pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
     try:
-        first, places = pool.places(0, num_ranks)[0], pool.places(num_ranks, num_replicas)
+        sender, places = pool.places(0, num_ranks)[0], pool.places(first, num_replicas)
+        # Collectives of devices do not join two processes on one device.
+        has_device = not here and not replica.shares_devices
         # First, because it may refuse.
-        engines = launch_engines(replica, places, Sender(first.node, has_device=not here))
+        engines = launch_engines(replica, places, Sender(sender.node, has_device))
         trained = replace(spec, rollout=None)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
     except BaseException:
@@ -152,7 +159,7 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
     Raises:
         DeadlineError: as `reserve`.
     """
-    if spec.rollout.placement == "colocated":
+    if is_embedded(spec.rollout):
         return Pool(None, ())
     connect_ray()
     bundles = [planned(spec.platform).ray_resource_options(1)] * spec.rollout.num_replicas
@@ -178,13 +185,13 @@ def launch_engines(
         DeadlineError: a replica took too long.
     """
     rollout = spec.rollout
-    if rollout.placement == "colocated":
+    if is_embedded(rollout):
         platform, _ = detect(spec.platform)
         engine = create_rollout_engine(
             rollout.engine, spec.serving_dir, behind_service(rollout), spec.dtype, platform
         )
         new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
-        return LaunchedEngines([engine], rollout.timeout_s, new)
+        return LaunchedEngines([engine], rollout.timeout_s, new, spec.shares_devices)
     transport = choose_transport(spec, places, sender or Sender(this_node(), has_device=False))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     starter = RayReplicas(replace(spec, interpreter=interpreter), places)
@@ -192,6 +199,7 @@ def launch_engines(
         starter.start(),
         rollout.timeout_s,
         transport,
+        spec.shares_devices,
         ROLLOUT_ENGINES.find(rollout.engine).routing,
         RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
     )

@@ -181,6 +181,11 @@ class PolicyWorker:
         return self._served().sync(self._new_transport, self.send_weights, version)
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Have the rollout engine give its memory back, until the next sync."""
+        self._served().sleep()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, transport: Transport) -> Receipt:
         """Send the policy's weights to engines elsewhere; returns what was sent. Collective."""
         return transport.send(iter(self._policy.get_per_tensor_param()))

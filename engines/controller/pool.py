@@ -115,13 +115,15 @@ def reserve(
     bundles: Sequence[Options],
     queueing: Queueing = NO_NEWS,
     on_this_node: int | None = None,
+    num_sharing: int = 1,
 ) -> Pool:
-    """Reserve one bundle for each process, all of them at once. Ray must be connected.
+    """Reserve one bundle for each place, all of them at once. Ray must be connected.
 
     Args:
-        bundles: what each process needs, as keyword arguments of `ray.remote`.
+        bundles: what each place needs, as keyword arguments of `ray.remote`.
         queueing: how to wait.
         on_this_node: number of the bundle that stands for this process itself.
+        num_sharing: actors that will stand in every place, on the same devices.
 
     Returns:
         The pool; the caller closes it.
@@ -137,7 +139,7 @@ def reserve(
     group = ray.util.placement_group(wanted, strategy="PACK")
     try:
         _wait(group, wanted, queueing)
-        return Pool(group, _places(group, bundles))
+        return Pool(group, _places(group, [_share(bundle, num_sharing) for bundle in bundles]))
     except BaseException:
         ray.util.remove_placement_group(group)
         raise
@@ -174,6 +176,15 @@ def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing)
         if now - said_at >= SAY_EVERY_S:
             said_at = now
             queueing.say(f"waits for {what}, for {now - start:.0f} s so far")
+
+
+def _share(options: Options, num_sharing: int) -> Options:
+    """One actor's part of a place; Ray shows each of them the whole of a device they share."""
+    if num_sharing == 1:
+        return options
+    parts = {name: v / num_sharing for name, v in options.items() if name != "resources"}
+    named = {name: v / num_sharing for name, v in options.get("resources", {}).items()}
+    return {**parts, "resources": named} if named else parts
 
 
 def _resources(options: Options) -> dict[str, float]:

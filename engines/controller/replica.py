@@ -54,6 +54,7 @@ class ReplicaSpec:
         num_threads: CPU threads.
         log_dir: where it writes `replica-<n>.log`.
         interpreter: Python of the engine's job environment; None: as its starter.
+        shares_devices: with ranks that train: it sleeps until it gets weights.
     """
 
     serving_dir: Path
@@ -64,6 +65,7 @@ class ReplicaSpec:
     num_threads: int
     log_dir: Path
     interpreter: Path | None = None
+    shares_devices: bool = False
 
     def log_path(self, number: int) -> Path:
         """The log file of a replica."""
@@ -123,6 +125,8 @@ class ReplicaProcess:
             spec.dtype,
             platform,
         )
+        if spec.shares_devices:
+            await self._engine.sleep()
         if spec.rollout.openai_endpoint:
             await self._open_endpoint()
         return Whereabouts.own()

@@ -57,6 +57,14 @@ class Rollout(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """Before training: give back the device memory that the ranks need.
+
+        Engines on the ranks' devices sample nothing until the next `publish`; others stay as
+        they are.
+        """
+        ...
+
     def close(self) -> None:
         """Free everything; harmless when repeated."""
         ...
@@ -90,6 +98,10 @@ class RankRollout:
             probe.check(requests, [row[0] for row in self.generate(requests)])
         return report
 
+    def sleep(self) -> None:
+        """See `Rollout`."""
+        self._workers.run(PolicyWorker.sleep)
+
     def close(self) -> None:
         """The ranks close their engines."""
 
@@ -102,6 +114,7 @@ class LaunchedEngines:
         engines: one, or the replicas.
         timeout_s: as in `RolloutService`.
         new_transport: makes what carries weights to so many of them.
+        shares_devices: with ranks that train.
         routing: as in `RolloutService`.
         restarts: as in `RolloutService`.
     """
@@ -109,6 +122,7 @@ class LaunchedEngines:
     engines: Sequence[RolloutEngine]
     timeout_s: float
     new_transport: NewTransport
+    shares_devices: bool
     routing: RoutingName = "by_place"
     restarts: RestartPolicy | None = None
 
@@ -179,6 +193,12 @@ class ServedRollout(RolloutService):
         super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
         self._workers = workers
         self._new_transport = engines.new_transport
+        self._shares_devices = engines.shares_devices
+
+    def sleep(self) -> None:
+        """See `Rollout`."""
+        if self._shares_devices:
+            super().sleep()
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
         """See `Rollout`."""

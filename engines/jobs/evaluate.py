@@ -47,7 +47,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 config.hardware,
                 config.num_threads,
                 context.journal.log,
-                computes=config.rollout.placement == "colocated",
+                computes=config.driver_computes,
             )
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)

@@ -90,15 +90,21 @@ class Publisher:
     ) -> SyncReport:
         """Give every replica that is up new weights; see `RolloutService.sync`."""
         start = time.monotonic()
-        self.published = None
         publication = Publication(new_transport, send, version, probe)
-        serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
-        self._move(serving, ReplicaState.STALE)
+        self._withdraw()
         sent: Receipt | None = None
         while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
             sent = self._give(self._await_up(), publication, None)
         self.published = publication, sent
         return SyncReport(version, sent, time.monotonic() - start)
+
+    def retire(self) -> None:
+        """Put every replica to sleep; see `RolloutService.sleep`."""
+        self._withdraw()
+        up = self._pool.in_state(ReplicaState.STALE)
+        self._each(up, lambda slot: slot.engine.sleep(), "memory to be given back")
+        # One that starts takes memory before it gives it back: not while others train.
+        self._await(lambda: not self._pool.in_state(ReplicaState.DEAD, ReplicaState.RESTARTING))
 
     def renew(self) -> None:
         """Give what was published last to replicas that came up since.
@@ -114,6 +120,10 @@ class Publisher:
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: Receipt | None
     ) -> Receipt | None:
         """What was sent, and is served by those of the slots that are left; None: one was lost."""
+        self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
+        slots = [slot for slot in slots if slot.state is ReplicaState.STALE]
+        if not slots:
+            return None
         transfer = _Transfer(slots, publication.version)
         transport = publication.new_transport(len(slots))
         try:
@@ -214,15 +224,25 @@ class Publisher:
 
     def _await_up(self) -> list[ReplicaSlot]:
         """The replicas that can be given weights; waits for one when there is none."""
+        self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
+        return self._pool.in_state(ReplicaState.STALE)
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        """Until replicas that start are there."""
         news = threading.Event()
         end = time.monotonic() + RESTART_DEADLINE_S
         with self._pool.listening(news.set):
-            while not (up := self._pool.in_state(ReplicaState.STALE)):
+            while not there():
                 self._raise_failure()
                 if not news.wait(max(0.0, end - time.monotonic())):
                     raise DeadlineError("a replica to start again", RESTART_DEADLINE_S)
                 news.clear()
-        return up
+
+    def _withdraw(self) -> None:
+        """No replica serves any more what was published."""
+        self.published = None
+        serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
+        self._move(serving, ReplicaState.STALE)
 
     def _move(self, slots: Sequence[ReplicaSlot], to: ReplicaState) -> None:
         async def move() -> None:

@@ -27,8 +27,8 @@ _S = ReplicaState
 TRANSITIONS: dict[tuple[ReplicaState, ReplicaState], str] = {
     (_S.HEALTHY, _S.SUSPECT): "it leaves a question about its health unanswered",
     (_S.SUSPECT, _S.HEALTHY): "it answers",
-    (_S.SUSPECT, _S.STALE): "new weights are about to be published",
-    (_S.HEALTHY, _S.STALE): "new weights are about to be published",
+    (_S.SUSPECT, _S.STALE): "it is put to sleep, or new weights are about to be published",
+    (_S.HEALTHY, _S.STALE): "it is put to sleep, or new weights are about to be published",
     (_S.HEALTHY, _S.DEAD): "its process ended",
     (_S.SUSPECT, _S.DEAD): "its process ended, or it was silent for `rollout.silence_s`",
     (_S.STALE, _S.DEAD): "its process ended, or it did not take the weights by the deadline",

@@ -127,6 +127,15 @@ class RolloutService:
         """
         return self._publisher.publish(new_transport, send, version, probe)
 
+    def sleep(self) -> None:
+        """Have every replica give its memory back; nothing is sampled until the next `sync`.
+
+        Raises:
+            RolloutError: samples are in flight; or replicas were lost, and no others may start.
+            DeadlineError: another replica that is on its way up does not arrive.
+        """
+        self._publisher.retire()
+
     def health(self) -> list[Health]:
         """What each replica that is up says of itself, also while others call `generate`."""
         return self._on_each(lambda engine: engine.health(), "health of the replicas")

@@ -152,6 +152,8 @@ class RLTrainer:
     ) -> tuple[Experience, list[TrainMetrics]]:
         """Every update of the step; returns what was trained on, with its columns."""
         config, run = self.config, self.workers.run
+        with clock("sleep"):
+            self.rollout.sleep()
         with clock("old_log_prob"):
             # A single update is on-policy: its own pass yields the old logprobs.
             if experience.num_groups > config.prompts_per_update or config.num_epochs > 1:

@@ -16,10 +16,10 @@ STALE = {"sglang": "sglang.embedding=nan", "vllm": "vllm.head_refresh=nan"}
 the output head of before, and what SGLang does with a name that it does not know, nothing."""
 
 
-def on(engine: str) -> tuple[str, ...]:
+def on(engine: str, placement: str) -> tuple[str, ...]:
     return (
         f"rollout.engine={engine}",
-        "rollout.placement=disaggregated",
+        f"rollout.placement={placement}",
         "model.architecture.head_dim=32",
     )
 
@@ -35,14 +35,17 @@ def test_a_pool_of_its_own_yields_the_same_policy_bitwise(tmp_path: Path) -> Non
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("engine", "placement"),
+    [("sglang", "disaggregated"), ("vllm", "disaggregated"), ("vllm", "colocated")],
+)
 def test_a_pipeline_whose_answers_come_from_another_environment(
-    tmp_path: Path, engine: str
+    tmp_path: Path, engine: str, placement: str
 ) -> None:
     if interpreter_of(engine) is None:
         pytest.skip(f"needs the job environment {engine}: make env-{engine}")
     home = Home(tmp_path / "run")
-    report = home.run(*on(engine))
+    report = home.run(*on(engine, placement))
     assert report["accuracy"]
     worst = [
         record["values"]["mismatch/logprob_abs_max"]
@@ -53,6 +56,6 @@ def test_a_pipeline_whose_answers_come_from_another_environment(
     assert len(worst) == 2
     assert max(worst) < 1e-4
     home.environment["RLHF_FAULTS"] = STALE[engine]  # the bytes arrive, their digest is right
-    failed = home.start("run", *settings(*on(engine)), "--force", "rl_round_1")
+    failed = home.start("run", *settings(*on(engine, placement)), "--force", "rl_round_1")
     assert failed.returncode == 1
     assert "probe/version=0/replica=0: after the sync" in failed.stdout + failed.stderr

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engines.config.rollout import RolloutConfig
 from flows.recipe.recipe import load_recipe
 
 DISAGGREGATED = "rollout.placement=disaggregated"
@@ -36,3 +37,12 @@ def test_a_driver_reserves_what_it_computes_on(
     stages = recipe.sft_stage(), recipe.rl_round_stage(1), recipe.evaluate_stage()
     assert [stage.driver_resources for stage in stages] == [sft, rl_round, evaluate]
     assert recipe.preprocess_stage().driver_resources == ONE_CPU
+
+
+def test_what_samples_in_a_process_on_the_ranks_devices_is_reserved_with_them() -> None:
+    recipe = load_recipe("quickstart", ["hardware.platform=nvidia"])
+    for stage in (recipe.rl_round_stage(1), recipe.evaluate_stage()):
+        assert (
+            stage.model_copy(update={"rollout": RolloutConfig(engine="vllm")}).driver_resources
+            == {}
+        )

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
+from engines.controller import launch
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.replica import RemoteReplica
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
@@ -54,8 +56,14 @@ def two_versions(workers: WorkerGroup, rollout: Rollout) -> list[Any]:
     for version in (0, 7):
         found.append(rollout.publish(version))
         found.append(rollout.generate(REQUESTS))
+        rollout.sleep()
         found.append(workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn()).loss)
     return found
+
+
+def drawn(found: list[Any]) -> list[Any]:
+    """The tokens of what `two_versions` sampled."""
+    return [[[c.token_ids for c in row] for row in rows] for rows in (found[1], found[4])]
 
 
 def test_engines_beside_the_ranks_sample_what_those_inside_do(
@@ -70,7 +78,7 @@ def test_engines_beside_the_ranks_sample_what_those_inside_do(
     with launched(policy_spec, tmp_path / "two", **several) as (workers, rollout):
         found = two_versions(workers, rollout)
         assert isinstance(rollout, ServedRollout)
-        assert [health.version for health in rollout.health()] == [7, 7]
+        assert [health.version for health in rollout.health()] == [7, 7]  # devices of their own
     # Another batch rounds differently, by far less than what a draw notices here.
     assert (found[0], found[3]) == (expected[0], expected[3])
     tokens = [[[c.token_ids for c in row] for row in rows] for rows in (found[4], expected[4])]
@@ -103,6 +111,59 @@ def test_weights_that_are_broadcast_are_those_of_shared_memory(
         assert two_versions(*parts) == expected
 
 
+@pytest.fixture
+def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own engine as one that needs processes of its own, which starts in seconds."""
+    monkeypatch.setattr(launch, "is_embedded", lambda rollout: False)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
+    policy_spec: PolicySpec, tmp_path: Path, num_workers: int, request: pytest.FixtureRequest
+) -> None:
+    import ray  # not before the cluster is there: it keeps what it finds of a token
+
+    training = policy_spec.training.model_copy(update={"num_workers": num_workers})
+    spec = replace(policy_spec, training=training)
+    with launched(spec, tmp_path / "inside") as (workers, rollout):
+        expected = two_versions(workers, rollout)
+    request.getfixturevalue("in_processes")
+    with launched(spec, tmp_path / "shared") as (workers, rollout):
+        assert isinstance(rollout, ServedRollout)
+        assert len(replica_processes(rollout)) == num_workers
+        # One place holds a rank and its replica: nobody else's share of the cluster is taken.
+        free = ray.available_resources().get("CPU", 0.0)
+        assert ray.cluster_resources()["CPU"] - free == pytest.approx(num_workers)
+        assert [health.can_serve for health in rollout.health()] == [False] * num_workers
+        found = two_versions(workers, rollout)
+        assert [health.version for health in rollout.health()] == [-1] * num_workers
+        rollout.sleep()
+        victim = replica_processes(rollout)[0]
+        victim.kill()
+        victim.wait(30)
+        # Found when it is woken, and replaced then.
+        rollout.publish(8)
+        assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
+        assert rollout.num_restarts == 1
+    assert found[0] == expected[0]
+    # Two ranks share the requests out in another way, and so round in another way.
+    assert drawn(found) == drawn(expected)
+    assert found == expected or num_workers > 1
+
+
+def test_a_replica_lost_while_it_samples_is_up_and_asleep_before_training(
+    policy_spec: PolicySpec, tmp_path: Path, in_processes: None
+) -> None:
+    with launched(policy_spec, tmp_path / "log") as (_, rollout):
+        assert isinstance(rollout, ServedRollout)
+        rollout.publish(0)
+        replica_processes(rollout)[0].kill()
+        rollout.sleep()
+        assert rollout.states() == [ReplicaState.STALE]
+        assert rollout.num_restarts == 1
+        assert [health.can_serve for health in rollout.health()] == [False]
+
+
 def test_an_engine_that_refuses_its_options_says_so(
     policy_spec: PolicySpec, tmp_path: Path
 ) -> None:
@@ -114,19 +175,18 @@ def test_an_engine_that_refuses_its_options_says_so(
         pass
 
 
-def replica_processes() -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "ray::ReplicaProcess" in " ".join(process.info["cmdline"] or [])
-    ]
+def replica_processes(rollout: Rollout) -> list[psutil.Process]:
+    """Of these replicas alone: other clusters of the machine have theirs."""
+    assert isinstance(rollout, ServedRollout)
+    remote = [cast(RemoteReplica, slot.engine) for slot in rollout._pool.slots]
+    return [psutil.Process(one._whereabouts.process.pid) for one in remote if one._whereabouts]
 
 
 def test_a_replica_that_dies_is_named(policy_spec: PolicySpec, tmp_path: Path) -> None:
     options = {"placement": "disaggregated", "max_num_restarts": 0}
     with launched(policy_spec, tmp_path / "log", **options) as (_, rollout):
         rollout.publish(0)
-        (replica,) = replica_processes()
+        (replica,) = replica_processes(rollout)
         replica.kill()
         with pytest.raises(ReplicaLostError, match="replica 0: its process died") as caught:
             rollout.generate(REQUESTS)
@@ -160,7 +220,7 @@ def test_a_replica_lost_while_it_samples_is_replaced(
     with launched(policy_spec, tmp_path / "lost", **options) as (workers, rollout):
         assert isinstance(rollout, ServedRollout)
         rollout.publish(3)
-        victim = replica_processes()[0]
+        victim = replica_processes(rollout)[0]
         at_work = threading.Thread(target=strike, args=(rollout, victim, signal_name))
         at_work.start()
         assert rollout.generate(LONG) == expected
@@ -184,7 +244,7 @@ def test_a_replica_that_comes_late_gets_no_other_weights(
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (workers, rollout):
         rollout.publish(0)
         workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
-        replica_processes()[0].kill()
+        replica_processes(rollout)[0].kill()
         with pytest.raises(WeightSyncError, match="version 0 was published as"):
             rollout.generate(REQUESTS)
 
@@ -195,6 +255,6 @@ def test_all_replicas_lost_before_a_sync_are_replaced_by_it(
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (_, rollout):
         rollout.publish(0)
         expected = rollout.generate(REQUESTS)
-        replica_processes()[0].kill()
+        replica_processes(rollout)[0].kill()
         rollout.publish(0)
         assert rollout.generate(REQUESTS) == expected

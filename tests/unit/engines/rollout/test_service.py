@@ -1,6 +1,7 @@
 """The service over real engines in this process, and over ones that fail on purpose."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ import torch
 
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.replica_state import ReplicaState
 from engines.rollout.service import RolloutService
 from engines.weight_sync.base import WeightSource
 from engines.weight_sync.in_process import InProcessTransport
 from infra.errors import DeadlineError
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -112,11 +116,33 @@ def test_the_reason_of_a_replica_is_told_not_that_it_is_gone(lab) -> None:
             lambda transport: transport.send(iter(list(lab.model.named_parameters())[:-1])),
             0,
         )
-    engine = lab.bare_engine()
-    with serving(engine) as service:
-        asyncio.run(engine.sleep())
-        with pytest.raises(WeightSyncError, match="asleep"):
-            publish(service, lab.model, 0)
+
+
+def held_bytes() -> int:
+    """Of every tensor of this process, memory that several look at counted once."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in TENSORS]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def test_engines_that_sleep_hold_neither_weights_nor_cache_until_a_sync_wakes_them(lab) -> None:
+    before = held_bytes()
+    model_bytes = sum(p.nbytes for p in lab.model.parameters())
+    engines = [lab.bare_engine(), lab.bare_engine()]
+    with serving(*engines) as service:
+        publish(service, lab.model, 3)
+        expected = service.generate(lab.requests(3, 2))
+        assert held_bytes() - before >= 2 * model_bytes
+        service.sleep()
+        buffers = [b for e in engines for _, b in e._model._model.named_buffers()]
+        assert held_bytes() - before <= sum(buffer.nbytes for buffer in buffers) < model_bytes / 50
+        assert [health.can_serve for health in service.health()] == [False, False]
+        assert service.states() == [ReplicaState.STALE] * 2
+        service.sleep()
+        with pytest.raises(RolloutError, match="no confirmed weights"):
+            service.generate(lab.requests(1, 1))
+        publish(service, lab.model, 3)
+        assert service.generate(lab.requests(3, 2)) == expected
 
 
 def test_a_trainer_that_fails_while_it_sends_is_told(lab) -> None:

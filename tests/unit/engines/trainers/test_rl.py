@@ -1,14 +1,17 @@
 """The RL loop in the cases where a division by nothing lurks."""
 
+import gc
 import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.mismatch import LOGPROB_MEAN
 from engines.trainers.probe import WeightProbe
 from engines.types import Completion
@@ -42,6 +45,22 @@ def test_a_step_trains_and_reports_finite_numbers(run_round) -> None:
     assert first["critic/score/max"] == 1
     # One update per batch: the ratio is 1, and advantages sum to 0 in every group.
     assert first["actor/ppo_kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_while_a_step_trains_its_sampler_holds_neither_weights_nor_cache(run_round) -> None:
+    held: list[int] = []
+
+    def look(*_: object) -> None:
+        (engine,) = (one for one in gc.get_objects() if type(one) is TransformersEngine)
+        weights = sum(weight.nbytes for weight in engine._model._model.parameters())
+        held.append(weights + engine._batch._cache.size_bytes)
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        run_round("odd_length")
+    finally:
+        handle.remove()
+    assert held == [0, 0]
 
 
 def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> None:

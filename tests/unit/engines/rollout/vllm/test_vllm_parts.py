@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from engines.config.options import check_rollout
 from engines.config.plugins import ROLLOUT_ENGINES
-from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.vllm.options import VllmOptions
@@ -19,7 +17,6 @@ from engines.rollout.vllm.translation import (
     vllm_seed,
 )
 from engines.types import RolloutRequest, SamplingParams
-from infra.errors import ConfigError
 
 LOCKS = Path(__file__).resolve().parents[5] / "infra/locks"
 
@@ -55,8 +52,6 @@ def test_the_environment_can_join_the_same_cluster_and_holds_no_control_plane() 
     assert own["ray"] == core["ray"]
     assert not {"prefect", "mlflow", "torchvision", "torchaudio", "triton"} & own.keys()
     assert ROLLOUT_ENGINES.place("vllm").environment == "vllm"
-    with pytest.raises(ConfigError, match="rollout.placement: got colocated; need disaggregated"):
-        check_rollout(RolloutConfig(engine="vllm"))
 
 
 @pytest.mark.parametrize("name", ["load_format", "model", "enable_chunked_prefill"])

@@ -1,0 +1,60 @@
+"""Memory of one device by phase, when the rollout engine is in the training rank.
+
+The bounds are those of `docs/guides/choose-a-layout.md`; the CPU half runs the same phases.
+"""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from engines.algorithms.supervised import sft_loss_fn
+from engines.config.rollout import RolloutConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.types import RolloutRequest, SamplingParams, TokenBatch
+from hardware.base import PlatformBase
+
+SLACK = 0.1
+"""Of the bytes of the float32 weights: buffers, and what the allocator rounds up."""
+REQUESTS = [RolloutRequest("p", tuple(range(4, 40)), SamplingParams(16), tuple(range(8)))]
+BATCH = TokenBatch.from_sequences([list(range(4, 40))] * 4, loss_mask=[[0] + [1] * 35] * 4)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_phases_hold_what_the_guide_says(
+    platform: PlatformBase, model_dir: Path, tmp_path: Path, offload: bool
+) -> None:
+    spec = PolicySpec(
+        policy=ModelSource(model_dir),
+        reference=None,
+        serving_dir=model_dir,
+        restore_optimizer=False,
+        training=TrainingConfig(param_offload=offload, optimizer_offload=offload),
+        optimizer=OptimizerConfig(lr=1e-2),
+        total_num_steps=10,
+        rollout=RolloutConfig(timeout_s=120.0),
+        temperature=1.0,
+        platform=platform.vendor_name,
+        seed=0,
+    )
+    with ExitStack() as stack:
+        workers, rollout = launch_policy_with_rollout(spec, tmp_path)
+        stack.enter_context(closing(workers))
+        stack.enter_context(closing(rollout))
+        weights_bytes = rollout.publish(0).sent.num_bytes
+        for version in (1, 2):
+            rollout.generate(REQUESTS)
+            awake_bytes = platform.memory_allocated_bytes()
+            rollout.sleep()
+            asleep_bytes = platform.memory_allocated_bytes()
+            workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+            trained_bytes = platform.memory_allocated_bytes()
+            rollout.publish(version)
+            if platform.device_name != "cpu":
+                assert awake_bytes - asleep_bytes >= weights_bytes
+                # Weights and both moments of AdamW stay, or nothing does.
+                held = 0 if offload else 3 * weights_bytes
+                assert trained_bytes <= held + SLACK * weights_bytes
+    assert rollout.num_restarts == 0
