@@ -32,7 +32,7 @@ from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.shared_memory import open_transport
 from hardware.detection import detect, planned
 from infra.errors import ConfigError, DeadlineError
-from infra.job_environments import is_inside
+from infra.job_environments import installed_distributions, is_inside
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
@@ -202,7 +202,8 @@ def launch_engines(spec: ReplicaSpec, places: Sequence[Place] = ()) -> LaunchedE
         return LaunchedEngines([engine], rollout.timeout_s, new)
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
-    starter = RayReplicas(replace(spec, interpreter=interpreter), places)
+    libraries = installed_distributions(interpreter) if interpreter else {}
+    starter = RayReplicas(replace(spec, interpreter=interpreter, libraries=libraries), places)
     return LaunchedEngines(
         starter.start(),
         rollout.timeout_s,
