@@ -111,8 +111,13 @@ def errors_page() -> str:
 
 
 def engines_page() -> str:
-    """The matrix of training engines."""
-    from engines.config.engine_matrix import HEADINGS, engine_matrix
+    """The matrix of training engines, and the rollout engines."""
+    from engines.config.engine_matrix import (
+        HEADINGS,
+        ROLLOUT_HEADINGS,
+        engine_matrix,
+        rollout_matrix,
+    )
     from flows.commands.engines import MEANINGS
 
     lines = ["# Training engines", "", "`rlhf engines` prints this and what is installed.", ""]
@@ -121,6 +126,17 @@ def engines_page() -> str:
     lines += [
         f"| {' | '.join(cell(text) for text in row.cells())} |"
         for row in engine_matrix(installed=False)
+    ]
+    lines += [
+        "",
+        "# Rollout engines",
+        "",
+        "Some of the capabilities depend on options and platform.",
+    ]
+    lines += ["", f"| {' | '.join(ROLLOUT_HEADINGS)} |", "|---" * len(ROLLOUT_HEADINGS) + "|"]
+    lines += [
+        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        for row in rollout_matrix(installed=False)
     ]
     return "\n".join(lines) + "\n"
 

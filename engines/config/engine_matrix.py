@@ -1,13 +1,16 @@
 """The matrix of training engines: backend x model type x device x parallelism x tested how.
 
-Made from the table of built-in backends and the announcements of outside plugins; imports
-neither torch nor a plugin.
+And the rollout engines, with what their rows say of them. Made from the tables of built-in parts
+and the announcements of outside plugins; imports neither torch nor a plugin.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
+from engines.config.options import schema_of
+from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
+from engines.config.rollout import RoutingName
 from infra.errors import ConfigError
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
@@ -75,6 +78,71 @@ def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
                 )
     if installed:
         yield from _outside_rows()
+
+
+ROLLOUT_HEADINGS = ("rollout engine", "capabilities", "several replicas", "options", "needs")
+_ROUTINGS: Mapping[RoutingName, str] = {
+    "by_place": "each its own places of a batch",
+    "least_loaded": "the least loaded takes the next",
+}
+
+
+@dataclass(frozen=True)
+class RolloutMatrixRow:
+    """One rollout engine.
+
+    Attributes:
+        engine: setting `rollout.engine`.
+        capabilities: what it can do beyond the contract, some of it by options and platform.
+        routing: how several replicas share a batch.
+        options: keys of `rollout.options`.
+        needs: what has to be installed and, where it was looked for, whether it is.
+    """
+
+    engine: str
+    capabilities: str
+    routing: str
+    options: str
+    needs: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The values in the order of `ROLLOUT_HEADINGS`."""
+        return tuple(asdict(self).values())
+
+
+def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
+    """Every rollout engine that can be named.
+
+    Args:
+        installed: also say what is here, and list what other distributions announce; False is
+            the same on every machine.
+
+    Yields:
+        RolloutMatrixRow: built-in engines in their order, then outside ones.
+    """
+    for row in (*ROLLOUT_ENGINES.rows, *(ROLLOUT_ENGINES.outside() if installed else ())):
+        schema = schema_of(row, ROLLOUT_ENGINES.setting) if row.is_ours else None
+        yield RolloutMatrixRow(
+            row.name,
+            ", ".join(row.capabilities),
+            _ROUTINGS[row.routing],
+            ", ".join(schema.model_fields) if schema else "",
+            _rollout_needs(row, installed=installed),
+        )
+
+
+def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
+    parts = [] if row.is_ours else [f"by {row.owner}"]
+    if row.environment:
+        parts.append(f"its own environment: make env-{row.environment}")
+    if installed and row.requires:
+        try:
+            ROLLOUT_ENGINES.find(row.name)
+        except ConfigError:
+            parts.append("not installed")
+        else:
+            parts.append("installed")
+    return "; ".join(parts)
 
 
 def _outside_rows() -> Iterator[MatrixRow]:

@@ -73,12 +73,15 @@ class RolloutRow(Row):
         routing: which of several replicas samples what; `by_place` for an engine whose samples
             depend, in their last bits, on what is sampled beside them.
         structured_output: it can sample texts of a given form.
+        capabilities: values of `engines.rollout.base.Capability` that it has, some of them by its
+            options and platform.
         refuses_model: ``module:function``, importable without torch, that is given the text
             configuration of a model (`config.json`) and says what of it the engine lacks, or None.
     """
 
     routing: RoutingName = "by_place"
     structured_output: bool = False
+    capabilities: tuple[str, ...] = ()
     refuses_model: str | None = None
 
 
@@ -138,6 +141,7 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
+            capabilities=("sleep_frees_memory", "exact_continuation"),
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
@@ -157,6 +161,12 @@ ROLLOUT_ENGINES = PluginTable(
             options="engines.rollout.vllm.options:VllmOptions",
             routing="least_loaded",
             structured_output=True,
+            capabilities=(
+                "prefix_cache",
+                "sleep_frees_memory",
+                "structured_output",
+                "shared_memory",
+            ),
         ),
     ],
     RolloutRow,

@@ -35,7 +35,7 @@ from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect, planned
 from infra.errors import DeadlineError
-from infra.job_environments import is_inside
+from infra.job_environments import installed_distributions, is_inside
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
@@ -194,7 +194,8 @@ def launch_engines(
         return LaunchedEngines([engine], rollout.timeout_s, new, spec.shares_devices)
     transport = choose_transport(spec, places, sender or Sender(this_node(), has_device=False))
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
-    starter = RayReplicas(replace(spec, interpreter=interpreter), places)
+    libraries = installed_distributions(interpreter) if interpreter else {}
+    starter = RayReplicas(replace(spec, interpreter=interpreter, libraries=libraries), places)
     return LaunchedEngines(
         starter.start(),
         rollout.timeout_s,

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +29,7 @@ from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
 from infra.errors import ConfigError, PipelineError
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
+from infra.identity.fingerprint import refuse_other_libraries
 from infra.plugins import import_external_modules
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class ReplicaSpec:
         num_threads: CPU threads.
         log_dir: where it writes `replica-<n>.log`.
         interpreter: Python of the engine's job environment; None: as its starter.
+        libraries: versions by distribution that must be installed beside it.
         shares_devices: with ranks that train: it sleeps until it gets weights.
     """
 
@@ -65,6 +68,7 @@ class ReplicaSpec:
     num_threads: int
     log_dir: Path
     interpreter: Path | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
     shares_devices: bool = False
 
     def log_path(self, number: int) -> Path:
@@ -113,6 +117,9 @@ class ReplicaProcess:
     async def build(self) -> Whereabouts:
         """Make the engine; not in the constructor, whose errors Ray wraps in a death."""
         spec = self._spec
+        if spec.interpreter is not None:
+            who = f"a replica of {spec.rollout.engine}"
+            refuse_other_libraries(spec.libraries, Path(sys.executable), who)
         for broken in import_external_modules():
             logger.warning("%s", broken)
         torch.set_num_threads(spec.num_threads)

@@ -46,7 +46,11 @@ from infra.errors import (
     PipelineError,
 )
 from infra.field_errors import to_config_error
-from infra.identity.fingerprint import next_fingerprint, refuse_changed_code
+from infra.identity.fingerprint import (
+    next_fingerprint,
+    refuse_changed_code,
+    refuse_other_libraries,
+)
 from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact
 from infra.redacted_output import redact_output
@@ -204,6 +208,8 @@ def _run(
     config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
     refuse_changed_code(spec.sources, spec.libraries)
+    if (replicas := config.rollout_interpreter) is not None:
+        refuse_other_libraries(spec.rollout_libraries, replicas, "the rollout replicas")
     for broken in import_external_modules():
         logger.warning("%s", broken)
     attempt = Attempt(spec.fingerprint, spec.attempt, spec.holder)

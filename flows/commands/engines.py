@@ -1,4 +1,4 @@
-"""`rlhf engines`: which training engine runs where, what it can do, and how that is tested."""
+"""`rlhf engines`: training engines, where each runs and how that is tested; rollout engines."""
 
 import argparse
 import json
@@ -9,7 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.config.backends import Tested
-from engines.config.engine_matrix import HEADINGS, OUTSIDE, MatrixRow, engine_matrix
+from engines.config.engine_matrix import (
+    HEADINGS,
+    OUTSIDE,
+    ROLLOUT_HEADINGS,
+    MatrixRow,
+    RolloutMatrixRow,
+    engine_matrix,
+    rollout_matrix,
+)
 from flows.broken_modules import tell_broken_modules
 
 PIPE_WIDTH = 240
@@ -26,20 +34,33 @@ MEANINGS = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the matrix; modules that might have added rows and did not are named on stderr."""
-    rows = list(engine_matrix(installed=True))
+    """Print both tables; modules that might have added rows and did not are named on stderr."""
+    rows, engines = list(engine_matrix(installed=True)), list(rollout_matrix(installed=True))
     if arguments.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        tables = {"training": rows, "rollout": engines}
+        plain = {name: [asdict(row) for row in table] for name, table in tables.items()}
+        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
     else:
-        _print_table(rows)
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=PIPE_WIDTH)
+        _print_table(console, rows)
+        _print_rollout_engines(console, engines)
     tell_broken_modules()
     return 0
 
 
-def _print_table(rows: list[MatrixRow]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+def _print_rollout_engines(console: Console, engines: list[RolloutMatrixRow]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ROLLOUT_HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for engine in engines:
+        table.add_row(*engine.cells())
+    console.print()
+    console.print(table)
+
+
+def _print_table(console: Console, rows: list[MatrixRow]) -> None:
     shown = folded(rows)
     table = Table(box=None, pad_edge=False)
     for heading in HEADINGS[:-1]:

@@ -131,6 +131,31 @@ def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str 
             )
 
 
+def refuse_other_libraries(planned: Mapping[str, str | None], interpreter: Path, who: str) -> None:
+    """Refuse to compute beside other libraries than a fingerprint was made from.
+
+    Args:
+        planned: of `installed_libraries`, perhaps of another machine or an earlier time.
+        interpreter: of the job environment that they are in.
+        who: would run them.
+
+    Raises:
+        ConfigError: names the distributions.
+    """
+    here = installed_distributions(interpreter)
+    changed = [
+        f"{name} {here.get(name)} for {planned.get(name)}"
+        for name in sorted({*planned, *here})
+        if here.get(name) != planned.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            "environment",
+            f"{who} would run other libraries than were planned with: {some(changed)}; make "
+            f"env-{interpreter.parents[1].name} on every machine, and run again",
+        )
+
+
 def _digest_here(module: str) -> str | None:
     path = _module_file(module)
     return sha256_file(path) if path is not None and path.is_file() else None

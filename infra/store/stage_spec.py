@@ -89,6 +89,8 @@ class StageSpec(FrozenModel):
     """sha256 by module of the code that the fingerprint was made from; compared by the job."""
     libraries: dict[str, str | None] = {}
     """Versions by distribution, the same."""
+    rollout_libraries: dict[str, str | None] = {}
+    """The same of the replicas' job environment; empty where they have none of their own."""
     runtime: dict[str, Any] = {}
     """`engines.config.stages.Runtime`: what cannot change the output."""
     then: "NextStage | None" = None

@@ -75,6 +75,12 @@ class StageRequest:
         """Versions by distribution that can change what the job yields."""
         return installed_libraries(NUMERIC_DISTRIBUTIONS, self.interpreter)
 
+    @property
+    def rollout_libraries(self) -> dict[str, str | None]:
+        """The same of rollout replicas in a job environment of their own; else empty."""
+        interpreter = self.config.rollout_interpreter
+        return {} if interpreter is None else installed_libraries((), interpreter)
+
     @cached_property
     def environment(self) -> str:
         """Digest of the libraries and of other people's code that the job would run."""

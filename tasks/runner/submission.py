@@ -123,6 +123,7 @@ class Submission:
             seed=request.seed,
             sources=request.sources,
             libraries=request.libraries,
+            rollout_libraries=request.rollout_libraries,
             store_uri=self._storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
             then=None

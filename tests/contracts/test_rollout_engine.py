@@ -175,6 +175,12 @@ def token_ids(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [c.token_ids for c in completions]
 
 
+def test_its_row_tells_what_it_can_do(served):
+    row = ROLLOUT_ENGINES.place(served.name)
+    if row.is_ours or row.capabilities:
+        assert {c.value for c in served.engine.capabilities} <= {*row.capabilities}
+
+
 def test_nothing_is_sampled_without_confirmed_weights(served):
     engine, made = served.engine, model(served.tied, 1)
     if engine.version == -1:  # unless the test is not the first

@@ -6,6 +6,7 @@ import pytest
 
 from engines.config.backends import BACKENDS
 from engines.config.engine_matrix import engine_matrix
+from engines.config.plugins import ROLLOUT_ENGINES
 from flows.commands.cli import main
 from flows.commands.engines import folded
 from infra import env
@@ -18,6 +19,11 @@ def test_a_pipe_gets_every_word(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(backend in printed for backend in BACKENDS)
     assert "make env-automodel" in printed
+    (vllm,) = [line for line in printed.splitlines() if line.startswith("vllm")]
+    assert "make env-vllm" in vllm
+    assert "installed" in vllm
+    assert "prefix_cache" in vllm
+    assert "tensor_parallel_size" in vllm
     assert "language_model" in printed
     assert "\u2026" not in printed, "nothing is cut"
 
@@ -32,7 +38,9 @@ def test_a_broken_module_costs_one_line_beside_the_rest(
         assert all(backend in said.out for backend in BACKENDS)
         assert len(said.err.splitlines()) == 1
         assert f"{BROKEN} cannot be imported" in said.err
-    assert {row["backend"] for row in json.loads(said.out)} == set(BACKENDS)
+    tables = json.loads(said.out)
+    assert {row["backend"] for row in tables["training"]} == set(BACKENDS)
+    assert {row["engine"] for row in tables["rollout"]} == set(ROLLOUT_ENGINES.names())
 
 
 def test_rows_that_differ_in_the_model_type_alone_are_one() -> None:

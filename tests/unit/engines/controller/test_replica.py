@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ import pytest
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_policy_with_rollout, reserve_replicas
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
-from engines.controller.replica import RemoteReplica
+from engines.controller.replica import RemoteReplica, ReplicaSpec
+from engines.controller.replica_start import RayReplicas
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
@@ -26,6 +28,7 @@ from engines.rollout.replica_state import ReplicaState
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError
+from infra.job_environments import installed_distributions
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
 
@@ -173,6 +176,29 @@ def test_an_engine_that_refuses_its_options_says_so(
         launched(policy_spec, tmp_path / "log", placement="disaggregated", options=options),
     ):
         pass
+
+
+def test_a_replica_beside_other_libraries_than_planned_does_not_start(
+    policy_spec: PolicySpec, tmp_path: Path
+) -> None:
+    """It looks at its own environment, which may be another one on its machine."""
+    interpreter = Path(sys.executable)
+    spec = ReplicaSpec(
+        serving_dir=policy_spec.serving_dir,
+        rollout=RolloutConfig(placement="disaggregated"),
+        dtype="float32",
+        platform="cpu",
+        device_kind=None,
+        num_threads=1,
+        log_dir=tmp_path,
+        interpreter=interpreter,
+        libraries={**installed_distributions(interpreter), "torch": "1.0"},
+    )
+    with (
+        closing(reserve_replicas(spec)) as pool,
+        pytest.raises(ConfigError, match=r"a replica of transformers .* torch 2.* for 1\.0"),
+    ):
+        RayReplicas(spec, pool.places(0, 1)).start()
 
 
 def replica_processes(rollout: Rollout) -> list[psutil.Process]:

@@ -7,6 +7,7 @@ import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from engines.config.rollout import RolloutConfig
+from engines.rollout.base import Capability
 from engines.rollout.create import create_rollout_engine
 from engines.rollout.transformers.engine import TransformersEngine
 from hardware.cpu import CPUPlatform
@@ -18,6 +19,13 @@ def test_transformers_is_built_in(lab):
         "transformers", lab.directory, RolloutConfig(), "float32", CPUPlatform()
     )
     assert isinstance(engine, TransformersEngine)
+
+
+def test_a_row_says_what_its_class_can_do():
+    row = ROLLOUT_ENGINES.place("transformers")
+    assert {one.value for one in TransformersEngine.capabilities} == {*row.capabilities}
+    every = {one.value for one in Capability}
+    assert all({*row.capabilities} <= every for row in ROLLOUT_ENGINES.rows)
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(lab):

@@ -13,6 +13,7 @@ from infra.errors import ConfigError
 from infra.identity import fingerprint
 from infra.identity.fingerprint import (
     environment_digest,
+    refuse_other_libraries,
     source_closure,
     stage_identity,
 )
@@ -189,3 +190,20 @@ def test_environment_digest_is_of_versions() -> None:
     expected = hashlib.sha256(text.encode()).hexdigest()
     assert environment_digest(["pydantic", "no-such-dist"]) == expected
     assert environment_digest(["no-such-dist", "pydantic"]) == expected
+
+
+def test_other_libraries_in_a_job_environment_are_named(tmp_path: Path) -> None:
+    """What was planned, what is there instead, and what is there beside it."""
+    program = tmp_path / "vllm/bin/python"
+    site_packages = tmp_path / "vllm/lib/python3.11/site-packages"
+    for name, version in (("vllm", "2"), ("ray", "1"), ("extra", "5")):
+        (site_packages / f"{name}.dist-info").mkdir(parents=True)
+        text = f"Name: {name}\nVersion: {version}\n"
+        (site_packages / f"{name}.dist-info/METADATA").write_text(text)
+    refuse_other_libraries({"vllm": "2", "ray": "1", "extra": "5"}, program, "replicas")
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_libraries({"vllm": "1", "ray": "1", "gone": "3"}, program, "replicas")
+    for named in ("replicas would run", "vllm 2 for 1", "gone None for 3", "extra 5 for None"):
+        assert named in str(caught.value)
+    assert "make env-vllm" in str(caught.value)
+    assert "ray" not in str(caught.value)
