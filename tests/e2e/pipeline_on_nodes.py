@@ -31,7 +31,7 @@ from hardware.cpu import CPUPlatform
 NODES = {name: f"10.77.0.{n}" for n, name in enumerate(("head", "b", "c", "d", "e", "f"), 1)}
 SPARE = ["e", "f"]
 API = f"http://{NODES['head']}:8265"
-RUN_DEADLINE_S = 420.0
+RUN_DEADLINE_S = 900.0
 ON_THREE_NODES = (
     "hardware.platform=cpu",
     f"hardware.device_kind={CPUPlatform().device_label()}",
