@@ -1,10 +1,10 @@
-"""Weights by broadcast to a rollout engine's process, against gloo's bare broadcast of the bytes.
+"""Weights by broadcast to a rollout engine's process, against gloo's bare broadcast of the same.
 
 A model of 0.5 GB in float32 goes from this process to another one of this machine. In turn: one
 transfer through `engines.weight_sync.collective` (the meeting, a group of its own, packing,
 checksums on both sides, and the copy into the receiver's parameters, until the receiver has said
-what it holds), and a broadcast of as many bytes in buckets of the same size through a group that
-is there already, between memory that is there already; and the transfer through shared memory.
+what it holds); `broadcast` of one parameter after the other into those of the receiver, through a
+group that is there already, nothing checked; and the transfer through shared memory.
 
 Run: python tests/benchmarks/bench_collective_sync.py [--repeats N] [--threads N]
 """
@@ -38,22 +38,14 @@ def make_weights() -> dict[str, Tensor]:
     return {f"w{n}": torch.randn(shape, generator=draw) for n, shape in enumerate(SHAPES)}
 
 
-def buckets(num_bytes: int) -> list[Tensor]:
-    """Memory for the bare broadcast: one bucket, as often as it takes."""
-    memory = torch.zeros(collective.BUCKET_BYTES, dtype=torch.uint8)
-    whole, rest = divmod(num_bytes, collective.BUCKET_BYTES)
-    return [*[memory] * whole, memory[:rest]]
-
-
-def receive(orders: Connection, port: int, num_bytes: int, num_threads: int) -> None:
+def receive(orders: Connection, port: int, num_threads: int) -> None:
     """What the other process does: read a source, or take part in a bare broadcast."""
     torch.set_num_threads(num_threads)
     own = {name: torch.empty_like(tensor) for name, tensor in make_weights().items()}
     store, address = connect_store(HOST, port)
     group = BroadcastGroup("gloo", store, 1, 2, address, TIMEOUT_S)
-    memory = buckets(num_bytes)
     while (source := orders.recv()) is not None:
-        orders.send(take(source, own) if source else bare(group, memory))
+        orders.send(take(source, own) if source else bare(group, own))
 
 
 def take(source: WeightSource, own: dict[str, Tensor]) -> str:
@@ -64,9 +56,9 @@ def take(source: WeightSource, own: dict[str, Tensor]) -> str:
     return combine(checksums)
 
 
-def bare(group: BroadcastGroup, memory: list[Tensor]) -> str:
-    for each in memory:
-        group.broadcast(each)
+def bare(group: BroadcastGroup, weights: dict[str, Tensor]) -> str:
+    for tensor in weights.values():
+        group.broadcast(tensor)
     return ""
 
 
@@ -87,14 +79,15 @@ def transfers(
     return transfer
 
 
-def broadcasts(group: BroadcastGroup, num_bytes: int, orders: Connection) -> Callable[[], float]:
-    """A function that broadcasts as many bytes and says how long it took."""
-    memory = buckets(num_bytes)
+def broadcasts(
+    group: BroadcastGroup, weights: dict[str, Tensor], orders: Connection
+) -> Callable[[], float]:
+    """A function that broadcasts the weights and says how long it took."""
 
     def broadcast() -> float:
         orders.send(())
         start = time.perf_counter()
-        bare(group, memory)
+        bare(group, weights)
         orders.recv()
         return time.perf_counter() - start
 
@@ -108,7 +101,7 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
     store = open_store(2, TIMEOUT_S, HOST)
     context: Any = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    work = (theirs, store.port, num_bytes, num_threads)
+    work = (theirs, store.port, num_threads)
     receiver = context.Process(target=receive, args=work, daemon=True)
     receiver.start()
     group = BroadcastGroup("gloo", store, 0, 2, HOST, TIMEOUT_S)
@@ -122,7 +115,7 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
     taken = take_turns(
         {
             "collective": transfers(broadcast, weights, orders),
-            "bare broadcast": broadcasts(group, num_bytes, orders),
+            "bare broadcast": broadcasts(group, weights, orders),
             "shared memory": transfers(through_memory, weights, orders),
         },
         repeats,

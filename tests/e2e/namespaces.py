@@ -13,7 +13,7 @@ from infra import env
 NAMESPACES = ("unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 ALONE = ("setpriv", "--pdeathsig", "KILL", *NAMESPACES)
 PIPELINES = Path(__file__).with_name("pipeline_on_nodes.py")
-PIPELINES_DEADLINE_S = 2400.0
+PIPELINES_DEADLINE_S = 3000.0
 
 
 def why_not() -> str | None:
