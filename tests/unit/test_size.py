@@ -12,9 +12,9 @@ MAX_STATEMENTS = 18_850
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing,
 a probe after each sync, requests that continue a sample, stops and forms of answers; 300 with
 groups that span nodes and have their places reserved at once; 100 with environments of replicas,
-which are compared with those of the plan, and rollout engines in `rlhf engines`. What is added is paid for by what
-it replaces or makes needless. A part of a new kind may raise it, in a commit that says by how much
-and why."""
+which are compared with those of the plan, rollout engines in `rlhf engines`, and the picture of a
+step. What is added is paid for by what it replaces or makes needless. A part of a new kind may
+raise it, in a commit that says by how much and why."""
 
 
 def test_the_project_stays_as_small_as_it_is() -> None:

@@ -12,6 +12,7 @@ import pytest
 from engines.config.rollout import RolloutConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.policy_worker import PolicySpec
+from engines.controller.replica import RemoteReplica
 from engines.controller.rollout import ServedRollout
 from engines.types import RolloutRequest, SamplingParams
 from infra.job_environments import interpreter_of
@@ -25,14 +26,12 @@ LONG = [
 ]
 
 
-def engine_cores() -> list[psutil.Process]:
-    """vLLM's own, below the actors of replicas."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "VLLM::EngineCore" in " ".join(process.info["cmdline"] or [])
-        and any("ray::ReplicaProcess" in " ".join(p.cmdline()) for p in process.parents())
-    ]
+def actor_of(rollout: ServedRollout) -> psutil.Process:
+    """The process of the only replica."""
+    (slot,) = rollout._pool.slots
+    assert isinstance(slot.engine, RemoteReplica)
+    assert slot.engine._whereabouts is not None
+    return psutil.Process(slot.engine._whereabouts.process.pid)
 
 
 def strike(rollout: ServedRollout, victim: psutil.Process) -> None:
@@ -57,15 +56,16 @@ def test_an_engine_whose_subprocess_dies_is_replaced(
     with closing(workers), closing(rollout):
         assert isinstance(rollout, ServedRollout)
         rollout.publish(3)
-        (victim,) = engine_cores()
-        (actor,) = [p for p in victim.parents() if "ray::ReplicaProcess" in " ".join(p.cmdline())]
+        actor = actor_of(rollout)
+        below = actor.children(recursive=True)
+        (victim,) = [p for p in below if "VLLM::EngineCore" in " ".join(p.cmdline())]
         at_work = threading.Thread(target=strike, args=(rollout, victim))
         at_work.start()
         rows = rollout.generate(LONG)
         at_work.join()
         assert not victim.is_running()
         assert rollout.num_restarts == 1
-        assert not actor.is_running() or actor.status() == psutil.STATUS_ZOMBIE
+        assert actor_of(rollout).pid != actor.pid
         assert {c.finish_reason for row in rows for c in row} <= {"stop", "length"}
         assert {v for row in rows for c in row for v in c.policy_versions} == {3}
         assert [[c.sample_index for c in row] for row in rows] == [list(range(9))] * len(LONG)
