@@ -185,12 +185,13 @@ def _draw_step(axes: Axes, phases: Mapping[str, float]) -> None:
     """Phases one below the other, each where it begins; those until the next token stand out."""
     start, whole = 0.0, sum(phases.values())
     is_after_update = False
-    for phase, seconds in phases.items():
-        axes.barh(phase, seconds, left=start, color=ORANGE if is_after_update else BLUE, height=0.6)
+    for place, (phase, seconds) in enumerate(phases.items()):
+        axes.barh(place, seconds, left=start, color=ORANGE if is_after_update else BLUE, height=0.6)
         label = f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-        axes.text(start + seconds + 0.01 * whole, phase, label, va="center", fontsize=8)
+        axes.text(start + seconds + 0.01 * whole, place, label, va="center", fontsize=8)
         start += seconds
         is_after_update |= phase == "update_actor"
+    axes.set_yticks(range(len(phases)), list(phases))
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.12 * whole), xlabel="seconds since the step began")
     axes.set_title("The median RL step; orange: until the next step samples")
