@@ -76,6 +76,7 @@ class PlotData:
         reward: mean reward per RL step.
         lengths: mean response length per RL step.
         accuracy: held-out accuracy per stage.
+        step: seconds by phase of the median RL step, in the order of the loop.
         seconds: wall seconds by phase, per stage.
     """
 
@@ -83,6 +84,7 @@ class PlotData:
     reward: Curve | None = None
     lengths: Curve | None = None
     accuracy: Sequence[Bar] = ()
+    step: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -106,6 +108,8 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     ):
         if curve and curve.steps:
             drawings.append((name, _curve_drawing(curve, title, ylabel, color)))
+    if data.step:
+        drawings.append(("step", lambda axes: _draw_step(axes, data.step)))
     if data.seconds:
         drawings.append(("time", lambda axes: _draw_seconds(axes, data.seconds)))
     return [_save(directory / f"{name}.svg", draw) for name, draw in drawings]
@@ -175,6 +179,23 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
     axes.set_xticks(list(places), [bar.label for bar in bars])
     axes.set(title="Held-out accuracy after each stage", ylabel="%", ylim=(0, 112))
     axes.grid(visible=False, axis="x")
+
+
+def _draw_step(axes: Axes, phases: Mapping[str, float]) -> None:
+    """Phases one below the other, each where it begins; those until the next token stand out."""
+    start, whole = 0.0, sum(phases.values())
+    is_after_update = False
+    for place, (phase, seconds) in enumerate(phases.items()):
+        axes.barh(place, seconds, left=start, color=ORANGE if is_after_update else BLUE, height=0.6)
+        label = f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+        axes.text(start + seconds + 0.01 * whole, place, label, va="center", fontsize=8)
+        start += seconds
+        is_after_update |= phase == "update_actor"
+    axes.set_yticks(range(len(phases)), list(phases))
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.12 * whole), xlabel="seconds since the step began")
+    axes.set_title("The median RL step; orange: until the next step samples")
+    axes.grid(visible=False, axis="y")
 
 
 def _draw_seconds(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> None:

@@ -10,6 +10,7 @@ import base64
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,8 +31,15 @@ PLOT_TITLES = {
     "reward": "Reward",
     "loss": "Supervised loss",
     "lengths": "Response length",
+    "step": "The median RL step",
     "time": "Time",
 }
+
+
+STEP_PHASES = (
+    "gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights",
+)  # fmt: skip
+"""Of `timing_s/*`, in the order of the loop."""
 
 
 class StageReport(BaseModel, frozen=True):
@@ -159,6 +167,7 @@ def plot_data(report: Report, history: StageHistory) -> PlotData:
         reward=_curve(rounds, "critic/score/mean"),
         lengths=_curve(rounds, "response_length/mean"),
         accuracy=_bars(report),
+        step=_median_step(rounds),
         seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
     )
 
@@ -182,6 +191,24 @@ def _curve(journals: Sequence[Sequence[JournalRecord]], metric: str) -> Curve:
             steps.append(shift + index)
             values.append(points[step])
     return Curve(steps, values, bounds)
+
+
+def _median_step(journals: Sequence[Sequence[JournalRecord]]) -> dict[str, float]:
+    """Seconds of each phase of a step that trained, and of what lies between them as `other`."""
+    steps = [
+        record.values
+        for journal in journals
+        for record in journal
+        if "timing_s/update_actor" in record.values
+    ]
+    if not steps:
+        return {}
+    phases = {
+        phase: median(values.get(f"timing_s/{phase}", 0.0) for values in steps)
+        for phase in STEP_PHASES
+    }
+    rest = median(values["timing_s/step"] for values in steps) - sum(phases.values())
+    return phases | {"other": max(0.0, rest)}
 
 
 def _bars(report: Report) -> list[Bar]:

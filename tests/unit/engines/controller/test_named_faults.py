@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ class Rig:
         rollout: the service over it.
         probe: as in the RL loop.
         first: the weights that are served.
-        sent: names of the requests that the engine was given since.
+        spares: what starts in the place of a lost replica.
+        asked: names of the requests that the engine was given since.
     """
 
     trainer: PolicyWorker
@@ -140,7 +142,7 @@ def sends(rig: Rig, patch: pytest.MonkeyPatch, tensors: Callable[[], Named]) -> 
 
 def arrives(rig: Rig, patch: pytest.MonkeyPatch, spoil: Callable[[Named], Named]) -> None:
     """What becomes of the weights between the two."""
-    take = rig.engine.update_weights
+    take: Any = rig.engine.update_weights
 
     class Spoilt:
         def __init__(self, source) -> None:

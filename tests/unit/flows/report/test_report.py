@@ -42,6 +42,19 @@ RESULTS = [
 ]
 
 
+TIMES = {
+    ("rl_round_1", 1): {"timing_s/gen": 9.0, "timing_s/update_actor": 1.0, "timing_s/step": 10.5},
+    ("rl_round_1", 2): {"timing_s/gen": 3.0, "timing_s/step": 3.0},
+    ("rl_round_2", 1): {
+        "timing_s/gen": 5.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/update_weights": 1.0,
+        "timing_s/step": 9.0,
+    },
+}
+"""The second step of the first round trained on nothing."""
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     steps = {"sft": ("train/loss", [3.0, 2.0]), "rl_round_1": ("critic/score/mean", [0.2, 0.4])}
@@ -52,7 +65,7 @@ def home(tmp_path: Path) -> Path:
         directory = store.channel(f"fingerprint-{label}").local_dir(0)
         with Journal(directory / "journal.jsonl") as journal:
             for step, value in enumerate(values, start=1):
-                journal.metrics(step, {metric: value})
+                journal.metrics(step, {metric: value, **TIMES.get((label, step), {})})
     return tmp_path
 
 
@@ -109,6 +122,13 @@ def test_curves_run_on_from_round_to_round(recipe: Recipe, history: StageHistory
         ("round 2", None),
         ("final", 0.88),
     ]
+    assert {phase: seconds for phase, seconds in data.step.items() if seconds} == {
+        "gen": 7.0,
+        "update_actor": 1.5,
+        "update_weights": 0.5,
+        "other": 0.75,
+    }
+    assert list(data.step)[-3:] == ["update_actor", "update_weights", "other"]
     assert data.seconds["sft"] == {"load": 1.0, "train": 2.5, "other": 0.5}
 
 
