@@ -68,6 +68,7 @@ class Courier(Generic[Given, Brought]):
             DeadlineError: nothing came.
         """
         end = time.monotonic() + timeout_s
+        self._meeting.check()
         while True:
             try:
                 item = self._brought.get(timeout=WATCH_S)

@@ -1,6 +1,5 @@
 """A whole round one of whose replicas is killed or stopped while it samples."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import psutil
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 
 ROUND = (
     "rollout.placement=disaggregated",
@@ -22,6 +21,8 @@ ROUND = (
     "rl.group_size=16",
     "rl.sampling.max_new_tokens=40",
     "model.max_length=96",
+    # Rewards of so small a model are all equal, and nothing else would move its weights.
+    "rl.algorithm.entropy_coeff=-0.05",
 )
 
 
@@ -29,16 +30,6 @@ def digest_of_round(report: dict) -> str:
     (found,) = [stage for stage in report["stages"] if stage["name"] == "rl_round_1"]
     assert not found["reused"]
     return found["digest"]
-
-
-def values(home: Home, name: str) -> list[float]:
-    """Of a metric, in the order in which its steps were recorded."""
-    return [
-        record["values"][name]
-        for file in (home.path / "store" / "work").rglob("*.jsonl")
-        for record in map(json.loads, file.read_text().splitlines())
-        if name in record.get("values", {})
-    ]
 
 
 def replicas_of(home: Home) -> list[psutil.Process]:
@@ -62,8 +53,9 @@ def test_a_round_that_loses_a_replica_yields_the_same_policy(
 ) -> None:
     home = Home(tmp_path / "run")
     expected = digest_of_round(home.run(*ROUND))
-    steps = len(values(home, "rollout/num_restarts"))
+    steps = len(home.values("rollout/num_restarts"))
     assert steps == 3
+    assert min(home.values("actor/grad_norm")) > 0
     run = subprocess.Popen(
         home.command("run", *settings(*ROUND), "--force", "rl_round_1"),
         stdout=subprocess.PIPE,
@@ -74,7 +66,7 @@ def test_a_round_that_loses_a_replica_yields_the_same_policy(
     try:
         end = time.monotonic() + RUN_DEADLINE_S
         # Behind its first step: the replica has weights, and most of its time it samples.
-        while len(values(home, "rollout/num_restarts")) == steps:
+        while len(home.values("rollout/num_restarts")) == steps:
             assert run.poll() is None
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -83,6 +75,6 @@ def test_a_round_that_loses_a_replica_yields_the_same_policy(
     finally:
         run.kill()
     assert run.returncode == 0, printed
-    assert values(home, "rollout/num_restarts").count(1.0) >= 1
-    assert len(values(home, "rollout/num_restarts")) == 2 * steps
+    assert home.values("rollout/num_restarts").count(1.0) >= 1
+    assert len(home.values("rollout/num_restarts")) == 2 * steps
     assert digest_of_round(home.report(printed)) == expected

@@ -1,6 +1,5 @@
 """Whole pipelines whose rollout engines run beside the training rank, in processes of their own."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,14 @@ def on(engine: str, placement: str) -> tuple[str, ...]:
 
 def test_a_pool_of_its_own_yields_the_same_policy_bitwise(tmp_path: Path) -> None:
     home = Home(tmp_path / "run")
-    inside = home.run()
-    beside = home.run("rollout.placement=disaggregated")
+    learns = "rl.algorithm.entropy_coeff=-0.05"  # rewards of so small a model are all equal
+    inside = home.run(learns)
+    beside = home.run(learns, "rollout.placement=disaggregated")
     first, second = ({s["name"]: s for s in report["stages"]} for report in (inside, beside))
     assert second["rl_round_1"]["reused"] is False
     for name in ("sft", "rl_round_1", "merge"):
         assert first[name]["digest"] == second[name]["digest"], name
+    assert min(home.values("actor/grad_norm")) > 0
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
@@ -47,12 +48,7 @@ def test_a_pipeline_whose_answers_come_from_another_environment(
     home = Home(tmp_path / "run")
     report = home.run(*on(engine, placement))
     assert report["accuracy"]
-    worst = [
-        record["values"]["mismatch/logprob_abs_max"]
-        for file in (home.path / "store" / "work").rglob("*.jsonl")
-        for record in map(json.loads, file.read_text().splitlines())
-        if "mismatch/logprob_abs_max" in record.get("values", {})
-    ]
+    worst = home.values("mismatch/logprob_abs_max")
     assert len(worst) == 2
     assert max(worst) < 1e-4
     home.environment["RLHF_FAULTS"] = STALE[engine]  # the bytes arrive, their digest is right

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from namespaces import ALONE, PIPELINES, PIPELINES_DEADLINE_S, environment_of_nodes, printed_by
+from namespaces import ALONE, environment_of_nodes, printed_by
 
 from infra.waiting import wait_for
 
@@ -25,14 +25,6 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> dict[str, Any]:
     return printed_by(PROGRAM, tmp_path_factory.mktemp("nodes"), environment, DEADLINE_S)
-
-
-@pytest.fixture(scope="module")
-def pipelines(
-    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> dict[str, Any]:
-    root, scenarios = tmp_path_factory.mktemp("pipelines"), ("whole", "replica", "rank")
-    return printed_by(PIPELINES, root, environment, PIPELINES_DEADLINE_S, *scenarios)
 
 
 def test_ranks_on_two_nodes_train_like_one(found: dict[str, Any]) -> None:
@@ -53,44 +45,6 @@ def test_a_node_that_dies_ends_the_group_by_name(found: dict[str, Any]) -> None:
     killed = found["killed"]
     assert "of 2 on node 10.77.0.3 failed in train_mini_batch" in killed["error"]
     assert killed["seconds"] < 30.0
-
-
-def trained(pipeline: dict[str, Any]) -> dict[str, str]:
-    """Digests of what the weights went through."""
-    return {name: pipeline["digests"][name] for name in ("sft", "rl_round_1", "merge")}
-
-
-def steps_of(pipeline: dict[str, Any]) -> list[int]:
-    return sorted(values["step"] for values in pipeline["values"])
-
-
-def test_a_pipeline_whose_ranks_and_replica_have_a_node_each(pipelines: dict[str, Any]) -> None:
-    whole = pipelines["whole"]
-    assert whole["code"] == 0, whole["printed"]
-    assert whole["accuracy"] is not None
-    assert steps_of(whole) == list(range(1, 17))
-    assert all(values["actor/grad_norm"] > 0 for values in whole["values"])
-
-
-def test_a_replica_whose_node_dies_starts_on_another_one(pipelines: dict[str, Any]) -> None:
-    struck = pipelines["replica"]
-    assert struck["code"] == 0, struck["printed"]
-    assert trained(struck) == trained(pipelines["whole"])
-    assert steps_of(struck) == list(range(1, 17))
-    assert sum(values["rollout/num_restarts"] > 0 for values in struck["values"]) > 0
-
-
-def test_a_rank_whose_node_dies_ends_the_stage_and_the_next_run_continues(
-    pipelines: dict[str, Any],
-) -> None:
-    resumed = pipelines["rank"]
-    failed = resumed["failed"]
-    assert failed["code"] == 1
-    assert f"of 2 on node {resumed['lost']} failed in " in failed["printed"]
-    assert failed["seconds"] < 30.0
-    assert resumed["code"] == 0, resumed["printed"]
-    assert "continuing after step" in resumed["printed"]
-    assert trained(resumed) == trained(pipelines["whole"])
 
 
 def test_nodes_leave_nothing_when_their_test_is_killed(

@@ -78,6 +78,15 @@ class Home:
         assert path is not None, printed
         return json.loads(Path(path[1]).with_name("report.json").read_text())
 
+    def values(self, metric: str) -> list[float]:
+        """Of a metric, as the journals of all runs hold it, in the order of steps."""
+        return [
+            record["values"][metric]
+            for file in (self.path / "store" / "work").rglob("*.jsonl")
+            for record in map(json.loads, file.read_text().splitlines())
+            if metric in record.get("values", {})
+        ]
+
     def run(self, *overrides: str) -> dict:
         """The report of a run with these values of the recipe."""
         return self.report(self.rlhf("run", *settings(*overrides)))

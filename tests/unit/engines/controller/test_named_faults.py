@@ -95,6 +95,7 @@ def rig_of(spec: PolicySpec) -> Iterator[Rig]:
         [engine],
         30.0,
         new_transport(spec.serving_dir, "float32", 30.0),
+        shares_devices=False,
         restarts=RestartPolicy(spares, 2, 5.0),
     )
     group = InProcessGroup(trainer)
