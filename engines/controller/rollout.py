@@ -25,7 +25,6 @@ from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync import collective, shared_memory
 from engines.weight_sync.base import SyncReport
-from hardware.cpu import CPUPlatform
 from hardware.detection import planned
 from infra.errors import ConfigError
 
@@ -169,7 +168,7 @@ def choose_transport(spec: ReplicaSpec, places: Sequence[Place], sender: Sender)
         )
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
-    platform = planned(spec.platform) if sender.has_device else CPUPlatform()
+    platform = planned(spec.platform if sender.has_device else "cpu")
     return partial(
         collective.open_transport,
         spec.dtype,
