@@ -114,7 +114,8 @@ class Slot:
 
     def view(self, parameter: Tensor) -> Tensor:
         """The part of the (contiguous) parameter, writable."""
-        return parameter.detach().as_strided(self.size, self.stride, self.offset)
+        offset = parameter.storage_offset() + self.offset
+        return parameter.detach().as_strided(self.size, self.stride, offset)
 
 
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:

@@ -211,13 +211,13 @@ def attend(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise RolloutError(f"{type(module).__name__} has no layer_idx")
-    if sliding_window != _declared_window(module, layer):
+    if sliding_window != declared_window(module, layer):
         raise RolloutError(f"{type(module).__name__} does not pass its window to its attention")
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     return rollout_step.attend(layer, query, key, value, factor, sliding_window), None
 
 
-def _declared_window(module: nn.Module, layer: int) -> int | None:
+def declared_window(module: nn.Module, layer: int) -> int | None:
     """The window that the model's configuration gives a layer."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from hardware.base import PlatformBase
 from infra.errors import DeadlineError
 
 NO_VERSION = -1
+Item = TypeVar("Item")
 
 
 class TransformersEngine(RolloutEngine):
@@ -215,8 +217,7 @@ class TransformersEngine(RolloutEngine):
             self._start_driver()
             while num_open:
                 try:
-                    async with asyncio.timeout_at(deadline):
-                        item = await queue.get()
+                    item = queue.get_nowait() if not queue.empty() else await _next(queue, deadline)
                 except TimeoutError:
                     what = f"{num_open} samples of {len(requests)} requests"
                     raise DeadlineError(what, self._timeout_s) from None
@@ -281,3 +282,8 @@ class TransformersEngine(RolloutEngine):
         queue = self._calls.get(sample.call)
         if queue is not None:
             queue.put_nowait(sample.completion(finish_reason, self._version))
+
+
+async def _next(queue: "asyncio.Queue[Item]", deadline: float) -> Item:
+    async with asyncio.timeout_at(deadline):
+        return await queue.get()

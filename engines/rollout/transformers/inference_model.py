@@ -24,6 +24,7 @@ from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
+from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.kv_cache import KVCache
 from engines.rollout.transformers.supported import refusal
 from engines.weight_sync.base import Receipt
@@ -75,6 +76,7 @@ class InferenceModel:
             name for name, _ in model.named_parameters(remove_duplicate=False)
         } - self._parameters.keys()
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
+        self._decoder = Decoder(self._model) if is_covered(self._model) else None
 
     def prefill(self, input_ids_T: Tensor, step: PrefillStep) -> Tensor:
         """(P, V) logits behind each of P sequences whose (T,) tokens are laid end to end."""
@@ -82,6 +84,8 @@ class InferenceModel:
 
     def decode(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
         """(B, V) logits behind one more token of each row."""
+        if self._decoder is not None:
+            return self._decoder.logits(input_ids_B, step)
         return self._logits(input_ids_B[:, None], step.position_B[:, None], step, 0)[:, -1]
 
     @torch.inference_mode()
@@ -133,6 +137,7 @@ class InferenceModel:
 
     def release(self) -> None:
         """Free the memory of the parameters."""
+        self._decoder = None
         for parameter in self._parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
@@ -141,6 +146,7 @@ class InferenceModel:
         for name, parameter in self._parameters.items():
             shape, dtype = self._shapes[name], parameter.dtype
             parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
+        self._decoder = Decoder(self._model) if is_covered(self._model) else None
 
     def _logits(
         self,

@@ -9,8 +9,10 @@ must hide it.
 Letters: B rows, P sequences, G key-value heads, L positions, D head width.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,8 +132,13 @@ class KVCache:
 
     def _empty(self, like_BGLD: Tensor) -> Tensor:
         _, heads, _, width = like_BGLD.shape
+        shape = (self._num_rows, heads, self.length, width)
         # Zeros, because masked garbage still enters the weighted sum with weight 0: 0 * NaN is NaN.
-        return like_BGLD.new_zeros((self._num_rows, heads, self.length, width))
+        if like_BGLD.device.type != "cpu":
+            return like_BGLD.new_zeros(shape)
+        # Memory that the kernel clears when it is first touched, which most of it never is.
+        num_bytes = math.prod(shape) * like_BGLD.element_size()
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like_BGLD.dtype).view(shape)
 
     def _grown(self, buffer: Tensor) -> Tensor:
         rows, _, length, _ = buffer.shape

@@ -149,7 +149,7 @@ def _sample_chunk(
         scaled_BV = filter_logits(scaled_BV, top_k_B, top_p_B)
     logprobs_BV = scaled_BV.log_softmax(-1)
     # The sums run in float64: in float32 the tail of a large vocabulary would be rounded away.
-    cumulative_BV = logprobs_BV.exp().to(torch.float64).cumsum(-1)
+    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
     # Strictly below the total, so that the draw can never fall behind the last possible token.
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))

@@ -173,12 +173,18 @@ def test_samples_are_those_of_a_plain_loop(lab):
 
 
 @pytest.mark.parametrize("max_num_sequences", [64, 3])
-def test_no_token_is_computed_twice_and_none_is_padding(lab, max_num_sequences):
+def test_no_token_is_computed_twice_and_none_is_padding(lab, max_num_sequences, monkeypatch):
     """Every prompt goes through the model once, every sampled token but the last once."""
     engine = lab.engine(max_num_sequences=max_num_sequences)
     seen = []
-    embedding = engine._model._model.get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    for name in ("prefill", "decode"):
+        compute = getattr(engine._model, name)
+
+        def counted(ids, step, compute=compute):
+            seen.append(ids.numel())
+            return compute(ids, step)
+
+        monkeypatch.setattr(engine._model, name, counted)
     requests = lab.requests(num_prompts=4, num_samples=7)
     completions = generate_all(engine, requests)
     num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)

@@ -1,0 +1,196 @@
+"""One token of each row through a model of Llama's kind, written out: few launches, no modules.
+
+A decode step computes little and launches much: transformers' modules spend more time between their
+operators than in them. Here the three projections of an attention are one matrix product, and so
+are the two of its gated feed-forward part; the product before a residual adds it; the angles of the
+rotary embedding are looked up.
+Promises: logits of the module that it was made from, up to rounding. The weights are the module's
+own: those of joined projections become parts of one piece of memory, so nothing is held twice and
+nothing goes stale.
+Does not cover other architectures: their modules compute. Prompts go through modules in any case.
+
+Letters: B rows, C hidden width, N output width, H query heads, G key-value heads, D head width,
+V vocabulary, L positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.rollout.transformers.attention import DecodeStep, declared_window
+
+ARCHITECTURES = frozenset({
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+})  # fmt: skip
+"""Classes of transformers whose layers are computed here."""
+MIN_ANGLES = 256
+
+
+def is_covered(model: nn.Module) -> bool:
+    """Whether `Decoder` computes what a model does."""
+    config: Any = model.config
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return (
+        type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and len(dtypes) == 1
+    )
+
+
+class Decoder:
+    """See the module.
+
+    Args:
+        model: for which `is_covered`; its projections are put into common memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        inner: Any = model.model
+        head: Any = model.lm_head
+        self._embedding: Tensor = inner.embed_tokens.weight
+        self._layers = [_Layer.of(layer) for layer in inner.layers]
+        self._norm = _Norm.of(inner.norm)
+        self._head: Tensor = head.weight
+        self._rotary: nn.Module = inner.rotary_emb
+        self._angles_2LD = self._embedding.new_empty((2, 0, 0))
+
+    def logits(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
+        """(B, V) logits behind one more token of each row, whose keys and values are cached."""
+        hidden_BC = functional.embedding(input_ids_B, self._embedding)
+        cos_B1D, sin_B1D = self._angles(step)
+        for number, layer in enumerate(self._layers):
+            hidden_BC = layer(number, hidden_BC, cos_B1D, sin_B1D, step)
+        return functional.linear(self._norm(hidden_BC), self._head)
+
+    def _angles(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines whose first half is negated: see `_rotated`."""
+        if self._angles_2LD.shape[1] < step.length:
+            num_angles = max(MIN_ANGLES, 2 * step.length)
+            position_1L = torch.arange(num_angles, device=step.position_B.device)[None]
+            cos_1LD, sin_1LD = self._rotary(self._embedding, position_1L)
+            first, second = sin_1LD.chunk(2, -1)
+            self._angles_2LD = torch.cat([cos_1LD, torch.cat([-first, second], -1)])
+        cos_B1D, sin_B1D = self._angles_2LD.index_select(1, step.position_B)[:, :, None]
+        return cos_B1D, sin_B1D
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """Root mean square normalization (Zhang and Sennrich, arXiv:1910.07467)."""
+
+    weight: Tensor
+    epsilon: float
+
+    @staticmethod
+    def of(module: Any) -> "_Norm":
+        return _Norm(module.weight.data, module.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Linear layers with one input, as one: weight (N, C), bias (N,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(*modules: nn.Linear) -> "_Linear":
+        """Of these modules, whose parameters become parts of the common ones."""
+        has_bias = modules[0].bias is not None
+        return _Linear(
+            _joined([module.weight for module in modules]),
+            _joined([module.bias for module in modules]) if has_bias else None,
+        )
+
+    def __call__(self, x_BC: Tensor) -> Tensor:
+        return functional.linear(x_BC, self.weight, self.bias)
+
+    def added_to(self, residual_BN: Tensor, x_BC: Tensor) -> Tensor:
+        """The residual and this layer's output."""
+        if self.bias is not None:
+            residual_BN = residual_BN + self.bias
+        return torch.addmm(residual_BN, x_BC, self.weight.t())
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer computes with; `norms_QK` where queries and keys have norms of their own."""
+
+    norm_in: _Norm
+    project_in: _Linear
+    norms_QK: tuple[_Norm, _Norm] | None
+    project_out: _Linear
+    norm_mid: _Norm
+    gate_up: _Linear
+    down: _Linear
+    num_heads: tuple[int, int]
+    scaling: float
+    window: int | None
+
+    @staticmethod
+    def of(module: Any) -> "_Layer":
+        attention, mlp = module.self_attn, module.mlp
+        width = attention.head_dim
+        has_norms = hasattr(attention, "q_norm")
+        return _Layer(
+            norm_in=_Norm.of(module.input_layernorm),
+            project_in=_Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            norms_QK=(_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+            if has_norms
+            else None,
+            project_out=_Linear.of(attention.o_proj),
+            norm_mid=_Norm.of(module.post_attention_layernorm),
+            gate_up=_Linear.of(mlp.gate_proj, mlp.up_proj),
+            down=_Linear.of(mlp.down_proj),
+            num_heads=(
+                attention.q_proj.out_features // width,
+                attention.k_proj.out_features // width,
+            ),
+            scaling=attention.scaling,
+            window=declared_window(attention, attention.layer_idx),
+        )
+
+    def __call__(
+        self, number: int, hidden_BC: Tensor, cos_B1D: Tensor, sin_B1D: Tensor, step: DecodeStep
+    ) -> Tensor:
+        """(B, C) to (B, C); the angles are (B, 1, D)."""
+        num_rows, num_queries, num_keys = len(hidden_BC), *self.num_heads
+        together = self.project_in(self.norm_in(hidden_BC))
+        heads = together.view(num_rows, num_queries + 2 * num_keys, -1)
+        turned, values = heads.split([num_queries + num_keys, num_keys], 1)
+        if self.norms_QK is not None:
+            parts = turned.split([num_queries, num_keys], 1)
+            turned = torch.cat([norm(x) for norm, x in zip(self.norms_QK, parts, strict=True)], 1)
+        queries, keys = _rotated(turned, cos_B1D, sin_B1D).split([num_queries, num_keys], 1)
+        seen = step.attend(
+            number,
+            queries.unsqueeze(2),
+            keys.unsqueeze(2),
+            values.unsqueeze(2),
+            self.scaling,
+            self.window,
+        )
+        hidden_BC = self.project_out.added_to(hidden_BC, seen.view(num_rows, -1))
+        gate, up = self.gate_up(self.norm_mid(hidden_BC)).chunk(2, -1)
+        return self.down.added_to(hidden_BC, functional.silu(gate, inplace=True).mul_(up))
+
+
+def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., arXiv:2104.09864), halves of a head paired as Llama does."""
+    halves_swapped = x_BHD.roll(x_BHD.shape[-1] // 2, -1)
+    return (x_BHD * cos_B1D).addcmul_(halves_swapped, sin_B1D)
+
+
+def _joined(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of what they hold, row by row, of which they are parts from now on."""
+    if len(parameters) == 1:
+        return parameters[0].data
+    whole = torch.cat([parameter.data for parameter in parameters])
+    parts = whole.split([len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return whole
