@@ -18,7 +18,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks races contracts contracts-rollout lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks rollout-matrix races contracts contracts-rollout lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -38,7 +38,7 @@ quickstart: $(STAMP)  ## the whole pipeline on CPU: data, SFT, RL, merge, evalua
 	$(BIN)/rlhf run quickstart $(ARGS)
 
 test: $(STAMP)  ## everything but the contracts and the tests marked slow
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts -m "not slow and not gpu and not stacks" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts -m "not slow and not gpu and not stacks and not matrix" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
@@ -47,6 +47,10 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
+
+rollout-matrix: $(STAMP)  ## the quickstart on vLLM and SGLang, beside the ranks and in a pool of their own
+	set -e; for name in $(ROLLOUT_ENVIRONMENTS); do $(MAKE) env-$$name; done
+	$(BIN)/python -m pytest -s --ignore tests/contracts -m matrix $(ARGS)
 
 races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at once
 	RACE_ROUNDS=200 $(BIN)/python -m pytest tests/e2e/test_ownership.py $(ARGS)

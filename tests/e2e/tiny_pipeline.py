@@ -35,17 +35,23 @@ _SETTINGS_OF = ("PREFECT_", "MLFLOW_", "RAY_", "RLHF_")
 
 
 class Home:
-    """A home directory, the recipe, and `rlhf` in it.
+    """A home directory, a recipe, and `rlhf` in it.
 
     Args:
         path: does not exist yet.
+        recipe: name of one that ships with the project; None: the tiny one.
+        deadline_s: of one command.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, recipe: str | None = None, deadline_s: float = RUN_DEADLINE_S
+    ) -> None:
         path.mkdir()
         self.path = path / "home"
-        self.recipe = path / "tiny.yaml"
-        self.recipe.write_text(RECIPE)
+        self.deadline_s = deadline_s
+        self.recipe = recipe or path / "tiny.yaml"
+        if recipe is None:
+            (path / "tiny.yaml").write_text(RECIPE)
         # Settings of whoever runs the tests are not those of the test.
         foreign = {name: None for name in os.environ if name.startswith(_SETTINGS_OF)}
         self.environment = env.child_environment(
@@ -63,7 +69,7 @@ class Home:
             capture_output=True,
             text=True,
             env=self.environment,
-            timeout=RUN_DEADLINE_S,
+            timeout=self.deadline_s,
         )
 
     def rlhf(self, verb: str, *arguments: str) -> str:

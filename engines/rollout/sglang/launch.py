@@ -105,6 +105,8 @@ def server_arguments(
         "tp_size": options.tensor_parallel_size,
         "disable_radix_cache": not options.enable_prefix_caching,
         "skip_server_warmup": True,
+        # Else its scheduler takes a whole core while others train.
+        "sleep_on_idle": True,
         "log_level": "warning",
         **(
             {"attention_backend": "torch_native", "disable_overlap_schedule": True}

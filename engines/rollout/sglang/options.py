@@ -13,7 +13,7 @@ SET_BY_US = frozenset({
     "log_level", "max_prefill_tokens", "max_running_requests", "max_total_tokens",
     "mem_fraction_static", "model_path", "nnodes", "port", "pp_size", "random_seed",
     "sampling_backend", "sampling_defaults", "skip_server_warmup", "skip_tokenizer_init",
-    "speculative_algorithm", "tokenizer_path", "tp_size", "trust_remote_code",
+    "sleep_on_idle", "speculative_algorithm", "tokenizer_path", "tp_size", "trust_remote_code",
 })  # fmt: skip
 """Server arguments that have an option of their own, or on which the contract stands."""
 

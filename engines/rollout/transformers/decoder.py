@@ -100,10 +100,9 @@ class _Linear:
     @staticmethod
     def of(*modules: nn.Linear) -> "_Linear":
         """Of these modules, whose parameters become parts of the common ones."""
-        has_bias = modules[0].bias is not None
+        biases = [module.bias for module in modules if module.bias is not None]
         return _Linear(
-            _joined([module.weight for module in modules]),
-            _joined([module.bias for module in modules]) if has_bias else None,
+            _joined([module.weight for module in modules]), _joined(biases) if biases else None
         )
 
     def __call__(self, x_BC: Tensor) -> Tensor:
