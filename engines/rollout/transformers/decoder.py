@@ -13,6 +13,7 @@ Letters: B rows, C hidden width, N output width, H query heads, G key-value head
 V vocabulary, L positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +185,7 @@ def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
     return (x_BHD * cos_B1D).addcmul_(halves_swapped, sin_B1D)
 
 
-def _joined(parameters: list[nn.Parameter]) -> Tensor:
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor of what they hold, row by row, of which they are parts from now on."""
     if len(parameters) == 1:
         return parameters[0].data
