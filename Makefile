@@ -49,7 +49,7 @@ test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; t
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
 
 rollout-matrix: $(STAMP)  ## the quickstart on vLLM and SGLang, beside the ranks and in a pool of their own
-	set -e; for name in $(ROLLOUT_ENVIRONMENTS); do $(MAKE) env-$$name; done
+	set -e; for name in $(ROLLOUT_ENVIRONMENTS) torchtitan; do $(MAKE) env-$$name; done
 	$(BIN)/python -m pytest -s --ignore tests/contracts -m matrix $(ARGS)
 
 races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at once

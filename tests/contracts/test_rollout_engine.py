@@ -13,7 +13,6 @@ import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,102 +23,29 @@ from rlhf.testing.rollout_models import (
     GROUPS,
     PREFIX,
     changed,
-    config,
     largest_difference,
     model,
     receipt_of,
     reference_logprobs,
-    source_of,
     tensors_of,
 )
+from rlhf.testing.served_engine import TIMEOUT_S, Served, requests
 
 from engines.config.plugins import ROLLOUT_ENGINES
-from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.create import create_rollout_engine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError
 
-TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 20.0
 MAX_LOGPROB_DIFFERENCE = 1e-4
 WRONG_BY = 1e-2
 """A wrong weight shows by more than this; rounding stays below the other bound."""
-OPTIONS = {
-    # A budget that makes prompts wait for each other.
-    "transformers": {"max_prefill_tokens": CONTEXT_LENGTH},
-    "sglang": {"max_prefill_tokens": CONTEXT_LENGTH, "kv_cache_bytes": 2**25},
-    "vllm": {"max_prefill_tokens": CONTEXT_LENGTH, "kv_cache_bytes": 2**26},
-}
 FAULTS = {
     "sglang": "sglang.embedding=nan@2,sglang.cache_flush=nan@3",
     "vllm": "vllm.head_refresh=nan@2,vllm.prefix_reset=nan@3",
 }
 """What breaks the second and the third update of an engine, by its name."""
-
-
-class Served:
-    """One engine, the loop that all calls to it come from, and the models that it may serve."""
-
-    def __init__(
-        self,
-        name: str,
-        tied: bool,
-        directory: Path,
-        timeout_s: float,
-        max_num_sequences: int = 6,
-    ) -> None:
-        self.name, self.tied, self.timeout_s = name, tied, timeout_s
-        self._directory = directory
-        self._num_files = 0
-        config(tied).save_pretrained(directory)
-        rollout = RolloutConfig(
-            engine=name,
-            timeout_s=timeout_s,
-            max_num_sequences=max_num_sequences,
-            options=OPTIONS.get(name, {}),
-        )
-        self.processes_before = set(psutil.Process().children(recursive=True))
-        self.engine = create_rollout_engine(name, directory, rollout, "float32", CPUPlatform())
-        self._loop = asyncio.Runner()
-
-    def run(self, coroutine):
-        async def with_deadline():
-            async with asyncio.timeout(TIMEOUT_S):
-                return await coroutine
-
-        return self._loop.run(with_deadline())
-
-    def close(self) -> None:
-        self.run(self.engine.close())
-        self._loop.close()
-
-    def source(self, tensors: dict[str, torch.Tensor]):
-        self._num_files += 1
-        return source_of(tensors, self._directory / f"{self._num_files}.safetensors")
-
-    def send(self, made, version: int) -> None:
-        tensors = tensors_of(made)
-        receipt = self.run(self.engine.update_weights(self.source(tensors), version))
-        assert receipt == receipt_of(tensors)
-        self.run(self.engine.finish_update(version, receipt.digest))
-
-    def generate(self, asked: list[RolloutRequest]) -> list[Completion]:
-        return self.run(self.collect(asked))
-
-    async def collect(self, asked: list[RolloutRequest]) -> list[Completion]:
-        found = [completion async for completion in self.engine.generate(asked)]
-        place = {request.request_id: index for index, request in enumerate(asked)}
-        found.sort(key=lambda c: (place[c.request_id], c.sample_index))
-        wanted = [(r.request_id, i) for r in asked for i in range(r.num_samples)]
-        assert [(c.request_id, c.sample_index) for c in found] == wanted
-        return found
-
-    def parity(self, made) -> float:
-        """Largest difference on prompts short and long, cold and cached."""
-        asked = requests()
-        return largest_difference(made, asked, self.generate(asked))
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +82,6 @@ def faulty(engine_name, tmp_path_factory) -> Iterator[Served]:
         made = Served(engine_name, True, tmp_path_factory.mktemp("faulty"), SHORT_TIMEOUT_S)
         yield made
         made.close()
-
-
-def requests(max_new_tokens: int = 16, **sampling) -> list[RolloutRequest]:
-    prompts = [(5,), (6, 7, 8, 9, 10, 11, 12), PREFIX, (*PREFIX, 13, 14, 15)]
-    return [
-        RolloutRequest(
-            f"prompt={index}",
-            prompt,
-            SamplingParams(max_new_tokens, **sampling),
-            tuple(100 * index + sample for sample in range(3)),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
 
 
 def token_ids(completions: list[Completion]) -> list[tuple[int, ...]]:

@@ -25,14 +25,8 @@ from rlhf.testing.rollout_models import (
     text_of,
     write_tokenizer,
 )
-from rlhf.testing.test_rollout_engine import (
-    MAX_LOGPROB_DIFFERENCE,
-    TIMEOUT_S,
-    Served,
-    engine_name,
-    requests,
-    token_ids,
-)
+from rlhf.testing.served_engine import TIMEOUT_S, Served, requests
+from rlhf.testing.test_rollout_engine import MAX_LOGPROB_DIFFERENCE, engine_name, token_ids
 
 from engines.errors import RolloutError
 from engines.rollout.base import Capability
