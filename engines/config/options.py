@@ -137,6 +137,12 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "devices of the ranks answers the ranks alone",
         )
     check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
+    if rollout.num_workers_per_replica > 1 and rollout.placement == "colocated":
+        raise ConfigError(
+            "rollout.options.tensor_parallel_size",
+            f"got {rollout.num_workers_per_replica} with rollout.placement colocated, where each "
+            "rank's device has an engine of its own; need 1; set it, or choose disaggregated",
+        )
 
 
 def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:

@@ -18,6 +18,7 @@ class WorkerExtension:
     get_model: Any
     model_config: Any
     vllm_config: Any
+    rank: int
 
     def receive_weights(self, order: str) -> str:
         """Overwrite every parameter from a weight source.
@@ -34,7 +35,7 @@ class WorkerExtension:
             with set_current_vllm_config(self.vllm_config):
                 _reload(self.get_model(), self.model_config, tensors)
 
-        return carry_out(order, load)
+        return carry_out(order, load, self.rank)
 
 
 def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
