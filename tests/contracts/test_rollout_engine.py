@@ -35,6 +35,7 @@ from rlhf.testing.rollout_models import (
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.create import create_rollout_engine
 from engines.types import Completion, RolloutRequest, SamplingParams
@@ -69,6 +70,7 @@ class Served:
         directory: Path,
         timeout_s: float,
         max_num_sequences: int = 6,
+        adapter: LoraConfig | None = None,
     ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
@@ -81,7 +83,9 @@ class Served:
             options=OPTIONS.get(name, {}),
         )
         self.processes_before = set(psutil.Process().children(recursive=True))
-        self.engine = create_rollout_engine(name, directory, rollout, "float32", CPUPlatform())
+        self.engine = create_rollout_engine(
+            name, directory, rollout, "float32", CPUPlatform(), adapter
+        )
         self._loop = asyncio.Runner()
 
     def run(self, coroutine):

@@ -12,6 +12,9 @@ from engines.rollout.served.updates import NamedTensors, carry_out
 from infra.faults import fault
 
 
+_BASE = ".base_layer"
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker class, whose attributes it uses."""
 
@@ -51,7 +54,7 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     wanted = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
-        loaded = model.load_weights(tensors)
+        loaded = model.load_weights(_renamed(tensors, _wrapped_modules(model)))
     finally:
         # After an error too: else the next update would add to what this one left behind.
         finalize_layerwise_reload(model, model_config)
@@ -60,6 +63,24 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         raise WeightSyncError(f"vLLM got no weights for {', '.join(missing[:3])}")
     if not fault("vllm.head_refresh"):
         _refresh_packed_heads(model)
+
+
+def _wrapped_modules(model: Any) -> frozenset[str]:
+    """Modules, as the checkpoint calls them, that vLLM has put behind an adapter's layer."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    found: set[str] = set()
+    for name, _ in model.named_modules():
+        if name.endswith(_BASE):
+            parent, _, last = name.removesuffix(_BASE).rpartition(".")
+            found |= {f"{parent}.{part}" for part in packed.get(last, (last,))}
+    return frozenset(found)
+
+
+def _renamed(tensors: NamedTensors, wrapped: frozenset[str]) -> NamedTensors:
+    """With the names that weights have behind an adapter's layer."""
+    for name, tensor in tensors:
+        module, _, last = name.rpartition(".")
+        yield (f"{module}{_BASE}.{last}" if module in wrapped else name), tensor
 
 
 def _refresh_packed_heads(model: Any) -> None:
