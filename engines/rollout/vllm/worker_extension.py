@@ -12,7 +12,7 @@ from engines.rollout.served.updates import NamedTensors, carry_out
 from infra.faults import fault
 
 
-_BASE = ".base_layer"
+_BASE = ".base_layer."
 
 
 class WorkerExtension:
@@ -51,10 +51,11 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         initialize_layerwise_reload,
     )
 
-    wanted = {name for name, _ in model.named_parameters()}
+    # An adapter's layer passes on what is meant for the one behind it, by the name of that.
+    wanted = {name.replace(_BASE, ".") for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
-        loaded = model.load_weights(_renamed(tensors, _wrapped_modules(model)))
+        loaded = model.load_weights(tensors)
     finally:
         # After an error too: else the next update would add to what this one left behind.
         finalize_layerwise_reload(model, model_config)
@@ -63,24 +64,6 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         raise WeightSyncError(f"vLLM got no weights for {', '.join(missing[:3])}")
     if not fault("vllm.head_refresh"):
         _refresh_packed_heads(model)
-
-
-def _wrapped_modules(model: Any) -> frozenset[str]:
-    """Modules, as the checkpoint calls them, that vLLM has put behind an adapter's layer."""
-    packed = getattr(model, "packed_modules_mapping", {})
-    found: set[str] = set()
-    for name, _ in model.named_modules():
-        if name.endswith(_BASE):
-            parent, _, last = name.removesuffix(_BASE).rpartition(".")
-            found |= {f"{parent}.{part}" for part in packed.get(last, (last,))}
-    return frozenset(found)
-
-
-def _renamed(tensors: NamedTensors, wrapped: frozenset[str]) -> NamedTensors:
-    """With the names that weights have behind an adapter's layer."""
-    for name, tensor in tensors:
-        module, _, last = name.rpartition(".")
-        yield (f"{module}{_BASE}.{last}" if module in wrapped else name), tensor
 
 
 def _refresh_packed_heads(model: Any) -> None:
