@@ -11,7 +11,6 @@ from engines.errors import WeightSyncError
 from engines.rollout.served.updates import NamedTensors, carry_out
 from infra.faults import fault
 
-
 _BASE = ".base_layer."
 
 
