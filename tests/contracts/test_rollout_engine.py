@@ -11,9 +11,10 @@ what they are for. Not covered: speed, memory, more than one device.
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -71,6 +72,7 @@ class Served:
         timeout_s: float,
         max_num_sequences: int = 6,
         adapter: LoraConfig | None = None,
+        options: Mapping[str, Any] = {},
     ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
@@ -80,7 +82,7 @@ class Served:
             engine=name,
             timeout_s=timeout_s,
             max_num_sequences=max_num_sequences,
-            options=OPTIONS.get(name, {}),
+            options={**OPTIONS.get(name, {}), **options},
         )
         self.processes_before = set(psutil.Process().children(recursive=True))
         self.engine = create_rollout_engine(
