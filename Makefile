@@ -11,7 +11,8 @@ BACKENDS     ?= fsdp fsdp2 megatron
 ENVIRONMENTS ?= veomni automodel torchtitan
 ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
-ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests
+ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
+	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers
 # Two ranks; empty adds four.
 ENVIRONMENT_TIER ?= not slow
 

@@ -94,6 +94,7 @@ _HF_PARALLELISM = {
 }
 _HF_FEATURES = {
     "lora": Tested.CONTRACT,
+    "adapter stream": Tested.CONTRACT,
     "moe": Tested.CONTRACT,
     "compile": Tested.CONTRACT,
     "liger": Tested.GPU,

@@ -136,6 +136,13 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "got true with rollout.placement colocated; need disaggregated: an engine on the "
             "devices of the ranks answers the ranks alone",
         )
+    size = rollout.options.get("tensor_parallel_size", 1)
+    if size != 1 and rollout.placement == "colocated":
+        raise ConfigError(
+            "rollout.options.tensor_parallel_size",
+            f"got {size} with rollout.placement colocated, where each "
+            "rank's device has an engine of its own; need 1; set it, or choose disaggregated",
+        )
     check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
 
 

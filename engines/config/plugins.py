@@ -166,6 +166,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "sleep_frees_memory",
                 "structured_output",
                 "shared_memory",
+                "adapters",
             ),
         ),
     ],

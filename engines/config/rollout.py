@@ -92,5 +92,13 @@ class RolloutConfig(StrictModel):
     """OpenAI's API in front of each engine beside the ranks, on loopback; its log names the file
     that holds address and key. Who asks there takes part in the batches of the run, so that it
     repeats no longer bit for bit."""
+    lora_sync: Annotated[Literal["auto", "adapter", "merged"], Execution] = "auto"
+    """How a trained adapter reaches engines: alone, after the frozen weights were sent once, or
+    merged into them at every sync; `auto` sends it alone where the engines can take it."""
     options: dict[str, Any] = {}
     """Options of the chosen engine."""
+
+    @property
+    def num_workers_per_replica(self) -> int:
+        """Devices of an engine, and processes that share its model."""
+        return int(self.options.get("tensor_parallel_size", 1))

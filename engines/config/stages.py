@@ -15,6 +15,7 @@ from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
 from engines.config.data import DataConfig
+from engines.config.lora_sync import adapter_travels
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
     ROLLOUT_ENGINES,
@@ -286,6 +287,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_structured_output(
             "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout
         )
+        adapter_travels(self.training, self.rollout)
         check_sampling(self.rl)
         check_algorithm(self.rl)
         check_answer_length(

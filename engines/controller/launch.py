@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.controller.in_process import InProcessGroup
 from engines.controller.policy_worker import PolicySpec, PolicyWorker
@@ -118,6 +119,7 @@ def launch_policy_with_rollout(
         num_threads=training.num_threads,
         log_dir=log_dir,
         shares_devices=rollout.placement == "colocated",
+        adapter=training.lora if adapter_travels(training, rollout) else None,
     )
     if is_embedded(rollout):
         engines = launch_engines(replica)  # first, because it may refuse
@@ -129,7 +131,8 @@ def launch_policy_with_rollout(
         first, num_replicas = 0, num_ranks
     connect_ray()
     # Ranks and replicas together: two runs that each had half of it would wait for ever.
-    bundles = [planned(spec.platform).ray_resource_options(1)] * (first + num_replicas)
+    options = planned(spec.platform).ray_resource_options
+    bundles = [options(1)] * first + [options(rollout.num_workers_per_replica)] * num_replicas
     num_sharing = 2 if replica.shares_devices and not here else 1
     pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
     try:
@@ -162,7 +165,8 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
     if is_embedded(spec.rollout):
         return Pool(None, ())
     connect_ray()
-    bundles = [planned(spec.platform).ray_resource_options(1)] * spec.rollout.num_replicas
+    options = planned(spec.platform).ray_resource_options(spec.rollout.num_workers_per_replica)
+    bundles = [options] * spec.rollout.num_replicas
     return reserve(bundles, queueing)
 
 
@@ -192,7 +196,9 @@ def launch_engines(
         )
         new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
         return LaunchedEngines([engine], rollout.timeout_s, new, spec.shares_devices)
-    transport = choose_transport(spec, places, sender or Sender(this_node(), has_device=False))
+    sender = sender or Sender(this_node(), has_device=False)
+    transport = choose_transport(spec, places, sender)
+    of_adapter = choose_transport(spec, places, sender, to_host=True) if spec.adapter else None
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     libraries = installed_distributions(interpreter) if interpreter else {}
     starter = RayReplicas(replace(spec, interpreter=interpreter, libraries=libraries), places)
@@ -201,6 +207,7 @@ def launch_engines(
         rollout.timeout_s,
         transport,
         spec.shares_devices,
+        of_adapter,
         ROLLOUT_ENGINES.find(rollout.engine).routing,
         RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
     )

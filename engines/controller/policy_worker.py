@@ -191,6 +191,16 @@ class PolicyWorker:
         return transport.send(iter(self._policy.get_per_tensor_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def send_frozen_weights(self, transport: Transport) -> Receipt:
+        """Send what the policy's adapter stands on; as `send_weights`."""
+        return transport.send(iter(self._policy.get_frozen_param()))
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def send_adapter(self, transport: Transport) -> Receipt:
+        """Send the policy's adapter alone; as `send_weights`."""
+        return transport.send(iter(self._policy.get_adapter_param()))
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write every rank's shard of weights and optimizer into `path`. Collective."""
         self._policy.save_checkpoint(path, step)

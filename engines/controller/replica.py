@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.controller.pool import this_node
 from engines.controller.process_log import log_tail, log_to
 from engines.errors import ReplicaLostError
@@ -58,6 +59,7 @@ class ReplicaSpec:
         interpreter: Python of the engine's job environment; None: as its starter.
         libraries: versions by distribution that must be installed beside it.
         shares_devices: with ranks that train: it sleeps until it gets weights.
+        adapter: shape of one that travels alone; None: none does.
     """
 
     serving_dir: Path
@@ -70,6 +72,7 @@ class ReplicaSpec:
     interpreter: Path | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
     shares_devices: bool = False
+    adapter: LoraConfig | None = None
 
     def log_path(self, number: int) -> Path:
         """The log file of a replica."""
@@ -131,6 +134,7 @@ class ReplicaProcess:
             behind_service(spec.rollout),
             spec.dtype,
             platform,
+            spec.adapter,
         )
         if spec.shares_devices:
             await self._engine.sleep()
@@ -171,9 +175,11 @@ class RemoteReplica(RolloutEngine):
         actor: handle of a `ReplicaProcess`.
         number: of the replica.
         log_path: of its process.
+        num_workers: that share its model.
     """
 
-    def __init__(self, actor: Any, number: int, log_path: Path) -> None:
+    def __init__(self, actor: Any, number: int, log_path: Path, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
         self._actor = actor
         self._number = number
         self._log_path = log_path
@@ -200,6 +206,11 @@ class RemoteReplica(RolloutEngine):
         """See the base class."""
         self._version = NO_VERSION
         return await self._call("update_weights", source, version)
+
+    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+        """See the base class."""
+        self._version = NO_VERSION
+        return await self._call("update_adapter", source, version)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """See the base class."""

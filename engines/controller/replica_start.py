@@ -83,7 +83,8 @@ class RayReplicas:
             runtime["py_executable"] = str(spec.interpreter)
         options = self._places[place].options
         actor = remote.options(runtime_env=runtime, **options).remote(place, spec)
-        return RemoteReplica(actor, place, spec.log_path(place))
+        num_workers = spec.rollout.num_workers_per_replica
+        return RemoteReplica(actor, place, spec.log_path(place), num_workers)
 
     async def _build(self, replica: RemoteReplica) -> None:
         from ray.exceptions import RayError

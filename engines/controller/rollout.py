@@ -19,7 +19,7 @@ from engines.controller.pool import Place, this_address
 from engines.controller.replica import ReplicaSpec
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.base import RolloutEngine
-from engines.rollout.publishing import NewTransport, Probe
+from engines.rollout.publishing import NewTransport, Passage, Probe
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
@@ -112,8 +112,9 @@ class LaunchedEngines:
     Attributes:
         engines: one, or the replicas.
         timeout_s: as in `RolloutService`.
-        new_transport: makes what carries weights to so many of them.
+        new_transport: makes what carries weights, from the number of workers of each.
         shares_devices: with ranks that train.
+        new_adapter_transport: the same for an adapter that travels alone; None where none does.
         routing: as in `RolloutService`.
         restarts: as in `RolloutService`.
     """
@@ -122,6 +123,7 @@ class LaunchedEngines:
     timeout_s: float
     new_transport: NewTransport
     shares_devices: bool
+    new_adapter_transport: NewTransport | None = None
     routing: RoutingName = "by_place"
     restarts: RestartPolicy | None = None
 
@@ -143,16 +145,19 @@ class Sender:
     has_device: bool
 
 
-def choose_transport(spec: ReplicaSpec, places: Sequence[Place], sender: Sender) -> NewTransport:
-    """What carries weights to replicas. Ray must be connected.
+def choose_transport(
+    spec: ReplicaSpec, places: Sequence[Place], sender: Sender, *, to_host: bool = False
+) -> NewTransport:
+    """What carries tensors to replicas. Ray must be connected.
 
     Args:
         spec: of the replicas.
         places: of the replicas.
         sender: of the weights.
+        to_host: they are read where a replica has no device: an adapter.
 
     Returns:
-        A function of the number of receivers.
+        A function of the number of workers of each.
 
     Raises:
         ConfigError: shared memory was asked for, and a replica is on another machine.
@@ -168,7 +173,7 @@ def choose_transport(spec: ReplicaSpec, places: Sequence[Place], sender: Sender)
         )
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
-    platform = planned(spec.platform if sender.has_device else "cpu")
+    platform = planned(spec.platform if sender.has_device and not to_host else "cpu")
     return partial(
         collective.open_transport,
         spec.dtype,
@@ -192,6 +197,7 @@ class ServedRollout(RolloutService):
         super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
         self._workers = workers
         self._new_transport = engines.new_transport
+        self._new_adapter_transport = engines.new_adapter_transport
         self._shares_devices = engines.shares_devices
 
     def sleep(self) -> None:
@@ -201,9 +207,10 @@ class ServedRollout(RolloutService):
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
         """See `Rollout`."""
-        return self.sync(
-            self._new_transport,
-            lambda transport: self._workers.run(PolicyWorker.send_weights, transport),
-            version,
-            probe,
-        )
+        run, new_adapter_transport = self._workers.run, self._new_adapter_transport
+        if new_adapter_transport is None:
+            send = partial(run, PolicyWorker.send_weights)
+            return self.sync(self._new_transport, send, version, probe)
+        adapter = Passage(new_adapter_transport, partial(run, PolicyWorker.send_adapter))
+        send = partial(run, PolicyWorker.send_frozen_weights)
+        return self.sync(self._new_transport, send, version, probe, adapter)

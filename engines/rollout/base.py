@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
+from engines.errors import WeightSyncError
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 
@@ -35,6 +36,8 @@ class Capability(Enum):
     """A sample that continues a prefix has the tokens that it would have had uninterrupted."""
     SHARED_MEMORY = "shared_memory"
     """Takes its weights in processes of its own: the source must be readable there."""
+    ADAPTERS = "adapters"
+    """Takes an adapter beside the weights it stands on; such an engine is made with its shape."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class RolloutEngine(ABC):
     """One rollout engine on one worker. All calls come from one and the same asyncio loop."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    num_workers: int = 1
+    """Processes that share the model; each reads all weights: `WeightSource.of_worker`."""
 
     @property
     @abstractmethod
@@ -99,6 +104,23 @@ class RolloutEngine(ABC):
         Raises:
             WeightSyncError: a name is unknown, missing, repeated, or has another shape or dtype.
         """
+
+    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+        """Take a new adapter of the weights of the last `update_weights`, as that does.
+
+        Args:
+            source: `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) under the name of
+                each module; one worker reads it.
+            version: number of the weights and the adapter together, 0 or more.
+
+        Returns:
+            As `update_weights`, of the adapter; its digest is what `finish_update` confirms.
+
+        Raises:
+            WeightSyncError: as `update_weights`; or the engine holds no weights, or takes no
+                adapters.
+        """
+        raise WeightSyncError(f"{type(self).__name__} was not made for an adapter")
 
     @abstractmethod
     async def finish_update(self, version: int, digest: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from engines.config.options import check_options
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.rollout.base import RolloutEngine
 from hardware.base import PlatformBase
 from infra.plugins import load_row
@@ -25,7 +26,12 @@ def behind_service(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def create_rollout_engine(
-    name: str, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+    name: str,
+    hf_dir: Path,
+    rollout: RolloutConfig,
+    dtype: str,
+    platform: PlatformBase,
+    adapter: LoraConfig | None = None,
 ) -> RolloutEngine:
     """Build a rollout engine. It serves nothing before its first weight update.
 
@@ -35,6 +41,8 @@ def create_rollout_engine(
         rollout: capacity, deadline and options.
         dtype: `float32` or `bfloat16`.
         platform: where it runs.
+        adapter: shape of one that comes beside the weights, for an engine that has the capability;
+            None: none does.
 
     Returns:
         The engine, without weights.
@@ -45,4 +53,6 @@ def create_rollout_engine(
     """
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")
-    return load_row(row, ROLLOUT_ENGINES.setting)(hf_dir, rollout, dtype, platform)
+    make = load_row(row, ROLLOUT_ENGINES.setting)
+    beside = {} if adapter is None else {"adapter": adapter}
+    return make(hf_dir, rollout, dtype, platform, **beside)

@@ -10,11 +10,12 @@ Does not promise: speed for the others while one is slow. They wait for the slow
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from engines.errors import ReplicaLostError, WeightSyncError
+from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import collect
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.replica_pool import ReplicaPool
@@ -31,7 +32,7 @@ PROBE_DEADLINE_S = 300.0
 RESTART_DEADLINE_S = 900.0
 """For one of the replicas to be up, when all were lost."""
 
-NewTransport = Callable[[int], Transport]
+NewTransport = Callable[[Sequence[int]], Transport]
 Send = Callable[[Transport], Receipt]
 
 
@@ -56,18 +57,31 @@ class Probe(Protocol):
 
 
 @dataclass(frozen=True)
-class Publication:
-    """How weights reach replicas, now and until the next publication.
+class Passage:
+    """A way for tensors from the trainer to replicas.
 
     Attributes:
-        new_transport: makes what carries them to so many replicas.
+        new_transport: makes what carries them, from the number of workers of each replica.
         send: has the trainer send through it.
-        version: number of the weights.
-        probe: the last proof.
     """
 
     new_transport: NewTransport
     send: Send
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How weights reach replicas, now and until the next publication.
+
+    Attributes:
+        weights: all of them; those that an adapter stands on never change, and are sent once.
+        adapter: the adapter alone; None where it is merged into the weights, or there is none.
+        version: number of the weights.
+        probe: the last proof.
+    """
+
+    weights: Passage
+    adapter: Passage | None
     version: int
     probe: Probe | None
 
@@ -84,23 +98,24 @@ class Publisher:
     def __init__(self, pool: ReplicaPool, loop: EventLoopThread, timeout_s: float) -> None:
         self._pool, self._loop, self._timeout_s = pool, loop, timeout_s
         self.published: tuple[Publication, Receipt] | None = None
+        self._frozen = _FrozenWeights()
 
-    def publish(
-        self, new_transport: NewTransport, send: Send, version: int, probe: Probe | None
-    ) -> SyncReport:
+    def publish(self, publication: Publication) -> SyncReport:
         """Give every replica that is up new weights; see `RolloutService.sync`."""
         start = time.monotonic()
-        publication = Publication(new_transport, send, version, probe)
+        if publication.adapter is None:
+            self._frozen = _FrozenWeights()
         self._withdraw()
         sent: Receipt | None = None
         while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
             sent = self._give(self._await_up(), publication, None)
         self.published = publication, sent
-        return SyncReport(version, sent, time.monotonic() - start)
+        return SyncReport(publication.version, sent, time.monotonic() - start)
 
     def retire(self) -> None:
         """Put every replica to sleep; see `RolloutService.sleep`."""
         self._withdraw()
+        self._frozen = _FrozenWeights()
         up = self._pool.in_state(ReplicaState.STALE)
         self._each(up, lambda slot: slot.engine.sleep(), "memory to be given back")
         # One that starts takes memory before it gives it back: not while others train.
@@ -124,26 +139,17 @@ class Publisher:
         slots = [slot for slot in slots if slot.state is ReplicaState.STALE]
         if not slots:
             return None
-        transfer = _Transfer(slots, publication.version)
-        transport = publication.new_transport(len(slots))
-        try:
-            sent = self._transfer(transfer, transport, publication.send)
-        finally:
-            transport.stop()
-        self._lose(transfer.lost())
+        version = publication.version
+        if publication.adapter is None:
+            transfer = _Transfer(slots, version, _take_weights)
+            sent = self._ship(transfer, publication.weights, expected)
+        elif self._send_frozen(slots, publication):
+            transfer = _Transfer(slots, version, _take_adapter)
+            sent = self._ship(transfer, publication.adapter, expected)
+        else:
+            return None
         if sent is None:
             return None
-        version = publication.version
-        if expected is not None and sent != expected:
-            raise WeightSyncError(
-                f"version {version} was published as {expected}, the trainer holds {sent} now"
-            )
-        for slot in slots:
-            if (held := transfer.receipts[slot.place]) != sent:
-                raise WeightSyncError(
-                    f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
-                    "not generate from them"
-                )
         self._each(
             slots,
             lambda slot: slot.engine.finish_update(version, sent.digest),
@@ -152,6 +158,44 @@ class Publisher:
         left = [slot for slot in slots if slot.state is ReplicaState.STALE]
         self._probe(left, publication)
         self._move(left, ReplicaState.HEALTHY)
+        return sent
+
+    def _send_frozen(self, slots: Sequence[ReplicaSlot], publication: Publication) -> bool:
+        """Give those that lack it what the adapter stands on; whether all have it now."""
+        bare = [slot for slot in slots if slot.engine is not self._frozen.held_by.get(slot.place)]
+        if not bare:
+            return True
+        transfer = _Transfer(bare, publication.version, _take_weights)
+        sent = self._ship(transfer, publication.weights, self._frozen.receipt)
+        if sent is None:
+            return False
+        self._frozen.receipt = sent
+        self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
+        return True
+
+    def _ship(
+        self, transfer: "_Transfer", passage: Passage, expected: Receipt | None
+    ) -> Receipt | None:
+        """What was sent, and is held by each; None: a replica was lost."""
+        transport = passage.new_transport([slot.engine.num_workers for slot in transfer.slots])
+        try:
+            sent = self._transfer(transfer, transport, passage.send)
+        finally:
+            transport.stop()
+        self._lose(transfer.lost())
+        if sent is None:
+            return None
+        version = transfer.version
+        if expected is not None and sent != expected:
+            raise WeightSyncError(
+                f"version {version} was published as {expected}, the trainer holds {sent} now"
+            )
+        for slot in transfer.slots:
+            if (held := transfer.receipts[slot.place]) != sent:
+                raise WeightSyncError(
+                    f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
+                    "not generate from them"
+                )
         return sent
 
     def _transfer(self, transfer: "_Transfer", transport: Transport, send: Send) -> Receipt | None:
@@ -266,12 +310,32 @@ class Publisher:
             raise self._pool.failure
 
 
-class _Transfer:
-    """One set of weights on its way into some replicas, and what came of it."""
+@dataclass
+class _FrozenWeights:
+    """Weights that an adapter stands on: what they are, and which engines hold them."""
 
-    def __init__(self, slots: Sequence[ReplicaSlot], version: int) -> None:
-        self._slots = tuple(slots)
+    receipt: Receipt | None = None
+    held_by: dict[int, RolloutEngine] = field(default_factory=dict)
+
+
+Take = Callable[[RolloutEngine, WeightSource, int], Awaitable[Receipt]]
+
+
+async def _take_weights(engine: RolloutEngine, source: WeightSource, version: int) -> Receipt:
+    return await engine.update_weights(source, version)
+
+
+async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: int) -> Receipt:
+    return await engine.update_adapter(source, version)
+
+
+class _Transfer:
+    """One set of tensors on its way into some replicas, and what came of it."""
+
+    def __init__(self, slots: Sequence[ReplicaSlot], version: int, take: Take) -> None:
+        self.slots = tuple(slots)
         self.version = version
+        self._take_into = take
         self.receipts: dict[int, Receipt] = {}
         self.first_error: PipelineError | None = None
         self._lost: dict[int, PipelineError] = {}
@@ -279,12 +343,12 @@ class _Transfer:
 
     async def run(self, transport: Transport) -> None:
         """Take them; the first that fails ends the sending."""
-        pairs = zip(self._slots, transport.sources, strict=True)
+        pairs = zip(self.slots, transport.sources, strict=True)
         await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
 
     async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Transport) -> None:
         try:
-            self.receipts[slot.place] = await slot.engine.update_weights(source, self.version)
+            self.receipts[slot.place] = await self._take_into(slot.engine, source, self.version)
         except ReplicaLostError as error:
             self._lost[slot.place] = error
             transport.stop()
@@ -298,7 +362,7 @@ class _Transfer:
 
     def give_up(self) -> None:
         """Take those for lost that have not ended."""
-        for slot in self._slots:
+        for slot in self.slots:
             place = slot.place
             if place not in self.receipts and place not in self._failed:
                 silent = f"replica {place}: did not take weights in time"
@@ -306,4 +370,4 @@ class _Transfer:
 
     def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
         """The replicas that are of no use any more, and why."""
-        return [(slot, self._lost[slot.place]) for slot in self._slots if slot.place in self._lost]
+        return [(slot, self._lost[slot.place]) for slot in self.slots if slot.place in self._lost]

@@ -19,7 +19,15 @@ from engines.rollout.base import Health, RolloutEngine
 from engines.rollout.batch_run import ABORT_DEADLINE_S, BatchRun
 from engines.rollout.collect import SampleLedger
 from engines.rollout.event_loop import EventLoopThread
-from engines.rollout.publishing import ANSWER_DEADLINE_S, NewTransport, Probe, Publisher, Send
+from engines.rollout.publishing import (
+    ANSWER_DEADLINE_S,
+    NewTransport,
+    Passage,
+    Probe,
+    Publication,
+    Publisher,
+    Send,
+)
 from engines.rollout.replica_pool import ReplicaPool, RestartPolicy
 from engines.rollout.replica_state import ReplicaSlot, ReplicaState
 from engines.rollout.routing import ByPlace, LeastLoaded, Routing
@@ -106,15 +114,18 @@ class RolloutService:
         send: Send,
         version: int,
         probe: Probe | None = None,
+        adapter: Passage | None = None,
     ) -> SyncReport:
         """Have every replica take new weights, and serve them once all hold what was sent.
 
         Args:
-            new_transport: makes what carries them to so many replicas.
+            new_transport: makes what carries them, from the number of workers of each replica.
             send: has the trainer send through it; called in this thread, again later for
                 replicas that start late, until the next `sync`.
             version: number of the weights.
             probe: the last proof of each replica, before it serves.
+            adapter: how an adapter of the weights comes alone; those are sent then only to replicas
+                that lack them.
 
         Returns:
             What was sent.
@@ -125,7 +136,8 @@ class RolloutService:
             RolloutError: replicas were lost, and no others may start.
             DeadlineError: the weights did not arrive in time.
         """
-        return self._publisher.publish(new_transport, send, version, probe)
+        weights = Passage(new_transport, send)
+        return self._publisher.publish(Publication(weights, adapter, version, probe))
 
     def sleep(self) -> None:
         """Have every replica give its memory back; nothing is sampled until the next `sync`.

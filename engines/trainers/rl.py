@@ -102,11 +102,11 @@ class RLTrainer:
         run, clock = self.workers.run, PhaseClock()
         global_step = self.previous_steps + step
         collector = self._collect(global_step, clock)
-        experience, updates, untrained = collector.experience(), [], {}
+        experience, updates, untrained, sync_bytes = collector.experience(), [], {}, 0
         if experience.num_groups:
             experience, updates = self._train(experience, clock)
             with clock("update_weights"):
-                self.rollout.publish(global_step, self.probe)
+                sync_bytes = self.rollout.publish(global_step, self.probe).sent.num_bytes
             self.version, self.num_skipped = global_step, 0
         else:
             self.num_skipped += 1
@@ -122,6 +122,7 @@ class RLTrainer:
         metrics |= {
             "training/global_step": float(global_step),
             "training/policy_version": float(self.version),
+            "rollout/sync_bytes": float(sync_bytes),
             "rollout/num_restarts": float(self.rollout.num_restarts),
             "training/epoch": self.prompts.epoch(global_step),
         }

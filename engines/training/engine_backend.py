@@ -126,6 +126,31 @@ class EngineBackend(ABC):
         tied weights come once.
         """
 
+    def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights that an adapter stands on, as `get_per_tensor_param` their sums.
+
+        Returns:
+            Name and whole tensor of each.
+
+        Raises:
+            EngineError: the backend cannot, or all weights are trained.
+        """
+        raise EngineError(f"{self.spec.training.backend} streams no adapter")
+
+    def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the adapter, each tensor whole; as `get_per_tensor_param`.
+
+        The two of a module are called as it is, with `lora_A.weight`, (rank, in), and
+        `lora_B.weight`, (out, rank). Scaled by alpha / rank, B @ A is what is added.
+
+        Returns:
+            Name and whole tensor of each.
+
+        Raises:
+            EngineError: as `get_frozen_param`.
+        """
+        raise EngineError(f"{self.spec.training.backend} streams no adapter")
+
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """Stream the parts of the weights that this rank holds, without gathering any weight.
 

@@ -9,6 +9,7 @@ Not promised: the order of the tensors.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -36,6 +37,17 @@ class WeightSource(Protocol):
         """
         ...
 
+    def of_worker(self, worker: int) -> "WeightSource":
+        """The same weights for one of the workers that share a receiver's model.
+
+        Args:
+            worker: number of it, from 0 on; each reads a source of its own.
+
+        Returns:
+            A source; worker 0 may read this one.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -52,6 +64,11 @@ class Receipt:
     num_bytes: int
 
 
+def first_of_each(num_workers: Sequence[int]) -> list[int]:
+    """Number of each receiver's first worker, where the workers of all are counted in a row."""
+    return list(accumulate(num_workers, initial=0))[:-1]
+
+
 class ReceiverGoneError(WeightSyncError):
     """A receiver ended before it had everything; its own error says why."""
 
@@ -61,7 +78,7 @@ class Transport(Protocol):
 
     @property
     def sources(self) -> Sequence[WeightSource]:
-        """One per receiver."""
+        """One per receiver; see `WeightSource.of_worker` for one that is several workers."""
         ...
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:

@@ -10,7 +10,7 @@ Does not promise that what passes is hidden from others on that network.
 
 import secrets
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from engines.collectives import rank
 from engines.errors import WeightSyncError
 from engines.key_value_store import open_store
-from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
 from engines.weight_sync.buckets import (
     Entry,
     Packer,
@@ -51,8 +51,8 @@ class CollectiveSource:
         host: where the store of the transfer listens.
         port: as well.
         token: of the transfer.
-        receiver: number of this one.
-        num_receivers: how many there are.
+        reader: number of this one; the workers of one receiver have numbers in a row.
+        num_readers: how many there are.
         timeout_s: how long it waits for the next bucket.
         backend: of the group.
         device_name: torch's type of device that buckets lie on.
@@ -61,8 +61,8 @@ class CollectiveSource:
     host: str
     port: int
     token: str
-    receiver: int
-    num_receivers: int
+    reader: int
+    num_readers: int
     timeout_s: float
     backend: str
     device_name: str
@@ -72,8 +72,8 @@ class CollectiveSource:
         meeting, address = attend(self.host, self.port, self.token, WeightSyncError)
         courier: Courier[Tensor, Bucket] | None = None
         try:
-            if meeting.count(f"receiver {self.receiver}") > 1:
-                raise WeightSyncError(f"weights for rollout engine {self.receiver} are read twice")
+            if meeting.count(f"reader {self.reader}") > 1:
+                raise WeightSyncError(f"weights for rollout engine {self.reader} are read twice")
             # The sender, who waits less long, says who did not come.
             patience_s = self.timeout_s + GRACE_S
             meeting.wait(ALL_CAME, "every rollout engine to come", patience_s)
@@ -87,18 +87,22 @@ class CollectiveSource:
                     yield entry.name, entry.view(memory)
                 courier.give(memory)
                 del bucket, memory
-            meeting.say(f"taken {self.receiver}")
+            meeting.say(f"taken {self.reader}")
             # Only then does the group end: one that ends early breaks the connections of others.
             meeting.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
         except PipelineError as error:
-            meeting.fail(f"rollout engine {self.receiver}: {error}")
+            meeting.fail(f"rollout engine {self.reader}: {error}")
             raise
         except BaseException:
-            meeting.fail(f"rollout engine {self.receiver} gave up while it took weights")
+            meeting.fail(f"rollout engine {self.reader} gave up while it took weights")
             raise
         finally:
             if courier is not None:
                 courier.leave()
+
+    def of_worker(self, worker: int) -> "CollectiveSource":
+        """See `WeightSource`."""
+        return replace(self, reader=self.reader + worker)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class CollectiveTransport:
         source = self.sources[0]
         meeting, address = attend(source.host, source.port, source.token, ReceiverGoneError)
         try:
-            self._await_each("receiver", "come", meeting)
+            self._await_each("reader", "come", meeting)
             meeting.say(ALL_CAME)
             sending = _Sending(source, meeting, address)
             try:
@@ -160,9 +164,10 @@ class CollectiveTransport:
             Meeting(PrefixStore(source.token, self.server)).fail(_SENDER_GAVE_UP)
 
     def _await_each(self, key: str, to: str, meeting: Meeting) -> None:
-        for source in self.sources:
-            what = f"rollout engine {source.receiver} to {to}"
-            meeting.wait(f"{key} {source.receiver}", what, source.timeout_s)
+        source = self.sources[0]
+        for reader in range(source.num_readers):
+            what = f"rollout engine {reader} to {to}"
+            meeting.wait(f"{key} {reader}", what, source.timeout_s)
 
 
 def open_transport(
@@ -170,7 +175,7 @@ def open_transport(
     float32_names: Collection[str],
     timeout_s: float,
     host: str,
-    num_receivers: int,
+    num_workers: Sequence[int],
     backend: str = "gloo",
     device_name: str = "cpu",
     bucket_bytes: int = BUCKET_BYTES,
@@ -182,7 +187,7 @@ def open_transport(
         float32_names: as in `CollectiveTransport`.
         timeout_s: how long one side waits for the other.
         host: address of this machine that all of them reach.
-        num_receivers: at least 1.
+        num_workers: of each receiver; all of them read.
         backend: as in `CollectiveSource`.
         device_name: as in `CollectiveSource`.
         bucket_bytes: as in `CollectiveTransport`.
@@ -193,13 +198,14 @@ def open_transport(
     Raises:
         OSError: the address is not one of this machine.
     """
-    server = open_store(num_receivers + 1, timeout_s, host)
+    num_readers = sum(num_workers)
+    server = open_store(num_readers + 1, timeout_s, host)
     token = secrets.token_hex(16)
     sources = tuple(
         CollectiveSource(
-            host, server.port, token, n, num_receivers, timeout_s, backend, device_name
+            host, server.port, token, first, num_readers, timeout_s, backend, device_name
         )
-        for n in range(num_receivers)
+        for first in first_of_each(num_workers)
     )
     return CollectiveTransport(dtype, frozenset(float32_names), bucket_bytes, sources, server)
 
@@ -209,7 +215,7 @@ def _group(source: CollectiveSource, meeting: Meeting, address: str, place: int)
         source.backend,
         meeting.store,
         place,
-        source.num_receivers + 1,
+        source.num_readers + 1,
         address,
         source.timeout_s + GRACE_S,
     )
@@ -273,7 +279,7 @@ class _Fetching:
     def run(self, courier: Courier[Tensor, Bucket]) -> None:
         """In the courier's thread."""
         source, number, entries = self._source, 0, None
-        group = _group(source, self._meeting, self._address, source.receiver + 1)
+        group = _group(source, self._meeting, self._address, source.reader + 1)
         while (memory := courier.next()) is not None:
             if entries == []:
                 continue  # the group stays until the reader leaves

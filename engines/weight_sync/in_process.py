@@ -7,7 +7,7 @@ Does not move memory between devices beyond the copy into the receiver's paramet
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,6 +64,12 @@ class InProcessTransport:
         finally:
             self.stop()
 
+    def of_worker(self, worker: int) -> "InProcessTransport":
+        """See `WeightSource`; the engine of this process is one worker."""
+        if worker != 0:
+            raise WeightSyncError(f"worker {worker} is not in the process of the trainer")
+        return self
+
     def _put(self, item: tuple[str, Tensor] | None) -> None:
         """Hand an item over; returns when it was taken, so that one at most waits."""
         with self._changed:
@@ -87,7 +93,7 @@ class InProcessTransport:
 
 def new_transport(
     hf_dir: Path, dtype: str, timeout_s: float
-) -> Callable[[int], InProcessTransport]:
+) -> Callable[[Sequence[int]], InProcessTransport]:
     """What makes a transport for each sync of one model.
 
     Args:
@@ -96,13 +102,13 @@ def new_transport(
         timeout_s: as for `InProcessTransport`.
 
     Returns:
-        A function of the number of receivers, which is 1: they share the process.
+        A function of the number of workers of each receiver: one, and it shares the process.
     """
     float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
 
-    def new(num_receivers: int) -> InProcessTransport:
-        if num_receivers != 1:
-            raise ValueError(f"one engine shares this process, not {num_receivers}")
+    def new(num_workers: Sequence[int]) -> InProcessTransport:
+        if list(num_workers) != [1]:
+            raise ValueError(f"one engine shares this process, not {num_workers}")
         return InProcessTransport(dtype, timeout_s, float32_names)
 
     return new

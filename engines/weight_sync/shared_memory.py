@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engines.collectives import rank
 from engines.errors import WeightSyncError
-from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
 from engines.weight_sync.buckets import (
     Entry,
     Packer,
@@ -47,7 +47,7 @@ class SharedMemorySource:
 
     Attributes:
         directory: of the transport.
-        reader: number of this receiver.
+        reader: number of this reader; the workers of one receiver have numbers in a row.
         timeout_s: how long it waits for the next bucket.
     """
 
@@ -75,6 +75,10 @@ class SharedMemorySource:
             if not done:
                 _mark_failed(self.directory)
 
+    def of_worker(self, worker: int) -> "SharedMemorySource":
+        """See `WeightSource`."""
+        return replace(self, reader=self.reader + worker)
+
     def _bucket(self, number: int) -> list[Entry]:
         """What lies in a bucket; nothing in the last one."""
         message = self.directory / f"{number}.json"
@@ -95,7 +99,7 @@ class SharedMemoryTransport:
     Attributes:
         dtype: name of the receivers' dtype (`float32`, `bfloat16`).
         float32_names: of `OutgoingStream`.
-        num_readers: receivers on this machine.
+        num_workers: of each receiver on this machine; all of them read.
         timeout_s: how long one side waits for the other.
         bucket_bytes: of each of the two; a larger tensor makes its bucket as large as it is.
         directory: where the buckets are; made by `open_transport`.
@@ -103,7 +107,7 @@ class SharedMemoryTransport:
 
     dtype: str
     float32_names: frozenset[str]
-    num_readers: int
+    num_workers: tuple[int, ...]
     timeout_s: float
     bucket_bytes: int
     directory: Path
@@ -112,8 +116,8 @@ class SharedMemoryTransport:
     def sources(self) -> tuple[SharedMemorySource, ...]:
         """See `Transport`."""
         return tuple(
-            SharedMemorySource(self.directory, reader, self.timeout_s)
-            for reader in range(self.num_readers)
+            SharedMemorySource(self.directory, first, self.timeout_s)
+            for first in first_of_each(self.num_workers)
         )
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
@@ -124,7 +128,7 @@ class SharedMemoryTransport:
                 pass
             return stream.sent
         try:
-            self._await_files([f"reader-{n}" for n in range(self.num_readers)], "come")
+            self._await_files([f"reader-{n}" for n in range(sum(self.num_workers))], "come")
             writer = _Writer(self)
             packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
             for name, tensor in stream:
@@ -144,7 +148,7 @@ class SharedMemoryTransport:
 
     def await_read(self, bucket: int) -> None:
         """Wait until every receiver has left a bucket."""
-        self._await_files([f"{bucket}.read-{n}" for n in range(self.num_readers)], "read on")
+        self._await_files([f"{bucket}.read-{n}" for n in range(sum(self.num_workers))], "read on")
 
     def _await_files(self, names: Collection[str], what: str) -> None:
         end = time.monotonic() + self.timeout_s
@@ -161,7 +165,7 @@ def open_transport(
     dtype: str,
     float32_names: frozenset[str],
     timeout_s: float,
-    num_readers: int,
+    num_workers: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SharedMemoryTransport:
     """A transport with a place of its own; what killed processes left is removed.
@@ -170,7 +174,7 @@ def open_transport(
         dtype: as in `SharedMemoryTransport`.
         float32_names: as in `SharedMemoryTransport`.
         timeout_s: as in `SharedMemoryTransport`.
-        num_readers: as in `SharedMemoryTransport`.
+        num_workers: as in `SharedMemoryTransport`.
         bucket_bytes: as in `SharedMemoryTransport`.
 
     Returns:
@@ -184,7 +188,7 @@ def open_transport(
     directory = SHARED_MEMORY / f"{PREFIX}{owner}-{secrets.token_hex(8)}"
     directory.mkdir(mode=0o700)
     return SharedMemoryTransport(
-        dtype, float32_names, num_readers, timeout_s, bucket_bytes, directory
+        dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory
     )
 
 

@@ -107,10 +107,10 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
     group = BroadcastGroup("gloo", store, 0, 2, HOST, TIMEOUT_S)
 
     def broadcast() -> Transport:
-        return collective.open_transport("float32", (), TIMEOUT_S, HOST, 1)
+        return collective.open_transport("float32", (), TIMEOUT_S, HOST, [1])
 
     def through_memory() -> Transport:
-        return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, 1)
+        return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, [1])
 
     taken = take_turns(
         {

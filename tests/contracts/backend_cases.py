@@ -315,6 +315,8 @@ def case_adapter(context: Context) -> Results:
     final = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if context.rank == 0:
         save_file(final, path / "final.safetensors")
+    if "adapter stream" in context.claims:
+        results["streamed"] = streamed_apart(engine, final)
     results["shards"] = shards_of(engine)
     resumed = context.engine(lora=LORA, load=False)
     resumed.load_checkpoint(path)
@@ -329,6 +331,21 @@ def case_adapter(context: Context) -> Results:
         .max()
     )
     return results
+
+
+def streamed_apart(engine: BaseEngine, final: dict[str, Tensor]) -> dict[str, Any]:
+    """How W + alpha / rank * B @ A, of what is streamed apart, differs from what is streamed."""
+    frozen = {name: tensor.clone() for name, tensor in engine.get_frozen_param()}
+    pairs = {name: tensor.clone() for name, tensor in engine.get_adapter_param()}
+    worst = 0.0
+    for name, whole in final.items():
+        module = name.removesuffix(".weight")
+        total = frozen[name].float()
+        if f"{module}.lora_A.weight" in pairs:
+            b, a = pairs.pop(f"{module}.lora_B.weight"), pairs.pop(f"{module}.lora_A.weight")
+            total = total + LORA.alpha / LORA.rank * (b @ a)
+        worst = max(worst, float((total - whole).abs().max()))
+    return {"difference": worst, "names": [*frozen] == [*final], "left_over": sorted(pairs)}
 
 
 def case_shards(context: Context) -> Results:

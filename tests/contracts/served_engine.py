@@ -1,7 +1,9 @@
 """A rollout engine under its contract: its loop, the weights it is sent, what it is asked."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,6 +18,7 @@ from rlhf.testing.rollout_models import (
 )
 
 from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.rollout.create import create_rollout_engine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
@@ -39,6 +42,8 @@ class Served:
         directory: Path,
         timeout_s: float,
         max_num_sequences: int = 6,
+        adapter: LoraConfig | None = None,
+        options: Mapping[str, Any] = {},
     ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
@@ -48,10 +53,12 @@ class Served:
             engine=name,
             timeout_s=timeout_s,
             max_num_sequences=max_num_sequences,
-            options=OPTIONS.get(name, {}),
+            options={**OPTIONS.get(name, {}), **options},
         )
         self.processes_before = set(psutil.Process().children(recursive=True))
-        self.engine = create_rollout_engine(name, directory, rollout, "float32", CPUPlatform())
+        self.engine = create_rollout_engine(
+            name, directory, rollout, "float32", CPUPlatform(), adapter
+        )
         self._loop = asyncio.Runner()
 
     def run(self, coroutine):

@@ -363,6 +363,10 @@ def test_an_adapter_trains(case: Case, root: Path, layout: Layout, tmp_path: Pat
     assert adapter["continued"][-1][0] < adapter["steps"][0][0] - 0.01
     assert adapter["resumed"] == adapter["continued"]
     assert adapter["merged_minus_adapted"] < 1e-5
+    if (streamed := adapter.get("streamed")) is not None:
+        assert streamed["difference"] < 1e-6
+        assert streamed["names"]
+        assert streamed["left_over"] == []
     written = written_model(root / layout.model, root / f"adapter-{layout.name}", tmp_path)
     assert stored_tensor_names(written) == stored_tensor_names(root / layout.model)
     check_logprobs(adapter["after"], written)

@@ -55,3 +55,17 @@ def test_a_pipeline_whose_answers_come_from_another_environment(
     failed = home.start("run", *settings(*on(engine, placement)), "--force", "rl_round_1")
     assert failed.returncode == 1
     assert "probe/version=0/replica=0: after the sync" in failed.stdout + failed.stderr
+
+
+def test_an_adapter_reaches_vllm_alone(tmp_path: Path) -> None:
+    """Round by round on weights of their own, which the adapters of the rounds before are in."""
+    if interpreter_of("vllm") is None:
+        pytest.skip("needs the job environment vllm: make env-vllm")
+    home = Home(tmp_path / "run")
+    learns = ("rl.algorithm.entropy_coeff=-0.05", "training.lora={rank: 4}", "rl.num_rounds=2")
+    home.run(*on("vllm", "disaggregated"), *learns, "rollout.lora_sync=adapter")
+    # Of each layer: q, o (32 -> 128 and back), k, v (32 -> 64), gate, up, down (32 -> 64 and back).
+    num_values = 2 * 4 * (2 * (32 + 128) + 2 * (32 + 64) + 3 * (32 + 64))
+    assert home.values("rollout/sync_bytes") == [4 * num_values] * 4
+    assert max(home.values("mismatch/logprob_abs_max")) < 1e-4
+    assert min(home.values("actor/grad_norm")) > 0

@@ -60,7 +60,7 @@ class ServedEngine(RolloutEngine):
         self._version = NO_VERSION
         self._pending: tuple[int, str] | None = None
         self._asleep: SleepLevel | None = None
-        self._paused = self._closed = False
+        self._paused = self._closed = self._holds_weights = False
 
     @property
     def version(self) -> int:
@@ -86,15 +86,20 @@ class ServedEngine(RolloutEngine):
 
     async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
-        if self._closed or self._asleep:
-            raise WeightSyncError(self._refusal())
-        if version < 0:
-            raise WeightSyncError(f"version: got {version}; need 0 or more")
-        if self._num_scoring or (self._in_flight and not self._paused):
-            raise WeightSyncError("samples are in flight; drain, pause or abort them first")
+        self._check_can_update(version)
         order = order_of(source, self._layout, self._dtype)
-        self._version, self._pending = NO_VERSION, None
+        self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         receipt = agreed(await self._wait(self._load(order), "to load weights"))
+        self._pending, self._holds_weights = (version, receipt.digest), True
+        return receipt
+
+    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+        """See the base class. Samples in flight need `pause` first; they continue with it."""
+        self._check_can_update(version)
+        if not self._holds_weights:
+            raise WeightSyncError("the rollout engine holds no weights for an adapter to stand on")
+        self._version, self._pending = NO_VERSION, None
+        receipt = await self._wait(self._load_adapter(source), "to load an adapter")
         self._pending = (version, receipt.digest)
         return receipt
 
@@ -158,7 +163,7 @@ class ServedEngine(RolloutEngine):
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         await self.wake_up()
         if level == "weights":
-            self._version, self._pending = NO_VERSION, None
+            self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         await self._wait(self._free(level), "to sleep")
         self._asleep = level
 
@@ -200,6 +205,10 @@ class ServedEngine(RolloutEngine):
         Returns:
             The answer of each.
         """
+
+    async def _load_adapter(self, source: WeightSource) -> Receipt:
+        """Load an adapter, and forget what the one before has computed; see `update_adapter`."""
+        raise WeightSyncError(f"this {self._library} was not made for an adapter")
 
     @abstractmethod
     async def _name_version(self, version: int) -> None:
@@ -246,6 +255,14 @@ class ServedEngine(RolloutEngine):
             raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
         if not self._can_serve():
             raise RolloutError(self._refusal())
+
+    def _check_can_update(self, version: int) -> None:
+        if self._closed or self._asleep:
+            raise WeightSyncError(self._refusal())
+        if version < 0:
+            raise WeightSyncError(f"version: got {version}; need 0 or more")
+        if self._num_scoring or (self._in_flight and not self._paused):
+            raise WeightSyncError("samples are in flight; drain, pause or abort them first")
 
     def _refusal(self) -> str:
         if self._closed:

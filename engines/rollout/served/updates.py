@@ -37,12 +37,13 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
     )
 
 
-def carry_out(order: str, load: Callable[[NamedTensors], None]) -> str:
+def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0) -> str:
     """Overwrite a model from a weight source, in the process that holds it.
 
     Args:
         order: of `order_of`.
         load: gives (name, tensor) pairs to the model, all of them.
+        worker: number of the process among those that share the model.
 
     Returns:
         For `agreed`.
@@ -50,7 +51,8 @@ def carry_out(order: str, load: Callable[[NamedTensors], None]) -> str:
     parsed = json.loads(order)
     incoming = _Incoming(parsed["shapes"], set(parsed["tied"]), getattr(torch, parsed["dtype"]))
     try:
-        load(incoming.check(source_from_json(parsed["source"]).tensors()))
+        source = source_from_json(parsed["source"]).of_worker(worker)
+        load(incoming.check(source.tensors()))
         incoming.check_complete()
     except (PipelineError, *_REFUSALS) as error:
         kind = "" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: "

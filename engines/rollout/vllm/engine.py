@@ -8,14 +8,18 @@ Not promised: the same tokens for a seed as another engine draws; a quick start 
 `engines.rollout.vllm.launch`); `score` while paused.
 """
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from engines.config.rollout import RolloutConfig
-from engines.errors import ReplicaLostError
+from engines.config.training import LoraConfig
+from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.served.adapter import receive_adapter
 from engines.rollout.served.engine import ServedEngine
 from engines.rollout.served.model_layout import read_layout
 from engines.rollout.stop_strings import StopStrings
@@ -24,11 +28,14 @@ from engines.rollout.vllm.sampling import VllmSampler
 from engines.rollout.vllm.scoring import score_sequence
 from engines.rollout.vllm.translation import check_temperature
 from engines.types import RolloutRequest
+from engines.weight_sync.base import Receipt, WeightSource
 from hardware.base import PlatformBase
 from infra.faults import fault
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 30.0
+ADAPTER = "policy"
+"""What vLLM calls the adapter."""
 
 
 class VllmEngine(ServedEngine):
@@ -39,6 +46,7 @@ class VllmEngine(ServedEngine):
         rollout: capacity, deadline and options.
         dtype: `float32` or `bfloat16`.
         platform: where it runs.
+        adapter: shape of one that stands beside the weights; None: none does.
 
     Raises:
         ConfigError: bad options, no model configuration, or vLLM refuses the two together.
@@ -47,16 +55,24 @@ class VllmEngine(ServedEngine):
     capabilities = frozenset({Capability.SHARED_MEMORY})
 
     def __init__(
-        self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
+        self,
+        hf_dir: Path,
+        rollout: RolloutConfig,
+        dtype: str,
+        platform: PlatformBase,
+        adapter: LoraConfig | None = None,
     ) -> None:
         layout = read_layout(hf_dir, "vllm")
-        self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, layout)
+        self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, layout, adapter)
+        self._adapter = adapter
         config = self._llm.vllm_config
+        self.num_workers = config.parallel_config.tensor_parallel_size
         self._frees_memory = launch.sleep_frees_memory()
         own = {
             Capability.PREFIX_CACHE: config.cache_config.enable_prefix_caching,
             Capability.STRUCTURED_OUTPUT: not config.model_config.skip_tokenizer_init,
             Capability.SLEEP_FREES_MEMORY: self._frees_memory,
+            Capability.ADAPTERS: adapter is not None,
         }
         # Of this very engine: they depend on its options and its platform.
         self.capabilities = VllmEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
@@ -76,11 +92,39 @@ class VllmEngine(ServedEngine):
         check_temperature(request)
 
     async def _load(self, order: str) -> Sequence[str]:
+        if self._vllm_sampler.adapter is not None:
+            if self._in_flight:
+                raise WeightSyncError("samples with an adapter are in flight; abort them first")
+            self._vllm_sampler.adapter = None
         replies = await self._llm.collective_rpc("receive_weights", args=(order,))
+        await self._forget()
+        return replies
+
+    async def _load_adapter(self, source: WeightSource) -> Receipt:
+        if self._adapter is None:
+            return await super()._load_adapter(source)
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with TemporaryDirectory(prefix="rlhf-adapter-") as path:
+            receipt = await asyncio.to_thread(
+                receive_adapter, source, self._layout, self._adapter, self._dtype, Path(path)
+            )
+            # One name for ever and loaded in place: samples that are paused continue with it.
+            try:
+                await self._llm.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
+            except EngineDeadError:
+                raise
+            except Exception as error:  # vLLM makes one of whatever its processes raise
+                raise WeightSyncError(f"vLLM refuses the adapter: {error}") from error
+            self._vllm_sampler.adapter = LoRARequest(ADAPTER, 1, path)
+        await self._forget()
+        return receipt
+
+    async def _forget(self) -> None:
         if not fault("vllm.prefix_reset"):
             # Of samples that are paused, too: what they hold was computed by the old weights.
             await self._llm.reset_prefix_cache(True)
-        return replies
 
     async def _name_version(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
@@ -89,7 +133,8 @@ class VllmEngine(ServedEngine):
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         name = f"score/{next(self._score_numbers)}"
-        return await score_sequence(self._llm, ids, temperature, name)
+        adapter = self._vllm_sampler.adapter
+        return await score_sequence(self._llm, ids, temperature, name, adapter)
 
     async def _stop_sampling(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)

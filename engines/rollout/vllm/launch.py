@@ -7,9 +7,10 @@ Does not promise a quick start: its processes import vLLM anew, about 25 s of CP
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.rollout.served.model_layout import ModelLayout
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.worker_extension import WorkerExtension
@@ -23,7 +24,12 @@ _FIELD = "rollout.options"
 
 
 def start(
-    hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, layout: ModelLayout
+    hf_dir: Path,
+    rollout: RolloutConfig,
+    dtype: str,
+    platform: PlatformBase,
+    layout: ModelLayout,
+    adapter: LoraConfig | None,
 ) -> Any:
     """Start vLLM's processes and wait until they can take requests.
 
@@ -33,6 +39,7 @@ def start(
         dtype: `float32` or `bfloat16`.
         platform: where it shall run.
         layout: of the model.
+        adapter: shape of one that stands beside the weights; None: none does.
 
     Returns:
         An `AsyncLLM` with random weights.
@@ -48,6 +55,7 @@ def start(
 
     _check_device(platform, layout)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
+    arguments |= adapter_arguments(adapter)
     # Structured output needs it; all else goes by token ids.
     arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
@@ -106,6 +114,8 @@ def engine_arguments(
             max(options.max_prefill_tokens, max_model_len) if on_cpu else options.max_prefill_tokens
         ),
         "tensor_parallel_size": options.tensor_parallel_size,
+        # Not Ray: workers stand on the devices that Ray gave to this actor.
+        "distributed_executor_backend": "mp" if options.tensor_parallel_size > 1 else None,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "block_size": options.block_size,
@@ -113,6 +123,33 @@ def engine_arguments(
         "enable_prefix_caching": options.enable_prefix_caching,
         "enable_sleep_mode": sleep_frees_memory(),
     }
+
+
+def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
+    """What vLLM is told of adapters.
+
+    Args:
+        adapter: the shape of the one that is used; None: none is.
+
+    Returns:
+        Arguments of `AsyncEngineArgs`.
+
+    Raises:
+        ConfigError: vLLM takes none of that rank.
+    """
+    if adapter is None:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank]
+    if not ranks:
+        largest = max(get_args(MaxLoRARanks))
+        raise ConfigError(
+            "training.lora.rank",
+            f"got {adapter.rank}; vLLM takes an adapter of {largest} at most; lower it, or set "
+            "rollout.lora_sync to merged",
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 
 def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:

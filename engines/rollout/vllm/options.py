@@ -7,10 +7,12 @@ from pydantic import Field, field_validator
 from engines.config.base import StrictModel
 
 SET_BY_US = frozenset({
-    "block_size", "disable_log_stats", "dtype", "enable_chunked_prefill", "enable_prefix_caching",
-    "enable_sleep_mode", "enforce_eager", "generation_config", "gpu_memory_utilization",
+    "block_size", "disable_log_stats", "distributed_executor_backend", "dtype",
+    "enable_chunked_prefill", "enable_lora", "enable_prefix_caching", "enable_sleep_mode",
+    "enforce_eager", "generation_config", "gpu_memory_utilization",
     "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_logprobs",
-    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "runner", "seed",
+    "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+    "model", "runner", "seed",
     "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
     "worker_extension_cls",
 })  # fmt: skip
@@ -20,8 +22,8 @@ SET_BY_US = frozenset({
 class VllmOptions(StrictModel):
     """`rollout.options` of this engine."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1, le=1)
-    """Workers that share one model; weights reach one worker of a replica so far."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Workers, each with a device of its own, that share one model."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a device that vLLM may take; of no effect where `kv_cache_bytes` is set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)

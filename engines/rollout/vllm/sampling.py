@@ -19,11 +19,15 @@ class VllmSampler:
         llm: an `AsyncLLM` that is asked for its supported tasks before; else another coroutine
             could run between the start of a sample and the moment that vLLM knows of it.
         eos_token_ids: what ends a sample.
+
+    Attributes:
+        adapter: vLLM's name of the one to sample with; None: with none.
     """
 
     def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
         self._llm: Any = llm
         self._eos_token_ids = sorted(eos_token_ids)
+        self.adapter: Any = None
 
     @property
     def is_lost(self) -> bool:
@@ -36,7 +40,7 @@ class VllmSampler:
 
         prompt = tokens_input(sample.token_ids)
         params = sampling_params(sample, self._eos_token_ids)
-        outputs = self._llm.generate(prompt, params, sample.name)
+        outputs = self._llm.generate(prompt, params, sample.name, lora_request=self.adapter)
         if sample.text is not None:
             return await self._until_stop(sample, sample.text, outputs)
         return completion(sample, (await last(outputs)).outputs[0])

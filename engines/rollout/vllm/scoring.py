@@ -15,7 +15,7 @@ from engines.rollout.vllm.translation import last
 
 
 async def score_sequence(
-    llm: Any, ids: Sequence[int], temperature: float, vllm_id: str
+    llm: Any, ids: Sequence[int], temperature: float, vllm_id: str, adapter: Any = None
 ) -> tuple[float, ...]:
     """Logprob of every token but the first.
 
@@ -24,6 +24,7 @@ async def score_sequence(
         ids: token ids, at least two.
         temperature: of the distribution, above 0.
         vllm_id: name of vLLM's request.
+        adapter: vLLM's name of the one to compute with; None: with none.
 
     Returns:
         One logprob less than there are tokens.
@@ -39,7 +40,8 @@ async def score_sequence(
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    final = await last(llm.generate(tokens_input(list(ids)), params, vllm_id))
+    outputs = llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter)
+    final = await last(outputs)
     rows = zip(final.prompt_logprobs[1:], ids[1:], strict=True)
     if temperature == 1:
         return tuple(row[token].logprob for row, token in rows)

@@ -11,6 +11,8 @@ from engines.errors import WeightSyncError
 from engines.rollout.served.updates import NamedTensors, carry_out
 from infra.faults import fault
 
+_BASE = ".base_layer."
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, whose attributes it uses."""
@@ -18,6 +20,7 @@ class WorkerExtension:
     get_model: Any
     model_config: Any
     vllm_config: Any
+    rank: int
 
     def receive_weights(self, order: str) -> str:
         """Overwrite every parameter from a weight source.
@@ -34,7 +37,7 @@ class WorkerExtension:
             with set_current_vllm_config(self.vllm_config):
                 _reload(self.get_model(), self.model_config, tensors)
 
-        return carry_out(order, load)
+        return carry_out(order, load, self.rank)
 
 
 def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
@@ -47,7 +50,8 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         initialize_layerwise_reload,
     )
 
-    wanted = {name for name, _ in model.named_parameters()}
+    # An adapter's layer passes on what is meant for the one behind it, by the name of that.
+    wanted = {name.replace(_BASE, ".") for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
         loaded = model.load_weights(tensors)

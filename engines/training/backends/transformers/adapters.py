@@ -7,7 +7,6 @@ Names: PEFT hides a wrapped weight under `base_layer`; `base_name` undoes that.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from engines.checkpoint.engine_state import MODEL_PREFIX
+from engines.checkpoint.peft_adapter import write_peft_adapter
 from engines.config.training import LoraConfig
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
@@ -253,6 +252,27 @@ def merged_state(
         yield base_name(name), merged_weight(name, named, scaling)
 
 
+def frozen_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As `merged_state`, without the adapter."""
+    for name, tensor in named.items():
+        if not is_adapter_name(name):
+            yield base_name(name), whole_tensor(tensor)
+
+
+def adapter_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Stream an adapter's low-rank pairs.
+
+    Args:
+        named: as for `merged_state`.
+
+    Yields:
+        tuple[str, Tensor]: module and `lora_A.weight` or `lora_B.weight`, and whole tensor.
+    """
+    for name, tensor in named.items():
+        if name.endswith((_A, _B)):
+            yield name.replace(f".{_ADAPTER}.", "."), whole_tensor(tensor)
+
+
 def has_adapter(name: str) -> bool:
     """Whether an adapter stands beside the parameter of that name in the model."""
     return name.endswith(f"{_BASE}weight")
@@ -294,26 +314,14 @@ def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig)
         lora: its shape.
     """
     tensors = {
-        "base_model.model." + name.replace(f".{_ADAPTER}.", ".").replace(
+        name.replace(f".{_ADAPTER}.", ".").replace(
             ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
         ): tensor.detach().cpu().contiguous()
-        for name, tensor in sorted(named.items())
+        for name, tensor in named.items()
     }  # fmt: skip
-    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     adapted = [name for name in named if is_adapter_name(name)]
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapted})
     before, nested, _ = adapted[0].partition(_NESTED)
     heads = sorted({name.partition(".")[0] for name in named if name.startswith(VALUE_HEAD)})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",
-        "modules_to_save": heads or None,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "use_dora": lora.use_dora,
-        "target_modules": _pattern(before + nested, modules) if nested else modules,
-        "bias": "none",
-    }
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (path / "adapter_config.json").write_text(text, encoding="utf-8")
+    targets = _pattern(before + nested, modules) if nested else modules
+    write_peft_adapter(path, tensors, lora, targets, heads)

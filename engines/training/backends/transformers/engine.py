@@ -7,7 +7,8 @@ reduces gradients.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,10 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.model_directory import rotary_limit
+from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
+    adapter_state,
+    frozen_state,
     merged_state,
     set_adapter_enabled,
 )
@@ -163,11 +167,31 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
+        yield from self._whole_weights(partial(merged_state, scaling=self._adapter_scaling))
+
+    def _whole_weights(
+        self, gathered: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """By hub name, what a function makes of the tensors that this rank holds."""
         if self._names is None:
             self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():
-            named = dict(self._named_state())
-            yield from self._names.stream(merged_state(named, self._adapter_scaling))
+            yield from self._names.stream(gathered(dict(self._named_state())))
+
+    def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`."""
+        self._require_adapter()
+        yield from self._whole_weights(frozen_state)
+
+    def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See `BaseEngine`; DoRA's magnitudes are not among them."""
+        self._require_adapter()
+        with self.eval_mode():
+            yield from adapter_state(dict(self._named_state()))
+
+    def _require_adapter(self) -> None:
+        if self.spec.training.lora is None:
+            raise EngineError("this engine trains all weights: it has no adapter")
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """See `BaseEngine`; a weight with an adapter is gathered and merged for its part."""

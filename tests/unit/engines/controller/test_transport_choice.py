@@ -36,7 +36,7 @@ def test_memory_is_shared_where_all_replicas_are_on_the_senders_node(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportName, places, kind
 ) -> None:
     monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
-    made = choose_transport(spec(model_dir, transport), places, SENDER)(len(places))
+    made = choose_transport(spec(model_dir, transport), places, SENDER)([1] * len(places))
     assert type(made) is kind
     assert len(made.sources) == len(places)
     made.stop()
@@ -53,6 +53,6 @@ def test_devices_broadcast_among_themselves(
     monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
     on_devices = replace(spec(model_dir, "collective"), platform="nvidia")
     for has_device, expected in ((True, ("nccl", "cuda")), (False, ("gloo", "cpu"))):
-        made = choose_transport(on_devices, (HERE,), Sender(HERE.node, has_device))(1)
+        made = choose_transport(on_devices, (HERE,), Sender(HERE.node, has_device))([2])
         (source,) = made.sources
         assert (source.backend, source.device_name) == expected

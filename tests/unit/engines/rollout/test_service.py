@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import pytest
@@ -32,16 +32,16 @@ def publish(service: RolloutService, model: torch.nn.Module, version: int):
     return service.sync(Fan, lambda fan: fan.send_all(model.named_parameters()), version)
 
 
-def one_transport(num_receivers: int) -> InProcessTransport:
-    assert num_receivers == 1
+def one_transport(num_workers: Sequence[int]) -> InProcessTransport:
+    assert list(num_workers) == [1]
     return InProcessTransport("float32", 30.0)
 
 
 class Fan:
     """In-process transports to several replicas; each gets all of the weights."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self._each = [InProcessTransport("float32", 30.0) for _ in range(num_replicas)]
+    def __init__(self, num_workers: Sequence[int]) -> None:
+        self._each = [InProcessTransport("float32", 30.0) for _ in num_workers]
         self.sources = tuple(self._each)
 
     def send_all(self, tensors):
@@ -93,6 +93,9 @@ def test_one_replica_that_holds_something_else_stops_all(lab) -> None:
     class Damaging:
         def __init__(self, source: WeightSource) -> None:
             self.source = source
+
+        def of_worker(self, worker: int) -> "Damaging":
+            return self
 
         def tensors(self):
             for number, (name, tensor) in enumerate(self.source.tensors()):

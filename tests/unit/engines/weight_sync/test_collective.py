@@ -46,7 +46,7 @@ def endless():
 
 def transport(num_receivers: int = 1, timeout_s: float = 20.0):
     return open_transport(
-        "bfloat16", {"layer.1"}, timeout_s, HOST, num_receivers, bucket_bytes=BUCKET_BYTES
+        "bfloat16", {"layer.1"}, timeout_s, HOST, [1] * num_receivers, bucket_bytes=BUCKET_BYTES
     )
 
 
@@ -59,7 +59,7 @@ def receive(source, results, pause_s: float = 0.0) -> None:
             found.append((name, tensor_checksum(tensor), str(tensor.dtype), tuple(tensor.shape)))
     except (WeightSyncError, DeadlineError) as error:
         found = [f"{type(error).__name__}: {error}"]
-    receiver = getattr(source, "receiver", None)
+    receiver = getattr(source, "reader", None)
     results.put((receiver, found, dist.is_initialized()))
 
 
@@ -110,7 +110,7 @@ def test_every_receiver_gets_every_tensor_as_through_shared_memory(in_processes)
     sent = pickle.loads(pickle.dumps(sending)).send(iter(weights()))
     _, one, _ = results.get(timeout=20)
     _, other, _ = slow.get(timeout=20)
-    shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 20.0, 1, BUCKET_BYTES)
+    shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 20.0, [1], BUCKET_BYTES)
     through_memory = in_processes(shared.sources)
     assert shared.send(iter(weights())) == sent
     shared.stop()
@@ -157,6 +157,16 @@ def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch)
     assert made.count(BUCKET_BYTES) == 2, "the sender's"
     assert len(received) == 2
     assert sum(made) <= 4 * BUCKET_BYTES
+
+
+def test_each_worker_of_a_receiver_gets_all(in_processes) -> None:
+    sending = open_transport("bfloat16", {"layer.1"}, 20.0, HOST, [2, 1], bucket_bytes=BUCKET_BYTES)
+    first, second = sending.sources
+    results = in_processes([first, first.of_worker(1), second])
+    sending.send(iter(weights()))
+    got = [results.get(timeout=20.0) for _ in range(3)]
+    assert sorted(reader for reader, _, _ in got) == [0, 1, 2]
+    assert all(found == got[0][1] for _, found, _ in got)
 
 
 @pytest.mark.parametrize(("work", "said"), [(kill_oneself, "gone"), (give_up, "engine 1 gave up")])

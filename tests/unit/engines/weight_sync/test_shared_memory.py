@@ -41,7 +41,9 @@ def transport():
 
     def make(num_readers: int = 1, timeout_s: float = 20.0) -> SharedMemoryTransport:
         opened.append(
-            open_transport("bfloat16", frozenset({"layer.1"}), timeout_s, num_readers, BUCKET_BYTES)
+            open_transport(
+                "bfloat16", frozenset({"layer.1"}), timeout_s, [1] * num_readers, BUCKET_BYTES
+            )
         )
         return opened[-1]
 
@@ -88,6 +90,16 @@ def test_every_reader_gets_every_tensor_whatever_its_pace(transport) -> None:
     ]
     assert sent.digest == combine((name, tensor_checksum(tensor)) for name, tensor in cast)
     assert sent.num_bytes == sum(tensor.nbytes for _, tensor in cast)
+
+
+def test_each_worker_of_a_receiver_gets_all() -> None:
+    sending = open_transport("bfloat16", frozenset(), 20.0, [2, 1], BUCKET_BYTES)
+    first, second = sending.sources
+    readers, results = in_processes([first, first.of_worker(1), second])
+    sent = sending.send(iter(weights()))
+    found = sorted(results.get(timeout=20) for _ in readers)
+    sending.stop()
+    assert found == [(n, sent.digest, sent.num_tensors) for n in range(3)]
 
 
 def test_the_memory_is_two_buckets_or_the_largest_tensors(transport) -> None:
@@ -166,7 +178,7 @@ def test_what_a_killed_sender_left_goes_with_the_next(transport) -> None:
     left = context.Queue()
 
     def die() -> None:
-        left.put(str(open_transport("float32", frozenset(), 1.0, 1).directory))
+        left.put(str(open_transport("float32", frozenset(), 1.0, [1]).directory))
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 

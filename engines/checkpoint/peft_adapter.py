@@ -1,0 +1,51 @@
+"""A low-rank adapter as files that PEFT and vLLM load.
+
+Promises: `adapter_model.safetensors` and `adapter_config.json`, as `PeftModel.save_pretrained`
+writes them.
+Does not know where the tensors come from.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engines.config.training import LoraConfig
+
+_PREFIX = "base_model.model."
+
+
+def write_peft_adapter(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    lora: LoraConfig,
+    target_modules: Sequence[str] | str,
+    heads: Sequence[str] = (),
+) -> None:
+    """Write an adapter.
+
+    Args:
+        path: an existing directory.
+        tensors: whole, on the CPU; a module's are called as it is, with `lora_A.weight`,
+            `lora_B.weight` and `lora_magnitude_vector`.
+        lora: its shape.
+        target_modules: last parts of the modules' names, or a pattern of whole names.
+        heads: modules that were trained whole and are among the tensors.
+    """
+    named = {f"{_PREFIX}{name}": tensor for name, tensor in sorted(tensors.items())}
+    save_file(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",
+        "modules_to_save": list(heads) or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_dora": lora.use_dora,
+        "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
+        "bias": "none",
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (path / "adapter_config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,73 @@
+"""An adapter on its way to the library of an engine, which loads it from files.
+
+Promises: every tensor is checked for name, shape and dtype, and every pair is complete, before a
+file is written; its checksum is of the bytes that are written.
+Does not promise that the library knows the modules; it says so when it loads them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.peft_adapter import write_peft_adapter
+from engines.checksum import combine, tensor_checksum
+from engines.config.training import LoraConfig
+from engines.errors import WeightSyncError
+from engines.rollout.served.model_layout import ModelLayout
+from engines.weight_sync.base import Receipt, WeightSource
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def receive_adapter(
+    source: WeightSource, layout: ModelLayout, lora: LoraConfig, dtype: str, directory: Path
+) -> Receipt:
+    """Write what a source yields as files that the library loads.
+
+    Args:
+        source: of an adapter, see `RolloutEngine.update_adapter`.
+        layout: of the model that it is for.
+        lora: its shape.
+        dtype: of its tensors.
+        directory: an existing one.
+
+    Returns:
+        What was written.
+
+    Raises:
+        WeightSyncError: a tensor is unknown, missing, repeated, or of another shape or dtype.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in source.tensors():
+        if name in tensors:
+            raise WeightSyncError(f"{name} was sent twice")
+        wanted = _shape(name, layout, lora)
+        if tuple(tensor.shape) != wanted or tensor.dtype != getattr(torch, dtype):
+            raise WeightSyncError(
+                f"{name}: sent {tensor.dtype} {tuple(tensor.shape)}, need {dtype} {wanted}"
+            )
+        # Its memory may be used again; and files are written from the host.
+        tensors[name] = tensor.detach().to("cpu", copy=True)
+    modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
+    missing = sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys())
+    if missing or not modules:
+        first = f", first {missing[0]}" if missing else ""
+        raise WeightSyncError(f"{len(missing) or 'all'} parts of the adapter were not sent{first}")
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    write_peft_adapter(directory, tensors, lora, targets)
+    return _receipt(tensors)
+
+
+def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
+    module = name.removesuffix(_A).removesuffix(_B)
+    shape = layout.tensors.get(f"{module}.weight", ())
+    if module == name or len(shape) != 2:
+        raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
+    return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
+
+
+def _receipt(tensors: Mapping[str, Tensor]) -> Receipt:
+    digest = combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items())
+    return Receipt(digest, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
