@@ -13,13 +13,14 @@ ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
 	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers
+VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_answers_come_from_another_environment[vllm-disaggregated]"
 # Two ranks; empty adds four.
 ENVIRONMENT_TIER ?= not slow
 
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks rollout-matrix races contracts contracts-rollout lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-vllm rollout-matrix races contracts contracts-rollout lint format types bench lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -48,6 +49,10 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
+
+test-vllm: $(STAMP)  ## a short pipeline whose answers come from vLLM in a pool of its own
+	$(MAKE) env-vllm
+	$(BIN)/python -m pytest $(VLLM_PIPELINE) $(ARGS)
 
 rollout-matrix: $(STAMP)  ## the quickstart on vLLM and SGLang, beside the ranks and in a pool of their own
 	set -e; for name in $(ROLLOUT_ENVIRONMENTS) torchtitan; do $(MAKE) env-$$name; done

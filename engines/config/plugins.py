@@ -152,6 +152,13 @@ ROLLOUT_ENGINES = PluginTable(
             options="engines.rollout.sglang.options:SglangOptions",
             routing="least_loaded",
             structured_output=True,
+            capabilities=(
+                "prefix_cache",
+                "sleep_frees_memory",
+                "exact_continuation",
+                "structured_output",
+                "shared_memory",
+            ),
         ),
         RolloutRow(
             name="vllm",

@@ -43,8 +43,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("uneven lengths", 256, False, 2.0),
-    Workload("equal lengths", 60, True, 1.2),
+    Workload("uneven lengths", 256, False, 3.0),
+    Workload("equal lengths", 60, True, 1.5),
 )
 
 

@@ -92,7 +92,8 @@ def draw(
         (B,) int32 token ids.
     """
     logits_BV = sampler._preprocess_logits(logits_output.next_token_logits, info)
-    if any(top_logprobs_nums) or any(token_ids_logprobs):  # of a sequence that is scored
+    # Of a sequence that is scored; None where no row of the batch asks for logprobs at all.
+    if any(top_logprobs_nums or ()) or any(token_ids_logprobs or ()):
         result = sampler.output_logprob_processor.compute_logprobs(
             logits_BV.log_softmax(-1),
             top_logprobs_nums,

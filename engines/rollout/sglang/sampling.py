@@ -11,14 +11,14 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.sglang.batches import GENERATE, BatchedCalls
 from engines.rollout.sglang.client import Client
 from engines.rollout.sglang.server import Server
-from engines.rollout.sglang.translation import completion, request_body
+from engines.rollout.sglang.translation import batch_body, completion
 from engines.types import Completion
 
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """SGLang passes over an abort that comes before what it aborts."""
-GENERATE = "/generate"
 
 
 class SglangSampler:
@@ -38,6 +38,7 @@ class SglangSampler:
         self._may_send.set()
         self._calls: dict[str, asyncio.Task[Completion]] = {}
         self._unsent: set[str] = set()
+        self._batches = BatchedCalls(client, eos_token_ids, self._may_send, self._unsent.discard)
         self._dropping: set[asyncio.Task[None]] = set()
 
     @property
@@ -88,18 +89,19 @@ class SglangSampler:
             call.cancel()
 
     async def close(self) -> None:
-        """Wait until SGLang was told all."""
+        """End all calls, and wait until SGLang was told all."""
+        await self._batches.close()
         if self._dropping:
             await asyncio.wait(self._dropping)
 
     async def _call(self, sample: RunningSample) -> Completion:
+        if sample.text is None:
+            return completion(sample, await self._batches.put(sample), self._eos_token_ids)
         await self._may_send.wait()
         self._unsent.discard(sample.name)
-        body = request_body(sample, self._eos_token_ids)
-        if sample.text is not None:
-            async with aclosing(self._client.stream(GENERATE, body)) as answers:
-                return await self._until_stop(sample, answers)
-        return completion(sample, await self._client.post(GENERATE, body), self._eos_token_ids)
+        body = batch_body([sample], self._eos_token_ids)
+        async with aclosing(self._client.stream(GENERATE, body)) as answers:
+            return await self._until_stop(sample, answers)
 
     async def _until_stop(self, sample: RunningSample, answers: AsyncIterator[Any]) -> Completion:
         """Follow a sample step by step, and end it where a stop string does.

@@ -48,34 +48,39 @@ def stream_start(sample: RunningSample) -> int:
     return (start + num_behind * GAMMA + 2**63) % 2**64 - 2**63
 
 
-def request_body(sample: RunningSample, eos_token_ids: Collection[int]) -> dict[str, Any]:
-    """What SGLang is asked for one sample: token ids, their logprobs, and at its end all at once.
+def batch_body(samples: Sequence[RunningSample], eos_token_ids: Collection[int]) -> dict[str, Any]:
+    """What SGLang is asked for samples: token ids and their logprobs, as a stream of answers.
 
     Args:
-        sample: one with stop strings is asked for after each step, for we look for them.
-        eos_token_ids: what ends it, beside its own stop tokens.
+        samples: each comes at its end; one with stop strings after each step, for we look for them.
+        eos_token_ids: what ends one, beside its own stop tokens.
 
     Returns:
         For JSON.
     """
-    sampling = sample.request.sampling
     return {
-        "rid": sample.name,
-        "input_ids": sample.token_ids,
+        "rid": [sample.name for sample in samples],
+        "input_ids": [sample.token_ids for sample in samples],
         "return_logprob": True,
         "logprob_start_len": OFF,
-        "stream": sample.text is not None,
-        "sampling_params": {
-            "max_new_tokens": sample.num_left,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or OFF,
-            "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-            "sampling_seed": stream_start(sample),
-            **_form(sampling.structured_output),
-        },
+        "stream": True,
+        "sampling_params": [_sampling(sample, eos_token_ids) for sample in samples],
+    }
+
+
+def _sampling(sample: RunningSample, eos_token_ids: Collection[int]) -> dict[str, Any]:
+    sampling = sample.request.sampling
+    return {
+        "max_new_tokens": sample.num_left,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or OFF,
+        "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "sampling_seed": stream_start(sample),
+        "stream_interval": sample.num_left + 1 if sample.text is None else 1,
+        **_form(sampling.structured_output),
     }
 
 
@@ -122,7 +127,7 @@ def completion(
     Args:
         sample: the sample.
         answer: with `output_ids` and `meta_info`.
-        eos_token_ids: as in `request_body`.
+        eos_token_ids: as in `batch_body`.
         num_until_stop: tokens up to the one that completed a stop string; None: none did.
 
     Returns:

@@ -22,9 +22,9 @@ from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.scoring import scores
 from engines.rollout.sglang.translation import (
+    batch_body,
     check_temperature,
     completion,
-    request_body,
     score_body,
     stream_start,
 )
@@ -103,12 +103,12 @@ def test_positions_of_sglang_lead_to_the_numbers_of_the_stream(seed: int) -> Non
 def test_a_request_says_all_that_sglang_would_fill_in() -> None:
     sampling = SamplingParams(9, 0.7, top_p=0.9, top_k=5, stop_token_ids=(11,))
     request = replace(REQUEST, sampling=sampling, prefixes=((8, 9),))
-    body = request_body(sample(request), EOS)
-    assert body["input_ids"] == [5, 6, 8, 9]
-    params = body["sampling_params"]
+    body = batch_body([sample(request), sample()], EOS)
+    assert body["input_ids"] == [[5, 6, 8, 9], [5, 6]]
+    params, others = body["sampling_params"]
     assert (params["max_new_tokens"], params["stop_token_ids"]) == (7, [3, 11])
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 0.9, 5)
-    assert request_body(sample(), EOS)["sampling_params"]["top_k"] == -1
+    assert others["top_k"] == -1
     json.dumps(body)
 
 
@@ -122,7 +122,7 @@ def test_a_request_says_all_that_sglang_would_fill_in() -> None:
 )
 def test_forms(form: StructuredOutput, expected: dict[str, str]) -> None:
     request = replace(REQUEST, sampling=SamplingParams(2, structured_output=form))
-    params = request_body(sample(request), EOS)["sampling_params"]
+    (params,) = batch_body([sample(request)], EOS)["sampling_params"]
     assert expected.items() <= params.items()
 
 

@@ -1,0 +1,118 @@
+"""Which samples share a call of SGLang's server, and what becomes of each."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from engines.errors import RolloutError
+from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.sglang.batches import BatchedCalls
+from engines.rollout.sglang.client import Client
+from engines.types import RolloutRequest, SamplingParams
+
+REQUEST = RolloutRequest("a", (5, 6), SamplingParams(2), (1, 2, 3))
+
+
+class Scripted:
+    """Stands for the client; answers as a script says, and keeps what it is asked."""
+
+    def __init__(self, script: Callable[[list[str]], list[Any]]) -> None:
+        self.asked: list[list[str]] = []
+        self._script = script
+
+    async def stream(self, path: str, body: dict[str, Any]):
+        self.asked.append(body["rid"])
+        for found in self._script(body["rid"]):
+            await asyncio.sleep(0)
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+
+def end(name: str) -> dict[str, Any]:
+    return {"meta_info": {"id": name, "finish_reason": {"type": "length"}}}
+
+
+def first(name: str) -> dict[str, Any]:
+    return {"meta_info": {"id": name, "finish_reason": None}}
+
+
+def sample(place: int, call: int = 0) -> RunningSample:
+    return RunningSample(REQUEST, place, f"{call}/{place}", call)
+
+
+def batches(client: Scripted) -> tuple[BatchedCalls, asyncio.Event, list[str]]:
+    may_send, sent = asyncio.Event(), list[str]()
+    made = BatchedCalls(cast(Client, client), {3}, may_send, sent.append)
+    return made, may_send, sent
+
+
+def test_a_call_of_generate_is_one_call_of_the_server() -> None:
+    client = Scripted(lambda names: [*map(first, names), *map(end, reversed(names))])
+
+    async def main() -> list[str]:
+        made, may_send, sent = batches(client)
+        may_send.set()
+        answers = [made.put(sample(p, call)) for call in (0, 1) for p in (0, 1)]
+        found = [(await answer)["meta_info"]["id"] for answer in answers]
+        assert sent == found
+        return found
+
+    assert asyncio.run(main()) == ["0/0", "0/1", "1/0", "1/1"]
+    assert client.asked == [["0/0", "0/1"], ["1/0", "1/1"]]
+
+
+def test_nothing_is_sent_while_held_back_nor_what_was_cancelled_then() -> None:
+    client = Scripted(lambda names: [*map(end, names)])
+
+    async def main() -> None:
+        made, may_send, sent = batches(client)
+        kept, dropped = made.put(sample(0)), made.put(sample(1))
+        await asyncio.sleep(0.01)
+        assert not client.asked
+        late = made.put(sample(2))
+        dropped.cancel()
+        may_send.set()
+        await asyncio.gather(kept, late)
+        assert sent == ["0/0", "0/2"]
+
+    asyncio.run(main())
+    assert client.asked == [["0/0", "0/2"]]
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [([RolloutError("refused")], "refused"), ([], "nothing of the end of 2 samples")],
+)
+def test_what_has_no_end_fails_and_what_has_one_does_not(
+    last: list[Exception], message: str
+) -> None:
+    client = Scripted(lambda names: [end(names[0]), *last])
+
+    async def main() -> None:
+        made, may_send, _ = batches(client)
+        may_send.set()
+        whole, broken = made.put(sample(0)), made.put(sample(1))
+        assert (await whole)["meta_info"]["id"] == "0/0"
+        with pytest.raises(RolloutError, match=message):
+            await broken
+
+    asyncio.run(main())
+
+
+def test_close_ends_what_is_under_way() -> None:
+    client = Scripted(lambda names: [first(names[0])] * 10**6)
+
+    async def main() -> None:
+        made, may_send, _ = batches(client)
+        may_send.set()
+        answer = made.put(sample(0))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await made.close()
+        with pytest.raises(RolloutError):
+            await answer
+
+    asyncio.run(main())
