@@ -112,7 +112,7 @@ def errors_page() -> str:
 
 def engines_page() -> str:
     """The matrix of training engines, and the rollout engines."""
-    from engines.config.engine_matrix import (
+    from flows.commands.engine_matrix import (
         HEADINGS,
         ROLLOUT_HEADINGS,
         engine_matrix,

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.config.backends import Tested
-from engines.config.engine_matrix import (
+from flows.broken_modules import tell_broken_modules
+from flows.commands.engine_matrix import (
     HEADINGS,
     OUTSIDE,
     ROLLOUT_HEADINGS,
@@ -18,7 +19,6 @@ from engines.config.engine_matrix import (
     engine_matrix,
     rollout_matrix,
 )
-from flows.broken_modules import tell_broken_modules
 
 PIPE_WIDTH = 240
 """Columns where no terminal says how many there are: nothing is cut."""

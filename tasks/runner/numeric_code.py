@@ -16,7 +16,6 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.stages": "the same; a stage more is no change of the others",
     "engines.config.rules": "only refuses",
     "engines.config.backends": "a table of names; what a stage names of it counts",
-    "engines.config.engine_matrix": "prints that table",
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
     "engines.jobs.runtime": "specification in, published artifact out",

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from engines.config.backends import BACKENDS
-from engines.config.engine_matrix import engine_matrix
 from engines.config.plugins import ROLLOUT_ENGINES
 from flows.commands.cli import main
+from flows.commands.engine_matrix import HEADINGS, engine_matrix
 from flows.commands.engines import folded
 from infra import env
 
@@ -50,3 +50,18 @@ def test_rows_that_differ_in_the_model_type_alone_are_one() -> None:
     assert sum(row.model_type.count(",") + 1 for row in shown) == len(rows)
     [veomni] = [r for r in shown if (r.backend, r.device) == ("veomni", "cpu")]
     assert veomni.model_type == "language_model, value_model"
+
+
+def test_the_matrix_has_a_row_per_engine_and_device() -> None:
+    rows = list(engine_matrix(installed=False))
+    expected = {
+        (name, model_type, device)
+        for name, backend in BACKENDS.items()
+        for model_type in backend.targets
+        for device in backend.devices
+    }
+    assert {(r.backend, r.model_type, r.device.partition(" ")[0]) for r in rows} == expected
+    assert all(len(row.cells()) == len(HEADINGS) for row in rows)
+    on_gpu = next(r for r in rows if r.backend == "fsdp2" and r.device.startswith("cuda"))
+    assert on_gpu.device == "cuda (one rank: gpu)"
+    assert on_gpu.parallelism.startswith("cpu twin: data")

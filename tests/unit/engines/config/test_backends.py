@@ -6,7 +6,6 @@ import importlib.util
 import pytest
 
 from engines.config.backends import BACKENDS, check_layout
-from engines.config.engine_matrix import HEADINGS, engine_matrix
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 
@@ -66,18 +65,3 @@ def test_ranks_are_as_many_as_the_layout_needs() -> None:
     assert config.data_parallel_size == 2
     with pytest.raises(ValueError, match=r"got 8; need a multiple of 6 .*; use 6"):
         TrainingConfig.model_validate({**layout, "num_workers": 8})
-
-
-def test_the_matrix_has_a_row_per_engine_and_device() -> None:
-    rows = list(engine_matrix(installed=False))
-    expected = {
-        (name, model_type, device)
-        for name, backend in BACKENDS.items()
-        for model_type in backend.targets
-        for device in backend.devices
-    }
-    assert {(r.backend, r.model_type, r.device.partition(" ")[0]) for r in rows} == expected
-    assert all(len(row.cells()) == len(HEADINGS) for row in rows)
-    on_gpu = next(r for r in rows if r.backend == "fsdp2" and r.device.startswith("cuda"))
-    assert on_gpu.device == "cuda (one rank: gpu)"
-    assert on_gpu.parallelism.startswith("cpu twin: data")

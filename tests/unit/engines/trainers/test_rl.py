@@ -15,6 +15,7 @@ from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.mismatch import LOGPROB_MEAN
 from engines.trainers.probe import WeightProbe
 from engines.types import Completion
+from engines.weight_sync.base import SyncReport
 from infra.tracking.journal import read_records
 
 PUBLISHING = "engines/rollout/publishing.py"
@@ -194,9 +195,12 @@ def test_samples_of_other_weights_than_the_published_ones_are_refused(
 def test_a_sync_that_is_skipped_stops_the_round(run_round, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer forgets to send what it trained, and counts on."""
     publish = ServedRollout.publish
+    reports: list[SyncReport] = []
 
-    def forgetful(rollout: ServedRollout, version: int, probe: WeightProbe):
-        return publish(rollout, version, probe) if version != 1 else None
+    def forgetful(rollout: ServedRollout, version: int, probe: WeightProbe) -> SyncReport:
+        if version != 1:
+            reports.append(publish(rollout, version, probe))
+        return reports[-1]
 
     monkeypatch.setattr(ServedRollout, "publish", forgetful)
     with pytest.raises(RolloutError, match="no confirmed weights; send them first"):

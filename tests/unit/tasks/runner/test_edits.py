@@ -54,7 +54,6 @@ NOTHING = (
     "engines/config/backends.py",
     "engines/config/plugins.py",
     "engines/config/rules.py",
-    "engines/config/engine_matrix.py",
     "engines/errors.py",
     "engines/jobs/runtime.py",
     "engines/trainers/phases.py",
