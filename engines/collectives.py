@@ -312,6 +312,29 @@ def gather_rows(
     return [row.tolist()] if size == 1 else torch.stack(all_gather(row, group)).tolist()
 
 
+def gather_ragged(
+    values_N: Tensor, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Every rank's numbers, however many it has, in rank order, on every rank.
+
+    Args:
+        values_N: (N,) of any type; N may differ between ranks.
+        device: where the collectives run.
+        group: None is the default group.
+
+    Returns:
+        (sum of N,) float64, on the CPU.
+    """
+    counts = [int(count) for (count,) in gather_rows([values_N.numel()], device, group)]
+    padded = torch.zeros(max(counts), dtype=torch.float64, device=device)
+    padded[: values_N.numel()] = values_N.to(padded)
+    rows = gather_rows(padded, device, group)
+    return torch.tensor(
+        [value for row, count in zip(rows, counts, strict=True) for value in row[:count]],
+        dtype=torch.float64,
+    )
+
+
 def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
     """Sum over ranks of each number, in rank order."""
     return [sum(column) for column in zip(*rows, strict=True)]

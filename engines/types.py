@@ -1,6 +1,7 @@
 """The data plane's boundary types: frozen, with shapes.
 
-Letters: B sequences, T tokens of all sequences laid end to end, V vocabulary, D model width.
+Letters: B sequences, T tokens of all sequences laid end to end, K numbers for each, V vocabulary,
+D model width.
 
 Alignment, everywhere: the value of a per-token column at position t speaks of *predicting*
 token t from the tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`,
@@ -23,17 +24,23 @@ class TokenBatch:
     Attributes:
         input_ids_T: (T,) int64.
         cu_seqlens: (B + 1,) int32, cumulative lengths; starts at 0, ends at T.
-        columns: per-token columns by name, each (T,) float32 unless said otherwise. The names
-            in use: `loss_mask` (1 where the token is trained on), `advantages`, `old_logprobs`
-            (training engine, before the update), `rollout_logprobs`, `ref_logprobs`.
+        columns: per-token columns by name, each (T,) or (T, K), of any dtype; float32 unless said
+            otherwise. The names in use: `loss_mask` (1 where the token is trained on),
+            `advantages`, `old_logprobs` (training engine, before the update),
+            `rollout_logprobs`, `ref_logprobs`.
         images: of the sequences, for a model that sees; None when there are none. Their
             placeholder tokens are in `input_ids_T`.
+        rows: values of whole sequences by name, each (B,) or (B, K), of any dtype.
+        unit_B: (B,) int64, which unit each sequence is of: a pair, a group. Those of one unit
+            stay together wherever the batch is cut; None: each is a unit of its own.
     """
 
     input_ids_T: Tensor
     cu_seqlens: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     images: ImagePatches | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    unit_B: Tensor | None = None
 
     def __post_init__(self) -> None:
         if int(self.cu_seqlens[-1]) != self.input_ids_T.numel():
@@ -42,10 +49,11 @@ class TokenBatch:
                 f"tokens are {self.input_ids_T.numel()}"
             )
         for name, column in self.columns.items():
-            if column.shape != self.input_ids_T.shape:
-                raise ValueError(
-                    f"column {name}: {tuple(column.shape)} != {tuple(self.input_ids_T.shape)}"
-                )
+            _check_first(f"column {name}", column, self.num_tokens)
+        for name, row in self.rows.items():
+            _check_first(f"row {name}", row, self.num_sequences)
+        if self.unit_B is not None and self.unit_B.shape != (self.num_sequences,):
+            raise ValueError(f"unit_B: {tuple(self.unit_B.shape)} != ({self.num_sequences},)")
         if self.images is not None and self.images.num_images_B.shape != (self.num_sequences,):
             raise ValueError(
                 f"images are of {self.images.num_images_B.numel()} sequences, "
@@ -101,20 +109,60 @@ class TokenBatch:
         starts_T = self.cu_seqlens[:-1].to(torch.int64)[self.sequence_index_T]
         return torch.arange(self.num_tokens, device=self.input_ids_T.device) - starts_T
 
+    @property
+    def units(self) -> list[list[int]]:
+        """The sequences of each unit, in the order in which the units first come."""
+        if self.unit_B is None:
+            return [[index] for index in range(self.num_sequences)]
+        found: dict[int, list[int]] = {}
+        for index, unit in enumerate(self.unit_B.tolist()):
+            found.setdefault(unit, []).append(index)
+        return list(found.values())
+
+    def token_index_T(self, sequences: Sequence[int]) -> Tensor:
+        """(T,) int64: places of the tokens of the named sequences, in the given order."""
+        device = self.input_ids_T.device
+        chosen = torch.tensor(list(sequences), dtype=torch.int64, device=device)
+        lengths_B = self.lengths_B[chosen].to(torch.int64)
+        shift_B = self.cu_seqlens[:-1][chosen].to(torch.int64) - (lengths_B.cumsum(0) - lengths_B)
+        num_tokens = int(lengths_B.sum())
+        return torch.arange(num_tokens, device=device) + shift_B.repeat_interleave(lengths_B)
+
     def select(self, sequences: Sequence[int]) -> "TokenBatch":
-        """The named sequences, in the given order."""
-        bounds = self.cu_seqlens.tolist()
-        take = torch.cat(
-            [torch.arange(bounds[i], bounds[i + 1]) for i in sequences]
-            or [torch.empty(0, dtype=torch.int64)]
-        ).to(self.input_ids_T.device)
-        lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)])
+        """The named sequences, in the given order.
+
+        Args:
+            sequences: their indices; of a unit all or none.
+
+        Returns:
+            A batch of them, with all that belongs to them.
+
+        Raises:
+            ValueError: it takes a unit apart.
+        """
+        index_T = self.token_index_T(sequences)
+        chosen = torch.tensor(list(sequences), dtype=torch.int64, device=self.input_ids_T.device)
+        if self.unit_B is not None:
+            self._check_whole_units(self.unit_B, chosen)
+        ends_B = self.lengths_B[chosen].to(torch.int64).cumsum(0)
         return TokenBatch(
-            self.input_ids_T[take],
-            lengths.cumsum(0).to(torch.int32).to(self.cu_seqlens.device),
-            {name: column[take] for name, column in self.columns.items()},
+            self.input_ids_T[index_T],
+            torch.cat([ends_B.new_zeros(1), ends_B]).to(torch.int32),
+            {name: column[index_T] for name, column in self.columns.items()},
             self.images.select(sequences) if self.images is not None else None,
+            {name: row[chosen] for name, row in self.rows.items()},
+            self.unit_B[chosen] if self.unit_B is not None else None,
         )
+
+    @staticmethod
+    def _check_whole_units(unit_B: Tensor, chosen: Tensor) -> None:
+        taken = unit_B[chosen]
+        of_them = torch.isin(unit_B, taken)
+        if int(of_them.sum()) != chosen.numel():
+            kept = torch.ones_like(unit_B, dtype=torch.bool)
+            kept[chosen] = False
+            apart = unit_B[kept & of_them].tolist()
+            raise ValueError(f"units are taken apart or repeated: {sorted({*apart})[:5]}")
 
     def with_columns(self, **columns: Tensor) -> "TokenBatch":
         """The same tokens with columns added or replaced."""
@@ -127,7 +175,14 @@ class TokenBatch:
             self.cu_seqlens.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
             self.images.to(device) if self.images is not None else None,
+            {name: row.to(device) for name, row in self.rows.items()},
+            self.unit_B.to(device) if self.unit_B is not None else None,
         )
+
+
+def _check_first(what: str, values: Tensor, size: int) -> None:
+    if values.ndim not in (1, 2) or values.shape[0] != size:
+        raise ValueError(f"{what}: {tuple(values.shape)}; need ({size},) or ({size}, K)")
 
 
 @dataclass(frozen=True)
@@ -152,10 +207,14 @@ class GlobalCounts:
     Attributes:
         num_tokens: tokens with loss mask 1.
         num_sequences: sequences with at least one such token.
+        num_units: units with at least one such sequence.
+        extras: what the loss function's `extras` found in the whole step, by name.
     """
 
     num_tokens: int
     num_sequences: int
+    num_units: int = 0
+    extras: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

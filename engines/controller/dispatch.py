@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engines.errors import WorkerError
 from engines.training.step.balance import balanced_partition
+from engines.training.step.micro_batches import filler
 from engines.types import RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -71,13 +72,17 @@ def split_plan(value: object, num_parts: int) -> Parts:
         num_parts: how many parts to make.
 
     Returns:
-        For each part its item indices, ascending; a part is empty when there are too few items.
+        For each part its item indices, ascending, with whole units of sequences; a part is empty
+        when there are too few items.
 
     Raises:
         TypeError: the value is neither.
     """
     if isinstance(value, TokenBatch):
-        return balanced_partition(value.lengths_B.tolist(), num_parts)
+        lengths, units = value.lengths_B.tolist(), value.units
+        sizes = [sum(lengths[i] for i in unit) for unit in units]
+        parts = balanced_partition(sizes, num_parts)
+        return [sorted(i for unit in part for i in units[unit]) for part in parts]
     if isinstance(value, list | tuple):
         return balanced_partition([_weight(item) for item in value], num_parts)
     raise TypeError(f"cannot split a {type(value).__name__} over ranks")
@@ -87,14 +92,13 @@ def take(value: Any, items: Sequence[int]) -> Any:
     """The named items of a `TokenBatch` or list, in that order.
 
     A rank without a sequence still takes part in every collective: it gets a copy of the
-    shortest one that trains on nothing, and its results are dropped by `collect`.
+    shortest unit that trains on nothing, and its results are dropped by `collect`.
     """
     if not isinstance(value, TokenBatch):
         return [value[i] for i in items]
     if items:
         return value.select(items)
-    filler = value.select([int(torch.argmin(value.lengths_B))])
-    return filler.with_columns(loss_mask=torch.zeros(filler.num_tokens))
+    return filler(value).batch
 
 
 def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:

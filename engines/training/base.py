@@ -13,6 +13,7 @@ permutes the splits for every backend and every loss.
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -168,11 +169,12 @@ class BaseEngine(EngineBackend):
         ready = self._prepare(batch)
         if ready.counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
+        counts = replace(ready.counts, extras=self._extras(batch, loss_fn))
         totals = Totals(self.spec.platform.device())
         factor = self.loss_factor(len(ready.micro_batches))
 
         def scaled_loss(outputs: ModelOutputs, micro_batch: TokenBatch) -> Tensor:
-            output = loss_fn(outputs, micro_batch, ready.counts)
+            output = loss_fn(outputs, micro_batch, counts)
             totals.add(output)
             return output.loss * factor
 
@@ -189,6 +191,14 @@ class BaseEngine(EngineBackend):
             self.optimizer_zero_grad()
             self.spec.platform.synchronize()  # the optimizer's work is part of the step's time
         return TrainMetrics(loss, grad_norm, lr, ready.work.num_tokens, metrics)
+
+    def _extras(self, batch: TokenBatch, loss_fn: LossFn) -> dict[str, float]:
+        """What a loss function wants to know of the whole step before any of it is cut."""
+        extras = getattr(loss_fn, "extras", None)
+        if extras is None:
+            return {}
+        device, group = self.spec.platform.device(), self.data_parallel_group
+        return dict(extras(batch, lambda own_N: collectives.gather_ragged(own_N, device, group)))
 
     def infer_batch(self, batch: TokenBatch, entropy: bool = False) -> ModelOutputs:
         """Log-probabilities, or values, without gradient.

@@ -68,12 +68,16 @@ def prepare(
             loss mask that is on at its first token.
         ConfigError: a sequence exceeds the budget, or the model's `rotary_limit`.
     """
-    lengths = batch.lengths_B.tolist()
+    lengths, units = batch.lengths_B.tolist(), batch.units
     costs = flops.model.sequence_costs(lengths) if flops is not None else None
-    plan = plan_micro_batches(lengths, max_tokens, costs=costs)
+    plan = plan_micro_batches(lengths, max_tokens, costs=costs, units=units)
     own_sums = _sums_of(batch, flops)
     own_maxima = _Maxima(
-        len(plan), max(lengths, default=0), -len(lengths), -min(lengths, default=1)
+        len(plan),
+        max(lengths, default=0),
+        max((sum(lengths[i] for i in unit) for unit in units), default=0),
+        -len(lengths),
+        -min(lengths, default=1),
     )
     faults = [trained_first_token(batch), *find_image_fault(batch, image_layout).numbers()]
     rows = collectives.gather_rows([*own_sums, *own_maxima, *faults], device, group)
@@ -83,11 +87,15 @@ def prepare(
     _check(maxima, [row[-len(faults) :] for row in rows], max_tokens, rotary_limit)
     num_micro = int(maxima.num_micro_batches)
     if num_micro > len(plan):
-        plan = plan_micro_batches(lengths, max_tokens, min_num=num_micro, costs=costs)
+        plan = plan_micro_batches(lengths, max_tokens, num_micro, costs=costs, units=units)
     # A filler runs first: the last micro-batch, which reduces gradients, is a real one.
     fillers = [filler(batch) for _ in range(num_micro - len(plan))]
     return Preparation(
-        GlobalCounts(int(sums.num_trained_tokens), int(sums.num_trained_sequences)),
+        GlobalCounts(
+            int(sums.num_trained_tokens),
+            int(sums.num_trained_sequences),
+            int(sums.num_trained_units),
+        ),
         StepWork(int(sums.num_tokens), sums.model_flops or None, sums.hardware_flops or None),
         fillers + cut(batch, plan),
     )
@@ -98,6 +106,7 @@ class _Sums(NamedTuple):
 
     num_trained_tokens: float
     num_trained_sequences: float
+    num_trained_units: float
     num_tokens: float
     model_flops: float
     hardware_flops: float
@@ -108,6 +117,7 @@ class _Maxima(NamedTuple):
 
     num_micro_batches: float
     longest: float
+    largest_unit: float
     minus_fewest_sequences: float
     minus_shortest: float
 
@@ -140,11 +150,12 @@ def _check(
                 "token in it; need 0 there, for nothing predicts that token; set it to 0"
             )
     raise_image_fault([numbers for _, *numbers in faults])
-    if maxima.longest > max_tokens:
+    if maxima.largest_unit > max_tokens:
+        alone = maxima.largest_unit == maxima.longest
+        what = "the longest sequence" if alone else "sequences that stay together"
         raise ConfigError(
             "training.max_tokens_per_micro_batch",
-            f"got {max_tokens}; need at least {int(maxima.longest)}, the longest sequence; "
-            "raise it",
+            f"got {max_tokens}; need at least {int(maxima.largest_unit)}, {what}; raise it",
         )
     if rotary_limit is not None and maxima.longest > rotary_limit:
         raise ConfigError(

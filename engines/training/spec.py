@@ -14,7 +14,15 @@ from hardware.base import PlatformBase
 ModelType = Literal["language_model", "value_model"]
 
 LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
-"""A loss function; its attribute `needs_entropy: bool` (default False) asks for entropies."""
+"""A loss function; its attribute `needs_entropy: bool` (default False) asks for entropies.
+
+It may have a method `extras(batch, gather) -> Mapping[str, float]`, which is asked for before the
+batch is cut: what it wants to know of the whole step, for `GlobalCounts.extras`. It gets the rank's
+share (a sequence whose loss mask is 0 everywhere may be there for company alone) and a function
+that takes a (N,) tensor of its own and returns all ranks', one behind the other, in float64. Equal
+on every rank it must be; a loss that used statistics of a micro-batch instead would depend on how
+the batch was cut.
+"""
 
 ScaledLoss = Callable[[ModelOutputs, TokenBatch], Tensor]
 """What a backend calls on the outputs of a micro-batch: the scalar to run backward from."""

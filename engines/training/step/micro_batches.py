@@ -1,7 +1,7 @@
 """Cut one rank's batch into micro-batches under a token budget.
 
 Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
-budget unless it is a single sequence; costs are as nearly equal as `balanced_partition` makes
+budget unless it is a single unit (a sequence, where none belong together); costs are as nearly equal as `balanced_partition` makes
 them; sequences stand shortest first, and equal lengths together, which is what makes packed
 attention cheap. Does not promise the smallest possible number of micro-batches.
 """
@@ -37,6 +37,7 @@ def plan_micro_batches(
     min_num: int = 1,
     *,
     costs: Sequence[float] | None = None,
+    units: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Assign sequences to micro-batches of nearly equal cost.
 
@@ -44,8 +45,9 @@ def plan_micro_batches(
         lengths: tokens of each sequence.
         max_tokens: budget of one micro-batch.
         min_num: make at least so many, as far as there are sequences.
-        costs: of each sequence, in any unit, such as `ModelFlops.sequence_costs`; None balances
+        costs: of each sequence, in any measure, such as `ModelFlops.sequence_costs`; None balances
             tokens.
+        units: sequences that stay together; None: each stands alone.
 
     Returns:
         For each micro-batch its sequence indices, shortest sequence first; micro-batches from the
@@ -54,8 +56,12 @@ def plan_micro_batches(
     if not lengths:
         return []
     costs = lengths if costs is None else costs
-    num = min(max(min_num, fewest_parts(lengths, max_tokens)), len(lengths))
-    parts = balanced_partition(costs, num, sizes=lengths, max_size=max_tokens)
+    units = [[i] for i in range(len(lengths))] if units is None else units
+    sizes = [sum(lengths[i] for i in unit) for unit in units]
+    unit_costs = [sum(costs[i] for i in unit) for unit in units]
+    num = min(max(min_num, fewest_parts(sizes, max_tokens)), len(units))
+    of_units = balanced_partition(unit_costs, num, sizes=sizes, max_size=max_tokens)
+    parts = [sorted(i for unit in part for i in units[unit]) for part in of_units]
     parts.sort(key=lambda part: (math.fsum(costs[i] for i in part), part))
     return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts]
 
@@ -66,35 +72,19 @@ def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:
 
 
 def filler(batch: TokenBatch) -> MicroBatch:
-    """A micro-batch that trains on nothing: the shortest sequence with its loss mask at 0.
+    """A micro-batch that trains on nothing: the shortest unit with its loss mask at 0.
 
     Ranks must run equally many micro-batches, for each is a set of collectives; a rank with
     too few sequences runs fillers.
     """
-    shortest = int(torch.argmin(batch.lengths_B))
-    micro = batch.select([shortest])
+    lengths = batch.lengths_B.tolist()
+    micro = batch.select(min(batch.units, key=lambda unit: sum(lengths[i] for i in unit)))
     mask = torch.zeros(micro.num_tokens, dtype=torch.float32, device=micro.input_ids_T.device)
     return MicroBatch(micro.with_columns(loss_mask=mask), None)
 
 
 def _take(batch: TokenBatch, sequences: Sequence[int]) -> MicroBatch:
-    device = batch.input_ids_T.device
     if list(sequences) == list(range(batch.num_sequences)):
+        device = batch.input_ids_T.device
         return MicroBatch(batch, torch.arange(batch.num_tokens, device=device))
-    chosen = torch.tensor(list(sequences), dtype=torch.int64, device=device)
-    lengths_B = batch.lengths_B[chosen].to(torch.int64)
-    cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=device)
-    torch.cumsum(lengths_B, 0, out=cu_seqlens[1:])
-    shift_B = batch.cu_seqlens[:-1][chosen].to(torch.int64) - cu_seqlens[:-1]
-    index_T = torch.arange(int(cu_seqlens[-1]), device=device) + shift_B.repeat_interleave(
-        lengths_B
-    )
-    return MicroBatch(
-        TokenBatch(
-            batch.input_ids_T[index_T],
-            cu_seqlens.to(torch.int32),
-            {name: column[index_T] for name, column in batch.columns.items()},
-            batch.images.select(sequences) if batch.images is not None else None,
-        ),
-        index_T,
-    )
+    return MicroBatch(batch.select(sequences), batch.token_index_T(sequences))

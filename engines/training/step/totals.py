@@ -8,15 +8,20 @@ from engines import collectives
 from engines.types import LossOutput, TokenBatch
 
 
-def loss_counts(batch: TokenBatch) -> tuple[int, int]:
-    """Trained tokens of a batch, and its sequences that have one."""
+def loss_counts(batch: TokenBatch) -> tuple[int, int, int]:
+    """Trained tokens of a batch, its sequences that have one, its units that have one."""
     mask_T = batch.columns.get("loss_mask")
     if mask_T is None:
-        return 0, 0
+        return 0, 0, 0
     on_T = mask_T != 0
     cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), on_T.cumsum(0).cpu()])
     per_sequence_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff()
-    return int(cumulative[-1]), int((per_sequence_B > 0).sum())
+    trained_B = per_sequence_B > 0
+    num_sequences = int(trained_B.sum())
+    if batch.unit_B is None:
+        return int(cumulative[-1]), num_sequences, num_sequences
+    num_units = batch.unit_B.cpu()[trained_B].unique().numel()
+    return int(cumulative[-1]), num_sequences, num_units
 
 
 def trained_first_token(batch: TokenBatch) -> int:
