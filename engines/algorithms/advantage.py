@@ -1,56 +1,105 @@
-"""From scores to advantages, by the estimator that the configuration names.
+"""From rewards to advantages, by the estimator that the configuration names.
 
-Promises: one value per sample, in the order of the scores; scores are checked to be finite
-first. Does not promise whitening across the batch: that belongs to an estimator.
+Promises: one value per token, 0 where nothing is trained; rewards and components are checked to be
+finite first, and that the batch has what the estimator reads.
+Does not promise where columns come from: the trainer computes those that a row names.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import AdvantageInputs, find_part
+from engines.algorithms.parts import AdvantageInputs, Advantages, find_part
+from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.plugins import ADVANTAGES
+from engines.config.rows.algorithm import ADVANTAGES
 from engines.errors import NonFiniteError
+from engines.types import TokenBatch
+
+SCORE = "score"
+"""Name of the component of a reward that gives one number."""
 
 
-def advantages(algorithm: AlgorithmConfig, scores_B: Tensor, group_index_B: Tensor) -> Tensor:
-    """The advantage of each sample.
+def advantages(
+    algorithm: AlgorithmConfig,
+    batch: TokenBatch,
+    rewards_T: Tensor,
+    group_B: Tensor,
+    *,
+    scores_BR: Tensor | None = None,
+    components: Sequence[str] = (SCORE,),
+    truncated_B: Tensor | None = None,
+) -> Advantages:
+    """The advantages of the samples of one RL step.
 
     Samples that could not be scored are left out by the caller, so groups may differ in size.
 
     Args:
         algorithm: names the estimator and its switches.
-        scores_B: (B,) scores, any float type.
-        group_index_B: (B,) int64 >= 0, which prompt each sample answers.
+        batch: the samples, with the column `loss_mask` and what the estimator's row names.
+        rewards_T: (T,) what each token earned; see `AdvantageInputs`.
+        group_B: (B,) int64 >= 0, which prompt each sample answers.
+        scores_BR: (B, R) components of the scores; None: the sum of each sample's rewards.
+        components: names of the R components.
+        truncated_B: (B,) bool, samples cut at the length limit; None: none.
 
     Returns:
-        (B,) float32, to be spread over the tokens of each sample.
+        Finite ones.
 
     Raises:
-        NonFiniteError: names the first sample whose score is NaN or infinite.
+        NonFiniteError: names the first sample whose reward or component is NaN or infinite.
         UnknownPluginError: no such estimator.
-        ValueError: the two tensors differ in shape, or an index is negative.
+        ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
-    if scores_B.ndim != 1 or scores_B.shape != group_index_B.shape:
-        raise ValueError(
-            f"scores {tuple(scores_B.shape)} and groups {tuple(group_index_B.shape)} differ"
-        )
-    if scores_B.numel() == 0:
-        return scores_B.to(torch.float32)
-    if int(group_index_B.min()) < 0:
-        raise ValueError(f"group index {int(group_index_B.min())} is negative")
-    finite_B = torch.isfinite(scores_B)
-    if not bool(finite_B.all()):
-        first = int((~finite_B).nonzero()[0])
-        group = int(group_index_B[first])
-        raise NonFiniteError(f"score of sample {first} (group {group}) is {float(scores_B[first])}")
+    rewards_T = rewards_T.to(torch.float64)
+    _check_shapes(batch, rewards_T, group_B)
+    outcomes_B = sum_by_sequence(rewards_T, batch)
+    scores_BR = outcomes_B[:, None] if scores_BR is None else scores_BR.to(torch.float64)
+    if scores_BR.shape != (batch.num_sequences, len(components)):
+        raise ValueError(f"scores {tuple(scores_BR.shape)} are not of the components {components}")
+    if batch.num_sequences == 0:
+        return Advantages(rewards_T.to(torch.float32))
+    _check_finite(torch.cat([outcomes_B[:, None], scores_BR], dim=1), group_B)
     part = find_part(ADVANTAGES, algorithm.adv_estimator)
+    _check_present(f"estimator {part.row.name}", part.row.columns, batch.columns)
+    _check_present(f"estimator {part.row.name}", part.row.rows, batch.rows)
     return part.function(
         AdvantageInputs(
-            scores_B=scores_B.to(torch.float64),
-            group_index_B=group_index_B.to(torch.int64),
-            num_groups=int(group_index_B.max()) + 1,
+            batch=batch,
+            rewards_T=rewards_T,
+            scores_BR=scores_BR,
+            group_B=group_B.to(torch.int64),
+            num_groups=int(group_B.max()) + 1,
+            truncated_B=torch.zeros_like(group_B).bool() if truncated_B is None else truncated_B,
+            components=tuple(components),
             algorithm=algorithm,
             options=part.options(algorithm),
         )
     )
+
+
+def _check_shapes(batch: TokenBatch, rewards_T: Tensor, group_B: Tensor) -> None:
+    if rewards_T.shape != (batch.num_tokens,):
+        raise ValueError(f"rewards {tuple(rewards_T.shape)}: need one per token")
+    if group_B.shape != (batch.num_sequences,):
+        raise ValueError(f"groups {tuple(group_B.shape)}: need one per sample")
+    if group_B.numel() and int(group_B.min()) < 0:
+        raise ValueError(f"group index {int(group_B.min())} is negative")
+
+
+def _check_finite(values_BR: Tensor, group_B: Tensor) -> None:
+    finite_BR = torch.isfinite(values_BR)
+    if bool(finite_BR.all()):
+        return
+    sample, component = (int(index) for index in (~finite_BR).nonzero()[0])
+    raise NonFiniteError(
+        f"score of sample {sample} (group {int(group_B[sample])}) is "
+        f"{float(values_BR[sample, component])}"
+    )
+
+
+def _check_present(what: str, needed: Sequence[str], found: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(needed) - found.keys())
+    if missing:
+        raise ValueError(f"{what} needs {missing}; the batch has {sorted(found)}")

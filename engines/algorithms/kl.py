@@ -6,13 +6,16 @@ that of k3 is biased as a loss; a trailing `+` keeps the estimator's value and t
 of k2, whose expectation is the gradient of the KL.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from engines.algorithms.parts import find_part
-from engines.config.plugins import KL_ESTIMATORS
+from engines.config.rows.algorithm import KL_ESTIMATORS
 
-LOG_RATIO_BOUND = 20.0
-K3_BOUND = 10.0
+K3_BEND = 2.6104
+"""Nats; exp(x) - 1 - x is 10 there."""
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -31,9 +34,17 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) exp(-d) - 1 + d with d clamped to +-20 and the result to +-10: unbiased inside."""
-    negative_d_T = (ref_logprobs_T - logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (negative_d_T.expm1() - negative_d_T).clamp(-K3_BOUND, K3_BOUND)
+    """(T,) exp(-d) - 1 + d: unbiased, never negative.
+
+    Where the policy has run away from the reference (d below about -2.6, where the value is 10)
+    it goes on as a straight line: the value stays finite, the gradient keeps its slope there. A
+    clamp of the value would end the pull just where it is needed.
+    """
+    negative_d_T = ref_logprobs_T - logprobs_T
+    near_T = negative_d_T.clamp(max=K3_BEND)
+    slope = math.expm1(K3_BEND)
+    line_T = slope - K3_BEND + slope * (negative_d_T - K3_BEND)
+    return torch.where(negative_d_T <= K3_BEND, near_T.expm1() - near_T, line_T)
 
 
 def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:

@@ -7,15 +7,22 @@ gradient is that of REINFORCE.
 Does not promise: advantages, reference logprobs or scores; those are columns made beforehand.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, token_mean
 from engines.algorithms.kl import kl_estimate
-from engines.algorithms.parts import PolicyLossInputs, TokenLoss, find_part
+from engines.algorithms.parts import (
+    Gather,
+    PolicyLossInputs,
+    PrepassInputs,
+    TokenLoss,
+    find_part,
+)
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.plugins import POLICY_LOSSES
+from engines.config.rows.algorithm import POLICY_LOSSES
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 
@@ -44,6 +51,14 @@ class PolicyObjective:
         reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
         return frozenset({*row.columns, "loss_mask", *reference})
 
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Numbers of the whole step that the policy loss asks for; see `LossFn`."""
+        part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
+        if part.prepass is None:
+            return {}
+        mask_T = batch.columns["loss_mask"] > 0
+        return part.prepass(PrepassInputs(batch, mask_T, gather, part.options(self.algorithm)))
+
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
@@ -56,7 +71,7 @@ class PolicyObjective:
             )
         mask_T = batch.columns["loss_mask"] > 0
         old_logprobs_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
-        policy = self._policy_loss(outputs, old_logprobs_T, mask_T, batch)
+        policy = self._policy_loss(outputs, old_logprobs_T, mask_T, batch, counts)
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         for name, values_T in policy.token_metrics.items():
@@ -72,7 +87,12 @@ class PolicyObjective:
         return LossOutput(loss, metrics)
 
     def _policy_loss(
-        self, outputs: ModelOutputs, old_logprobs_T: Tensor, mask_T: Tensor, batch: TokenBatch
+        self,
+        outputs: ModelOutputs,
+        old_logprobs_T: Tensor,
+        mask_T: Tensor,
+        batch: TokenBatch,
+        counts: GlobalCounts,
     ) -> TokenLoss:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         return part.function(
@@ -82,6 +102,7 @@ class PolicyObjective:
                 advantages_T=batch.columns["advantages"],
                 mask_T=mask_T,
                 batch=batch,
+                counts=counts,
                 algorithm=self.algorithm,
                 options=part.options(self.algorithm),
             )

@@ -34,6 +34,28 @@ class OverlongConfig(StrictModel):
     penalty_factor: float = Field(default=1.0, ge=0)
 
 
+class PfPpoConfig(StrictModel):
+    """PF-PPO (arXiv:2409.06957): the samples of a step are drawn again by their rewards."""
+
+    enable: bool = False
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    weight_pow: float = Field(default=2.0, gt=0)
+    """Exponent of `pow`."""
+
+
+class KlControlConfig(StrictModel):
+    """The coefficient of a KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` steers the KL of a step to `target_kl` (arXiv:1909.08593 sec. 2.2)."""
+    kl_coef: float = Field(default=0.001, ge=0)
+    """The coefficient, or the first one."""
+    horizon: float = Field(default=10_000, gt=0)
+    """Samples over which an error of the KL changes the coefficient by its own factor."""
+    target_kl: float = Field(default=0.1, gt=0)
+    """Nats, summed over an answer and averaged over the answers of a step."""
+
+
 class AlgorithmConfig(StrictModel):
     """One policy-gradient algorithm, put together from registered parts."""
 
@@ -56,6 +78,14 @@ class AlgorithmConfig(StrictModel):
     kl_loss_coef: float = Field(default=0.001, ge=0)
     kl_loss_type: str = "low_var_kl"
     """`kl`|`k1`, `abs`, `mse`|`k2`, `low_var_kl`|`k3`; a trailing `+` takes the k2 gradient."""
+    use_kl_in_reward: bool = False
+    """Take the KL to the reference off the reward of each token."""
+    kl_penalty: str = "kl"
+    """Its estimator; names as of `kl_loss_type`, without `+`: it has no gradient."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    positive_nll_coef: float = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of right answers (VAPO, arXiv:2504.05118 sec. 4.3)."""
+    pf_ppo: PfPpoConfig = PfPpoConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong: OverlongConfig = OverlongConfig()
     options: dict[str, Any] = {}

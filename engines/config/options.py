@@ -14,17 +14,9 @@ from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig, SourceConfig
-from engines.config.plugins import (
-    ADVANTAGES,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    PREPROCESSORS,
-    REWARDS,
-    ROLLOUT_ENGINES,
-    AlgorithmRow,
-    RewardRow,
-)
+from engines.config.plugins import PREPROCESSORS, REWARDS, ROLLOUT_ENGINES, RewardRow
 from engines.config.rollout import RolloutConfig
+from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 from infra.field_errors import to_config_error

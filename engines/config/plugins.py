@@ -2,7 +2,8 @@
 
 A row leads to its class or function as ``module:attribute`` and holds what the plan must know
 before anything is imported. To add a part to this project: one file that holds it, and its row here
-(a training backend: `engines.config.backends`, a platform: `hardware.platforms`). Other people's
+(a training backend: `engines.config.backends`, a part of an algorithm:
+`engines.config.rows.algorithm`, a platform: `hardware.platforms`). Other people's
 come through `infra.plugins`: entry points, or `register_plugin` from a module that
 RLHF_USE_EXTERNAL_MODULES or an entry point lists.
 """
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from engines.config.backends import ENGINES
 from engines.config.rollout import RolloutConfig, RoutingName
+from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -30,21 +32,6 @@ PluginKind = Literal[
     "preprocessor",
     "tracker",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmRow(Row):
-    """An advantage estimator, a policy loss or a KL estimator.
-
-    Attributes:
-        paper: where the formula stands (arXiv id and section, or a title).
-        columns: columns of the `TokenBatch` that it reads, beside `loss_mask`.
-        group_relative: compares samples of one prompt, so it needs two or more of them.
-    """
-
-    paper: str = ""
-    columns: tuple[str, ...] = ()
-    group_relative: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,54 +71,6 @@ class RolloutRow(Row):
     capabilities: tuple[str, ...] = ()
     refuses_model: str | None = None
 
-
-ADVANTAGES = PluginTable(
-    "adv_estimator",
-    "rl.algorithm.adv_estimator",
-    [
-        AlgorithmRow(
-            name="grpo",
-            target="engines.algorithms.grpo:grpo_advantages",
-            paper="arXiv:2402.03300 sec. 4.1.2; without the std: Dr. GRPO, arXiv:2503.20783 "
-            "sec. 3.2",
-            group_relative=True,
-        )
-    ],
-    AlgorithmRow,
-)
-
-POLICY_LOSSES = PluginTable(
-    "loss_mode",
-    "rl.algorithm.loss_mode",
-    [
-        AlgorithmRow(
-            name="vanilla",
-            target="engines.algorithms.ppo_clip:ppo_clip_loss",
-            paper="arXiv:1707.06347 eq. 7; dual clip 1912.09729 eq. 5; clip-higher 2503.14476 "
-            "eq. 8",
-            columns=("advantages",),
-        )
-    ],
-    AlgorithmRow,
-)
-
-_KL_NAMES = {
-    "k1": "k1", "kl": "k1", "abs": "absolute", "k2": "k2", "mse": "k2", "k3": "k3",
-    "low_var_kl": "k3",
-}  # fmt: skip
-KL_ESTIMATORS = PluginTable(
-    "kl_loss_type",
-    "rl.algorithm.kl_loss_type",
-    [
-        AlgorithmRow(
-            name=name,
-            target=f"engines.algorithms.kl:{function}",
-            paper="Schulman, Approximating KL divergence, 2020",
-        )
-        for name, function in _KL_NAMES.items()
-    ],
-    AlgorithmRow,
-)
 
 ROLLOUT_ENGINES = PluginTable(
     "rollout",

@@ -7,14 +7,15 @@ Letters: B samples, T tokens, G groups (prompts).
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.filtering import informative_samples
+from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import TokenBatch
@@ -29,11 +30,13 @@ class Experience:
         group_index_B: (B,) int64 in [0, G).
         batch: columns `loss_mask` (1 on sampled tokens) and `rollout_logprobs`, later
             `advantages`, `old_logprobs`, `ref_logprobs`.
+        metrics: what the estimator says of the step.
     """
 
     samples: tuple[ScoredSample, ...]
     group_index_B: Tensor
     batch: TokenBatch
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_groups(self) -> int:
@@ -50,15 +53,28 @@ class Experience:
         """(B,) float64."""
         return torch.tensor([sample.score for sample in self.samples], dtype=torch.float64)
 
+    @property
+    def truncated_B(self) -> Tensor:
+        """(B,) bool: cut at the length limit."""
+        return torch.tensor([s.completion.finish_reason == "length" for s in self.samples]).bool()
+
     def with_columns(self, **columns: Tensor) -> "Experience":
         """The same samples with per-token columns added."""
-        return Experience(self.samples, self.group_index_B, self.batch.with_columns(**columns))
+        return replace(self, batch=self.batch.with_columns(**columns))
 
     def with_advantages(self, algorithm: AlgorithmConfig) -> "Experience":
-        """Add `advantages`: each sample's advantage on its sampled tokens, 0 on the prompt."""
-        advantages_B = advantages(algorithm, self.rewards_B, self.group_index_B)
-        mask_T = self.batch.columns["loss_mask"]
-        return self.with_columns(advantages=advantages_B[self.batch.sequence_index_T] * mask_T)
+        """Add the column `advantages`, 0 on the prompt, and `returns` where there is a critic."""
+        mask_T = self.batch.columns["loss_mask"] > 0
+        found = advantages(
+            algorithm,
+            self.batch,
+            on_last_token(self.rewards_B, mask_T, self.batch),
+            self.group_index_B,
+            truncated_B=self.truncated_B,
+        )
+        returns = {} if found.returns_T is None else {"returns": found.returns_T}
+        batch = self.batch.with_columns(advantages=found.advantages_T, **returns)
+        return replace(self, batch=batch, metrics={**self.metrics, **found.metrics})
 
     def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
         """Batches of whole groups, each epoch alike.

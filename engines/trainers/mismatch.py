@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
+from engines.algorithms.parts import Gather
 from engines.algorithms.policy_objective import PolicyObjective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
@@ -40,6 +41,10 @@ class MeasuredObjective:
 
     objective: PolicyObjective
     needs_entropy: bool = True
+
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Of the objective."""
+        return self.objective.extras(batch, gather)
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts

@@ -68,6 +68,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "response_length/clip_ratio": sum(cut) / len(cut),
         **_spread("prompt_length", prompts),
         "critic/equal_groups": float(groups.equal_P.sum()),
+        **experience.metrics,
     }
 
 

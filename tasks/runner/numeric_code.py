@@ -14,6 +14,7 @@ UNCOUNTED: Mapping[str, str] = {
     "infra": "moves bytes that digests verify, starts processes, tells people",
     "engines.config.base": "what a configuration says counts by its values",
     "engines.config.stages": "the same; a stage more is no change of the others",
+    "engines.config.rows": "tables of names; what a stage names of them counts",
     "engines.config.rules": "only refuses",
     "engines.config.backends": "a table of names; what a stage names of it counts",
     "engines.config.plugins": "a table of names; what a stage names of it counts",

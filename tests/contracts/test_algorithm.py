@@ -15,7 +15,7 @@ from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
-from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 LENGTHS = [3, 5, 4, 2, 6, 3]

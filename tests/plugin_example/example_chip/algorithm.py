@@ -3,18 +3,20 @@
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import AdvantageInputs, PolicyLossInputs, TokenLoss
+from engines.algorithms.parts import AdvantageInputs, Advantages, PolicyLossInputs, TokenLoss
 from example_chip.options import ClippedOptions
 
 
-def example_advantages(inputs: AdvantageInputs) -> Tensor:
-    """(B,) float32, score minus the mean score of its group: (B,) `scores_B` of its prompt."""
-    sizes_P = torch.bincount(inputs.group_index_B, minlength=inputs.num_groups).clamp(min=1)
-    sums_P = torch.zeros(inputs.num_groups, dtype=inputs.scores_B.dtype)
-    sums_P.index_add_(0, inputs.group_index_B, inputs.scores_B)
-    centred_B = inputs.scores_B - (sums_P / sizes_P)[inputs.group_index_B]
+def example_advantages(inputs: AdvantageInputs) -> Advantages:
+    """What each sample earned, less the mean of its group."""
+    outcomes_B = inputs.outcomes_B
+    sizes_P = torch.bincount(inputs.group_B, minlength=inputs.num_groups).clamp(min=1)
+    sums_P = torch.zeros(inputs.num_groups, dtype=outcomes_B.dtype)
+    sums_P.index_add_(0, inputs.group_B, outcomes_B)
+    centred_B = outcomes_B - (sums_P / sizes_P)[inputs.group_B]
     # The rounding error of a mean of equal scores is no advantage.
-    return torch.where(centred_B.abs() < 1e-12, 0.0, centred_B).to(torch.float32)
+    centred_B = torch.where(centred_B.abs() < 1e-12, 0.0, centred_B)
+    return Advantages.of_samples(centred_B, inputs.batch)
 
 
 def example_loss(inputs: PolicyLossInputs) -> TokenLoss:

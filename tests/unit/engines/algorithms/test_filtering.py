@@ -1,8 +1,8 @@
 """Dynamic sampling keeps exactly the groups that carry a gradient."""
 
 import torch
+from rlhf.testing.algorithm_samples import estimate_B
 
-from engines.algorithms.advantage import advantages
 from engines.algorithms.filtering import informative_samples
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 
@@ -17,7 +17,7 @@ def test_equal_and_single_groups_go():
 
 
 def test_what_goes_has_advantage_zero_and_what_stays_has_not():
-    advantages_B = advantages(AlgorithmConfig(), SCORES_B, GROUP_B)
+    advantages_B = estimate_B(AlgorithmConfig(), SCORES_B, GROUP_B)
     assert torch.equal(advantages_B != 0, informative_samples(ON, SCORES_B, GROUP_B))
 
 

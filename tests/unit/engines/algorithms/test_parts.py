@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import Field
+from rlhf.testing.algorithm_samples import estimate_B
 
-from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config import options as options_module
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions, check_options, check_parts, own_options
-from engines.config.plugins import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, register_plugin
+from engines.config.plugins import register_plugin
+from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.rules import check_algorithm
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError, UnknownPluginError
@@ -115,14 +116,17 @@ def test_facts_of_an_outside_estimator_are_known_without_importing_it(tmp_path: 
 @pytest.mark.usefixtures("_alone")
 def test_a_part_is_looked_up_once_per_process(tmp_path: Path) -> None:
     (tmp_path / "ones_part.py").write_text(
-        "import torch\ndef ones(inputs):\n    return torch.ones_like(inputs.scores_B).float()\n"
+        "import torch\n"
+        "from engines.algorithms.parts import Advantages\n"
+        "def ones(inputs):\n"
+        "    return Advantages.of_samples(torch.ones_like(inputs.outcomes_B), inputs.batch)\n"
     )
     register_plugin("adv_estimator", "ones_of_test", "ones_part:ones")
     import torch
 
     algorithm = AlgorithmConfig(adv_estimator="ones_of_test")
     scores_B, group_B = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
-    assert advantages(algorithm, scores_B, group_B).tolist() == [1.0, 1.0]
+    assert estimate_B(algorithm, scores_B, group_B).tolist() == [1.0, 1.0]
     (tmp_path / "ones_part.py").unlink()
-    assert advantages(algorithm, scores_B, group_B).tolist() == [1.0, 1.0]
+    assert estimate_B(algorithm, scores_B, group_B).tolist() == [1.0, 1.0]
     assert policy_loss_fn(algorithm, 8).required_columns == {"advantages", "loss_mask"}

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from rlhf.testing.algorithm_samples import estimate_B
 from torch import Tensor
 
-from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
@@ -31,7 +31,7 @@ def make_batch(seed: int, num_sequences: int = 8, scores: list[float] | None = N
 
     scores = scores or [source.random() for _ in lengths]
     groups = [i % 2 for i in range(num_sequences)]
-    values = advantages(AlgorithmConfig(), torch.tensor(scores), torch.tensor(groups)).tolist()
+    values = estimate_B(AlgorithmConfig(), torch.tensor(scores), torch.tensor(groups)).tolist()
     return TokenBatch.from_sequences(
         [[1] * n for n in lengths],
         loss_mask=[[0.0, 0.0] + [1.0] * (n - 2) for n in lengths],

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from engines.algorithms.losses.ppo_clip import clip_range, ppo_clip_loss, probability_ratio
 from engines.algorithms.parts import PolicyLossInputs
-from engines.algorithms.ppo_clip import clip_range, ppo_clip_loss, probability_ratio
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import NoOptions
-from engines.types import TokenBatch
+from engines.types import GlobalCounts, TokenBatch
 
 
 def token_loss(ratio: float, advantage: float, **config: float):
@@ -21,6 +21,7 @@ def token_loss(ratio: float, advantage: float, **config: float):
             advantages_T=torch.tensor([advantage]),
             mask_T=torch.tensor([True]),
             batch=TokenBatch.from_sequences([[1]]),
+            counts=GlobalCounts(1, 1, 1),
             algorithm=AlgorithmConfig(**config),
             options=NoOptions(),
         )

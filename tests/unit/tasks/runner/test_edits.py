@@ -61,8 +61,8 @@ NOTHING = (
     "hardware/survey.py",
 )
 STAGES = {
-    "engines/algorithms/grpo.py": RL,
-    "engines/algorithms/ppo_clip.py": RL,
+    "engines/algorithms/advantages/group_relative.py": RL,
+    "engines/algorithms/losses/ppo_clip.py": RL,
     "engines/algorithms/kl.py": RL,
     "engines/algorithms/policy_objective.py": RL,
     "engines/algorithms/supervised.py": {"sft"},
@@ -97,7 +97,7 @@ MEGATRON = {
     "hardware/cpu_torchtitan.py": set(),
     "engines/training/backends/mindspeed/engine.py": TORCH,  # the same backend, on another device
     "engines/training/backends/fsdp/engine.py": set(),
-    "engines/algorithms/grpo.py": RL,
+    "engines/algorithms/advantages/group_relative.py": RL,
     "infra/redact.py": set(),
 }
 

@@ -360,13 +360,19 @@ def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> Non
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers.engine",
         "engines.rewards.exact",
-        "engines.algorithms.grpo",
+        "engines.algorithms.advantages.group_relative",
     ):
         assert module in closure
-    assert "engines.algorithms.grpo" not in source_closure(["engines.jobs.preprocess"])
+    assert "engines.algorithms.advantages.group_relative" not in source_closure(
+        ["engines.jobs.preprocess"]
+    )
 
 
-RL_PARTS = {"engines.algorithms.grpo", "engines.algorithms.ppo_clip", "engines.algorithms.kl"}
+RL_PARTS = {
+    "engines.algorithms.advantages.group_relative",
+    "engines.algorithms.losses.ppo_clip",
+    "engines.algorithms.kl",
+}
 
 
 def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Advantage estimators: one pure function each."""

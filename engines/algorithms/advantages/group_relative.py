@@ -1,0 +1,196 @@
+"""Advantages against the other samples of the same prompt.
+
+Promises: one value per sample, on each of its trained tokens; what a group gives does not depend on
+other groups, except where a function says that it looks at the whole step. A group of equal scores
+gives exactly 0, not the rounding error of its mean, and so does a group of one sample.
+Letters: B samples, P groups, R components of a score.
+"""
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.groups import GroupStatistics, group_statistics
+from engines.algorithms.options import GdpoOptions, GpgOptions
+from engines.algorithms.parts import AdvantageInputs, Advantages
+from engines.algorithms.sequences import masked_whiten, num_trained_B
+
+STD_EPS = 1e-6
+
+
+def grpo_advantages(inputs: AdvantageInputs) -> Advantages:
+    """How much better each sample is than its group: GRPO (arXiv:2402.03300).
+
+    With outcome rewards: ``(R - mean) / (std + 1e-6)``, std with n - 1. With
+    `norm_adv_by_std_in_grpo: false` it is Dr. GRPO (arXiv:2503.20783): ``R - mean``. Departure
+    from the paper: eps is added to the std.
+
+    Args:
+        inputs: rewards and groups.
+
+    Returns:
+        Each group's values sum to 0.
+    """
+    by_std = inputs.algorithm.norm_adv_by_std_in_grpo
+    return Advantages.of_samples(_grpo_B(inputs.outcomes_B, inputs, by_std), inputs.batch)
+
+
+def grpo_passk_advantages(inputs: AdvantageInputs) -> Advantages:
+    """The best sample earns what it adds to the best of its group: pass@k (arXiv:2503.19595).
+
+    ``R_max - R_second`` for the best sample, divided by ``std + 1e-6`` unless
+    `norm_adv_by_std_in_grpo` is false; 0 for all others, and for all where two are best.
+
+    Args:
+        inputs: rewards and groups.
+
+    Returns:
+        Not centred: at most one sample of a group has a value, and it is positive.
+    """
+    outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
+    groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
+    lowest_P = outcomes_B.new_full((inputs.num_groups,), -torch.inf)
+    best_P = lowest_P.scatter_reduce(0, group_B, outcomes_B, "amax")
+    is_best_B = outcomes_B == best_P[group_B]
+    others_B = torch.where(is_best_B, -torch.inf, outcomes_B)
+    second_P = lowest_P.scatter_reduce(0, group_B, others_B, "amax")
+    num_best_P = torch.zeros_like(best_P).index_add(0, group_B, is_best_B.to(best_P))
+    alone_B = is_best_B & ((num_best_P == 1) & (groups.count_P > 1))[group_B]
+    values_B = torch.where(alone_B, (best_P - second_P)[group_B], 0.0)
+    if inputs.algorithm.norm_adv_by_std_in_grpo:
+        values_B = values_B / (groups.std_P + STD_EPS)[group_B]
+    return Advantages.of_samples(values_B, inputs.batch)
+
+
+def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Each sample against the mean of the others: REINFORCE leave-one-out (arXiv:2402.14740).
+
+    ``R_i - sum of the other R / (n - 1)``, which is ``n / (n - 1) (R_i - mean)``.
+
+    Args:
+        inputs: rewards and groups.
+
+    Returns:
+        Each group's values sum to 0.
+    """
+    outcomes_B = inputs.outcomes_B
+    groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
+    factor_P = groups.count_P / (groups.count_P - 1).clamp(min=1)
+    values_B = factor_P[inputs.group_B] * _centred_B(outcomes_B, groups, inputs.group_B)
+    return Advantages.of_samples(values_B, inputs.batch)
+
+
+def opo_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Against the mean weighted by length, which is the optimal baseline: OPO (arXiv:2505.23585).
+
+    ``R_i - sum(l R) / sum(l)`` over the group, with l the trained tokens of a sample: where the
+    squared gradient norm of an answer grows with its length, no other baseline has less variance.
+
+    Args:
+        inputs: rewards and groups.
+
+    Returns:
+        Each group's values, weighted by length, sum to 0.
+    """
+    outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
+    groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
+    lengths_B = num_trained_B(inputs.batch, inputs.mask_T).to(outcomes_B)
+    zeros_P = torch.zeros_like(groups.mean_P)
+    weighted_P = zeros_P.index_add(0, group_B, lengths_B * outcomes_B)
+    length_P = zeros_P.index_add(0, group_B, lengths_B)
+    baseline_B = (weighted_P / length_P.clamp(min=1))[group_B]
+    values_B = torch.where(groups.equal_P[group_B], 0.0, outcomes_B - baseline_B)
+    return Advantages.of_samples(values_B, inputs.batch)
+
+
+def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Centred scores, scaled for the groups that teach nothing: GPG (arXiv:2504.02546).
+
+    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M the samples of groups whose
+    scores are all equal: their zero gradient would shrink the mean over the step. Looks at the
+    whole step for alpha.
+
+    Args:
+        inputs: rewards and groups; options `f_norm`.
+
+    Returns:
+        Each group's values sum to 0; the metric `critic/gpg_alpha`.
+    """
+    options = inputs.options
+    assert isinstance(options, GpgOptions)
+    outcomes_B = inputs.outcomes_B
+    groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
+    num_silent = int(groups.equal_P[inputs.group_B].sum())
+    alpha = outcomes_B.numel() / max(1, outcomes_B.numel() - num_silent)
+    centred_B = _centred_B(outcomes_B, groups, inputs.group_B)
+    of_samples = Advantages.of_samples(alpha * centred_B / options.f_norm, inputs.batch)
+    return Advantages(of_samples.advantages_T, metrics={"critic/gpg_alpha": alpha})
+
+
+def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Centred in the group, whitened over the step: REINFORCE++ w/ baseline (arXiv:2501.03262).
+
+    ``R - mean`` of the group on each trained token, then whitened over all trained tokens of the
+    step. Answers differ in length, so whitening moves groups of equal scores away from 0, too;
+    only a step whose scores are equal in every group gives 0.
+
+    Args:
+        inputs: rewards and groups.
+
+    Returns:
+        Mean 0 and variance 1 over the trained tokens.
+    """
+    outcomes_B = inputs.outcomes_B
+    groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
+    centred_B = _centred_B(outcomes_B, groups, inputs.group_B)
+    return _whitened(centred_B, inputs)
+
+
+def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Each component of the score normalised by itself, then summed: GDPO (arXiv:2601.05242).
+
+    ``sum_k w_k (s_k - mean) / (std + 1e-6)`` of the group, whitened over all trained tokens of the
+    step: a component with a large range cannot drown the others. A KL in the reward is no
+    component and does not count here.
+
+    Args:
+        inputs: components of the scores; options `gdpo_reward_keys` and `gdpo_reward_weights`.
+
+    Returns:
+        Mean 0 and variance 1 over the trained tokens.
+
+    Raises:
+        ValueError: the reward gives no such component, or not as many as there are weights.
+    """
+    options = inputs.options
+    assert isinstance(options, GdpoOptions)
+    keys = options.gdpo_reward_keys or inputs.components
+    weights = options.gdpo_reward_weights or (1.0,) * len(keys)
+    missing = sorted(set(keys) - set(inputs.components))
+    if missing or len(weights) != len(keys):
+        raise ValueError(
+            f"gdpo: {len(weights)} weights for the components {list(keys)}; the reward gives "
+            f"{list(inputs.components)}"
+        )
+    columns = [inputs.scores_BR[:, inputs.components.index(key)] for key in keys]
+    total_B = torch.zeros_like(inputs.scores_BR[:, 0])
+    for weight, component_B in zip(weights, columns, strict=True):
+        total_B = total_B + weight * _grpo_B(component_B, inputs, by_std=True)
+    return _whitened(total_B, inputs)
+
+
+def _grpo_B(scores_B: Tensor, inputs: AdvantageInputs, by_std: bool) -> Tensor:
+    groups = group_statistics(scores_B, inputs.group_B, inputs.num_groups)
+    centred_B = scores_B - groups.mean_P[inputs.group_B]
+    if by_std:
+        centred_B = centred_B / (groups.std_P + STD_EPS)[inputs.group_B]
+    return torch.where(groups.equal_P[inputs.group_B], 0.0, centred_B)
+
+
+def _centred_B(scores_B: Tensor, groups: GroupStatistics, group_B: Tensor) -> Tensor:
+    centred_B = scores_B - groups.mean_P[group_B]
+    return torch.where(groups.equal_P[group_B], 0.0, centred_B)
+
+
+def _whitened(values_B: Tensor, inputs: AdvantageInputs) -> Advantages:
+    values_T = values_B[inputs.batch.sequence_index_T]
+    return Advantages(masked_whiten(values_T, inputs.mask_T).to(torch.float32))

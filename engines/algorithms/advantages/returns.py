@@ -1,0 +1,138 @@
+"""Advantages from what each token still earns, with a critic and without.
+
+Promises: tokens that are not trained on (an environment's, a tool's) are passed over: value,
+return and advantage before them are those behind them.
+Letters: B samples, T tokens, L trained tokens of the longest sample.
+"""
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.options import DiscountOptions, GaeOptions
+from engines.algorithms.parts import AdvantageInputs, Advantages
+from engines.algorithms.sequences import TrainedTokens, masked_whiten
+
+
+def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
+    """(B, L) ``y_t = x_t + factor y_{t+1}``, from the right.
+
+    Args:
+        values_BL: float64, 0 behind the end of a row.
+        factor_B: of each row.
+
+    Returns:
+        In the same layout.
+    """
+    sums_BL = torch.empty_like(values_BL)
+    carried_B = torch.zeros_like(factor_B)
+    for place in reversed(range(values_BL.shape[1])):
+        carried_B = values_BL[:, place] + factor_B * carried_B
+        sums_BL[:, place] = carried_B
+    return sums_BL
+
+
+def gae_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Generalised advantage estimation (arXiv:1506.02438 eq. 16), decoupled, length-adaptive.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, with V_t the
+    value of the state in which token t is chosen. Behind the last token of an answer that ended by
+    itself the value is 0; an answer that was truncated is not over, so there V is the critic's
+    value behind its last token. The critic's targets are ``A_t + V_t`` with `lam_critic` (VAPO,
+    arXiv:2504.05118 sec. 4.1, takes 1: unbiased targets), the policy's advantages have `lam`, or
+    ``1 - 1 / (alpha l)`` for an answer of l tokens (sec. 4.1 eq. 8; not below 0).
+
+    Args:
+        inputs: rewards; column `values` and row `last_values` (B,); options of `GaeOptions`.
+
+    Returns:
+        Advantages, whitened unless `whiten` is off; targets, never whitened; the metric
+        `critic/vf_explained_var`, ``1 - var(target - V) / var(target)``.
+    """
+    options = inputs.options
+    assert isinstance(options, GaeOptions)
+    tokens = TrainedTokens(inputs.mask_T, inputs.batch)
+    deltas_BL, values_BL = _deltas(inputs, tokens, options.gamma)
+    lam_critic = options.lam if options.lam_critic is None else options.lam_critic
+    factor_B = options.gamma * _policy_lam_B(tokens, options)
+    raw_BL = discounted_sums(deltas_BL, factor_B)
+    returns_BL = values_BL + discounted_sums(
+        deltas_BL, torch.full_like(factor_B, options.gamma * lam_critic)
+    )
+    advantages_T = tokens.column(raw_BL)
+    if options.whiten:
+        advantages_T = masked_whiten(advantages_T, inputs.mask_T)
+    returns_N, values_N = returns_BL[tokens.mask_BL], values_BL[tokens.mask_BL]
+    return Advantages(
+        advantages_T.to(torch.float32),
+        tokens.column(returns_BL).to(torch.float32),
+        {"critic/vf_explained_var": explained_variance(values_N, returns_N)},
+    )
+
+
+def reinforce_plus_plus_advantages(inputs: AdvantageInputs) -> Advantages:
+    """What each token still earns, whitened over the step: REINFORCE++ (arXiv:2501.03262).
+
+    ``G_t = r_t + gamma G_{t+1}``, then mean 0 and variance 1 over all trained tokens of the step.
+    Without groups: the whole step is the baseline.
+
+    Args:
+        inputs: rewards; options `gamma`.
+
+    Returns:
+        Exactly 0 where every token still earns the same.
+    """
+    _, returns_T = _returns_to_go(inputs)
+    return Advantages(masked_whiten(returns_T, inputs.mask_T).to(torch.float32))
+
+
+def remax_advantages(inputs: AdvantageInputs) -> Advantages:
+    """Against the score of the greedy answer to the same prompt: ReMax (arXiv:2310.10505).
+
+    ``G_t - R(greedy)``. The baseline does not depend on the sample, so it costs no bias; unlike a
+    group's mean it needs one answer more, not many.
+
+    Args:
+        inputs: rewards; row `greedy_scores` (B,); options `gamma`.
+
+    Returns:
+        Not centred.
+    """
+    _, returns_T = _returns_to_go(inputs)
+    baseline_T = inputs.batch.rows["greedy_scores"].to(returns_T)[inputs.batch.sequence_index_T]
+    return Advantages(torch.where(inputs.mask_T, returns_T - baseline_T, 0.0).to(torch.float32))
+
+
+def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
+    """``1 - var(targets - values) / var(targets)``; 0 where the targets do not vary."""
+    if targets_N.numel() < 2 or bool((targets_N == targets_N[0]).all()):
+        return 0.0
+    return float(1 - (targets_N - values_N).var() / targets_N.var())
+
+
+def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
+    options = inputs.options
+    assert isinstance(options, DiscountOptions)
+    tokens = TrainedTokens(inputs.mask_T, inputs.batch)
+    rewards_BL = tokens.matrix(inputs.rewards_T)
+    factor_B = torch.full_like(rewards_BL[:, 0], options.gamma)
+    return tokens, tokens.column(discounted_sums(rewards_BL, factor_B))
+
+
+def _deltas(inputs: AdvantageInputs, tokens: TrainedTokens, gamma: float) -> tuple[Tensor, Tensor]:
+    values_BL = tokens.matrix(inputs.batch.columns["values"].to(torch.float64))
+    bootstrap_B = inputs.batch.rows["last_values"].to(torch.float64) * inputs.truncated_B
+    next_BL = torch.zeros_like(values_BL)
+    next_BL[:, :-1] = values_BL[:, 1:]
+    lengths_B = tokens.mask_BL.sum(dim=1)
+    has_B = lengths_B > 0
+    next_BL[has_B.nonzero().flatten(), lengths_B[has_B] - 1] = bootstrap_B[has_B]
+    deltas_BL = tokens.matrix(inputs.rewards_T) + gamma * next_BL - values_BL
+    return torch.where(tokens.mask_BL, deltas_BL, 0.0), values_BL
+
+
+def _policy_lam_B(tokens: TrainedTokens, options: GaeOptions) -> Tensor:
+    lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
+    if options.length_adaptive_alpha is None:
+        return torch.full_like(lengths_B, options.lam)
+    scale_B = options.length_adaptive_alpha * lengths_B
+    return (1 - 1 / scale_B.clamp(min=1)).clamp(min=0)

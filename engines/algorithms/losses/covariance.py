@@ -1,0 +1,136 @@
+"""Policy losses that hold back the tokens which drive the entropy down (arXiv:2505.22617).
+
+The entropy falls by the covariance of log-probability and advantage: a few tokens of large
+covariance carry most of it. ``cov_t = (A_t - mean A) (log pi_t - mean log pi)``, means over the
+trained tokens of the step.
+Promises: means, thresholds and draws are of the whole step, found before it is cut. Departure: log
+pi is that of `old_logprobs`, before the step's first update; after that the paper's moves on.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.losses.ppo_clip import clip_range, probability_ratio
+from engines.algorithms.options import ClipCovOptions, KlCovOptions
+from engines.algorithms.parts import PolicyLossInputs, PrepassInputs, TokenLoss
+
+_ADVANTAGE, _LOGPROB, _THRESHOLD = "cov_mean_advantage", "cov_mean_logprob", "cov_threshold"
+
+
+def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
+    """Which tokens lose their gradient: of those with a covariance between the bounds, the share.
+
+    Args:
+        inputs: with the column `uniform`, (T,) float64 numbers in [0, 1) drawn for each token.
+
+    Returns:
+        Means of advantage and log-probability, and the number below which a `uniform` is taken.
+    """
+    options = inputs.options
+    assert isinstance(options, ClipCovOptions)
+    num_tokens, means = _means(inputs)
+    cov_T = _covariance_T(inputs.batch.columns, means)
+    candidate_T = inputs.mask_T & (cov_T > options.clip_cov_lb) & (cov_T < options.clip_cov_ub)
+    num_taken = int(options.clip_cov_ratio * num_tokens)
+    own = inputs.batch.columns["uniform"].to(torch.float64)[candidate_T]
+    found = inputs.gather(own.sort().values[:num_taken]).sort().values[:num_taken]
+    threshold = float(found[-1]) if found.numel() else -1.0
+    return {**means, _THRESHOLD: threshold}
+
+
+def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
+    """PPO-clip, without gradient on tokens drawn from those of large covariance (sec. 4.2).
+
+    Of the tokens with `clip_cov_lb` < cov < `clip_cov_ub`, so many are drawn as `clip_cov_ratio`
+    of the step's tokens, rounded down. No dual clip.
+
+    Args:
+        inputs: logprobs, old logprobs and advantages of each token, the column `uniform`;
+            options of `ClipCovOptions`.
+
+    Returns:
+        The loss of each token; `actor/pg_clipfrac` and `actor/cov_clipfrac`.
+    """
+    options = inputs.options
+    assert isinstance(options, ClipCovOptions)
+    eps_low, eps_high = clip_range(inputs.algorithm)
+    cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
+    candidate_T = inputs.mask_T & (cov_T > options.clip_cov_lb) & (cov_T < options.clip_cov_ub)
+    drawn_T = inputs.batch.columns["uniform"] <= inputs.counts.extras[_THRESHOLD]
+    taken_T = candidate_T & drawn_T
+    ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    plain_T = -inputs.advantages_T * ratio_T
+    clipped_T = -inputs.advantages_T * ratio_T.clamp(1 - eps_low, 1 + eps_high)
+    return TokenLoss(
+        torch.where(taken_T, 0.0, torch.maximum(plain_T, clipped_T)),
+        {
+            "actor/pg_clipfrac": (clipped_T > plain_T).to(torch.float32),
+            "actor/cov_clipfrac": taken_T.to(torch.float32),
+            "actor/ppo_kl": inputs.old_logprobs_T - inputs.logprobs_T.detach(),
+        },
+    )
+
+
+def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
+    """From which covariance on a token is held back: the largest of the step, by the share.
+
+    Args:
+        inputs: advantages and old logprobs of each token.
+
+    Returns:
+        Means of advantage and log-probability, and the smallest covariance that is taken.
+    """
+    options = inputs.options
+    assert isinstance(options, KlCovOptions)
+    num_tokens, means = _means(inputs)
+    num_taken = int(options.kl_cov_ratio * num_tokens)
+    own = _covariance_T(inputs.batch.columns, means)[inputs.mask_T]
+    largest = own.sort(descending=True).values[:num_taken]
+    found = inputs.gather(largest).sort(descending=True).values[:num_taken]
+    return {**means, _THRESHOLD: float(found[-1]) if found.numel() else torch.inf}
+
+
+def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
+    """``-A r``, with a penalty on the tokens of the largest covariance (sec. 4.3).
+
+    The `kl_cov_ratio` of the step's tokens whose covariance is largest, rounded down, also pay
+    ``ppo_kl_coef |log pi - log pi_old|``. No clip.
+
+    Args:
+        inputs: logprobs, old logprobs and advantages of each token; options of `KlCovOptions`.
+
+    Returns:
+        The loss of each token; `actor/cov_klfrac`.
+    """
+    options = inputs.options
+    assert isinstance(options, KlCovOptions)
+    cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
+    taken_T = inputs.mask_T & (cov_T >= inputs.counts.extras[_THRESHOLD])
+    ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    distance_T = (inputs.logprobs_T - inputs.old_logprobs_T).abs()
+    return TokenLoss(
+        torch.where(taken_T, options.ppo_kl_coef * distance_T, 0.0) - inputs.advantages_T * ratio_T,
+        {
+            "actor/cov_klfrac": taken_T.to(torch.float32),
+            "actor/ppo_kl": inputs.old_logprobs_T - inputs.logprobs_T.detach(),
+        },
+    )
+
+
+def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
+    """Trained tokens of the step, and their mean advantage and log-probability."""
+    columns, mask_T = inputs.batch.columns, inputs.mask_T
+    own = [mask_T.sum().to(torch.float64)]
+    for name in ("advantages", "old_logprobs"):
+        own.append(columns[name][mask_T].to(torch.float64).sum())
+    sums = inputs.gather(torch.stack(own)).reshape(-1, 3).sum(dim=0).tolist()
+    num_tokens = max(1.0, sums[0])
+    return int(sums[0]), {_ADVANTAGE: sums[1] / num_tokens, _LOGPROB: sums[2] / num_tokens}
+
+
+def _covariance_T(columns: Mapping[str, Tensor], means: Mapping[str, float]) -> Tensor:
+    """(T,) float64; in double, so that a threshold means the same token wherever it stands."""
+    advantages_T = columns["advantages"].to(torch.float64) - means[_ADVANTAGE]
+    return advantages_T * (columns["old_logprobs"].to(torch.float64) - means[_LOGPROB])

@@ -1,0 +1,1 @@
+"""Rows of built-in parts, where a kind has many."""
