@@ -7,7 +7,7 @@ reads and the schema of its options. Promises: a part is looked up by name once 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from engines.config.rows.algorithm import AlgorithmRow
 from engines.types import GlobalCounts, TokenBatch
 from infra.plugin_table import PluginTable
 from infra.plugins import load_row
+
+Options = TypeVar("Options", bound=StrictModel)
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,24 @@ class Part:
     def options(self, algorithm: AlgorithmConfig) -> StrictModel:
         """The part's share of `algorithm.options`, validated."""
         return own_options(algorithm.options, self.row, "rl.algorithm.options")
+
+
+def options_as(schema: type[Options], options: StrictModel) -> Options:
+    """A part's options as the schema that its row names.
+
+    Args:
+        schema: of the part.
+        options: what `Part.options` made.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: the row names another schema.
+    """
+    if not isinstance(options, schema):
+        raise TypeError(f"options are {type(options).__name__}; need {schema.__name__}")
+    return options
 
 
 @cache

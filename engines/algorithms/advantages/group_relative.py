@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.algorithms.groups import GroupStatistics, group_statistics
 from engines.algorithms.options import GdpoOptions, GpgOptions
-from engines.algorithms.parts import AdvantageInputs, Advantages
+from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import masked_whiten, num_trained_B
 
 STD_EPS = 1e-6
@@ -115,8 +115,7 @@ def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
     Returns:
         Each group's values sum to 0; the metric `critic/gpg_alpha`.
     """
-    options = inputs.options
-    assert isinstance(options, GpgOptions)
+    options = options_as(GpgOptions, inputs.options)
     outcomes_B = inputs.outcomes_B
     groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
     num_silent = int(groups.equal_P[inputs.group_B].sum())
@@ -161,8 +160,7 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
     Raises:
         ValueError: the reward gives no such component, or not as many as there are weights.
     """
-    options = inputs.options
-    assert isinstance(options, GdpoOptions)
+    options = options_as(GdpoOptions, inputs.options)
     keys = options.gdpo_reward_keys or inputs.components
     weights = options.gdpo_reward_weights or (1.0,) * len(keys)
     missing = sorted(set(keys) - set(inputs.components))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.options import DiscountOptions, GaeOptions
-from engines.algorithms.parts import AdvantageInputs, Advantages
+from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
 
@@ -48,8 +48,7 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
         Advantages, whitened unless `whiten` is off; targets, never whitened; the metric
         `critic/vf_explained_var`, ``1 - var(target - V) / var(target)``.
     """
-    options = inputs.options
-    assert isinstance(options, GaeOptions)
+    options = options_as(GaeOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     deltas_BL, values_BL = _deltas(inputs, tokens, options.gamma)
     lam_critic = options.lam if options.lam_critic is None else options.lam_critic
@@ -110,8 +109,7 @@ def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
 
 
 def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
-    options = inputs.options
-    assert isinstance(options, DiscountOptions)
+    options = options_as(DiscountOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     rewards_BL = tokens.matrix(inputs.rewards_T)
     factor_B = torch.full_like(rewards_BL[:, 0], options.gamma)

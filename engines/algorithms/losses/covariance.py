@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.algorithms.losses.ppo_clip import clip_range, probability_ratio
 from engines.algorithms.options import ClipCovOptions, KlCovOptions
-from engines.algorithms.parts import PolicyLossInputs, PrepassInputs, TokenLoss
+from engines.algorithms.parts import PolicyLossInputs, PrepassInputs, TokenLoss, options_as
 
 _ADVANTAGE, _LOGPROB, _THRESHOLD = "cov_mean_advantage", "cov_mean_logprob", "cov_threshold"
 
@@ -28,8 +28,7 @@ def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
     Returns:
         Means of advantage and log-probability, and the number below which a `uniform` is taken.
     """
-    options = inputs.options
-    assert isinstance(options, ClipCovOptions)
+    options = options_as(ClipCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
     cov_T = _covariance_T(inputs.batch.columns, means)
     candidate_T = inputs.mask_T & (cov_T > options.clip_cov_lb) & (cov_T < options.clip_cov_ub)
@@ -53,8 +52,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     Returns:
         The loss of each token; `actor/pg_clipfrac` and `actor/cov_clipfrac`.
     """
-    options = inputs.options
-    assert isinstance(options, ClipCovOptions)
+    options = options_as(ClipCovOptions, inputs.options)
     eps_low, eps_high = clip_range(inputs.algorithm)
     cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
     candidate_T = inputs.mask_T & (cov_T > options.clip_cov_lb) & (cov_T < options.clip_cov_ub)
@@ -82,8 +80,7 @@ def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
     Returns:
         Means of advantage and log-probability, and the smallest covariance that is taken.
     """
-    options = inputs.options
-    assert isinstance(options, KlCovOptions)
+    options = options_as(KlCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
     num_taken = int(options.kl_cov_ratio * num_tokens)
     own = _covariance_T(inputs.batch.columns, means)[inputs.mask_T]
@@ -104,8 +101,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     Returns:
         The loss of each token; `actor/cov_klfrac`.
     """
-    options = inputs.options
-    assert isinstance(options, KlCovOptions)
+    options = options_as(KlCovOptions, inputs.options)
     cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
     taken_T = inputs.mask_T & (cov_T >= inputs.counts.extras[_THRESHOLD])
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)

@@ -4,7 +4,7 @@ import torch
 
 from engines.algorithms.losses.ppo_clip import clip_range, probability_ratio
 from engines.algorithms.options import SapoOptions
-from engines.algorithms.parts import PolicyLossInputs, TokenLoss
+from engines.algorithms.parts import PolicyLossInputs, TokenLoss, options_as
 
 
 def cispo_loss(inputs: PolicyLossInputs) -> TokenLoss:
@@ -44,8 +44,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> TokenLoss:
     Returns:
         The loss of each token, for `seq-mean-token-mean`.
     """
-    options = inputs.options
-    assert isinstance(options, SapoOptions)
+    options = options_as(SapoOptions, inputs.options)
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
     positive_T = inputs.advantages_T > 0
     tau_T = torch.where(positive_T, options.tau_pos, options.tau_neg).to(ratio_T)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from engines.algorithms.losses.ppo_clip import clip_range, probability_ratio
 from engines.algorithms.options import DroOptions
-from engines.algorithms.parts import PolicyLossInputs, TokenLoss
+from engines.algorithms.parts import PolicyLossInputs, TokenLoss, options_as
 
 _EPS = 1e-8
 
@@ -66,8 +66,7 @@ def dro_loss(inputs: PolicyLossInputs) -> TokenLoss:
     Returns:
         The loss of each token.
     """
-    options = inputs.options
-    assert isinstance(options, DroOptions)
+    options = options_as(DroOptions, inputs.options)
     log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
     pull_T = 0.5 * options.dro_beta * log_ratio_T.square()
     return TokenLoss(

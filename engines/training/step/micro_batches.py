@@ -2,8 +2,9 @@
 
 Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
 budget unless it is a single unit (a sequence, where none belong together); costs are as nearly
-equal as `balanced_partition` makes them; sequences stand shortest first, and equal lengths together, which is what makes packed
-attention cheap. Does not promise the smallest possible number of micro-batches.
+equal as `balanced_partition` makes them; sequences stand shortest first, and equal lengths
+together, which is what makes packed attention cheap. Does not promise the smallest possible number
+of micro-batches.
 """
 
 import math

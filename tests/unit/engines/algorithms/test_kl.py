@@ -28,9 +28,29 @@ def test_values_by_hand(names, want):
         assert estimate(name, -0.5) == pytest.approx(want, rel=1e-6)
 
 
-def test_k3_is_bounded():
-    assert estimate("k3", -50.0) == 10.0
-    assert estimate("k3", 15.0) == 10.0
+def test_k3_pulls_on_where_the_policy_ran_away():
+    """Up to -2.6104, where it is 10, the formula; then its tangent, slope 1 - e^2.6104 = -12.6."""
+    for d in (-0.5, -2.6, -2.7, -50.0):
+        logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        value = kl_estimate("k3", logprob, torch.tensor([-1.0 - d], dtype=torch.float64))
+        (slope,) = torch.autograd.grad(value.sum(), logprob)
+        bend = max(d, -2.6104)
+        assert slope.item() == pytest.approx(1 - math.exp(-bend), rel=1e-9)
+        tangent = (math.exp(2.6104) - 1) * (bend - d)
+        assert value.item() == pytest.approx(math.exp(-bend) - 1 + bend + tangent, rel=1e-9)
+    assert estimate("k3", -2.6104) == pytest.approx(10, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("d", [-60.0, 60.0])
+def test_every_estimate_is_finite_and_pulls_back_far_away(name, d):
+    logprob = torch.tensor([-1.0], requires_grad=True)
+    value = kl_estimate(name, logprob, torch.tensor([-1.0 - d]))
+    (slope,) = torch.autograd.grad(value.sum(), logprob)
+    assert torch.isfinite(value).all()
+    assert abs(slope.item()) >= 0.99
+    if name != "k1":
+        assert slope.sign().item() == math.copysign(1, d)
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
