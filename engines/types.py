@@ -168,6 +168,10 @@ class TokenBatch:
         """The same tokens with columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
+    def with_rows(self, **rows: Tensor) -> "TokenBatch":
+        """The same sequences with rows added or replaced."""
+        return replace(self, rows={**self.rows, **rows})
+
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch on another device."""
         return TokenBatch(

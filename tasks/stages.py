@@ -40,9 +40,9 @@ def rl_round(
 ) -> StageResult:
     """One round of RL, `policy` to `policy`; without one it starts from the model itself.
 
-    The reference, the policy that RL started from, is an input only where a KL loss needs it.
+    The reference, the policy that RL started from, is an input only where a KL needs it.
     """
-    reference = reference if config.rl.algorithm.use_kl_loss else None
+    reference = reference if config.rl.algorithm.needs_reference else None
     after = stage_request(then, run.seed, dataset=dataset)
     return run.run(
         stage_request(config, run.seed, after, dataset=dataset, policy=policy, reference=reference)

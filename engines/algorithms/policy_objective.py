@@ -1,4 +1,4 @@
-"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference.
+"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference, + NLL.
 
 Promises: every term is aggregated with the same mode over global counts; metrics are shares that
 add up, over micro-batches and ranks, to their value for the step. Without an `old_logprobs`
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.algorithms.aggregation import aggregate, token_mean
+from engines.algorithms.aggregation import aggregate, masked_sum, token_mean
 from engines.algorithms.kl import kl_estimate
 from engines.algorithms.parts import (
     Gather,
@@ -24,6 +24,8 @@ from engines.algorithms.parts import (
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows.algorithm import POLICY_LOSSES
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+
+_NUM_POSITIVE = "num_positive_tokens"
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,20 @@ class PolicyObjective:
         """Columns the batch must carry."""
         row = find_part(POLICY_LOSSES, self.algorithm.loss_mode).row
         reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
-        return frozenset({*row.columns, "loss_mask", *reference})
+        positive = {"positive"} if self.algorithm.positive_nll_coef else set()
+        return frozenset({*row.columns, "loss_mask", *reference, *positive})
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
         """Numbers of the whole step that the policy loss asks for; see `LossFn`."""
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
-        if part.prepass is None:
-            return {}
-        mask_T = batch.columns["loss_mask"] > 0
-        return part.prepass(PrepassInputs(batch, mask_T, gather, part.options(self.algorithm)))
+        mask_T, found = batch.columns["loss_mask"] > 0, {}
+        if part.prepass is not None:
+            options = part.options(self.algorithm)
+            found = {**part.prepass(PrepassInputs(batch, mask_T, gather, options))}
+        if self.algorithm.positive_nll_coef:
+            own = (batch.columns["positive"] * mask_T).sum().reshape(1)
+            found[_NUM_POSITIVE] = float(gather(own).sum())
+        return found
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
@@ -80,6 +87,10 @@ class PolicyObjective:
             metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
         if self.algorithm.entropy_coeff:
             loss = loss - self._entropy_bonus(outputs, mask_T, batch, counts)
+        if self.algorithm.positive_nll_coef:
+            nll = self._positive_nll(outputs, mask_T, batch, counts)
+            metrics["actor/positive_nll"] = nll.detach()
+            loss = loss + self.algorithm.positive_nll_coef * nll
         if self.algorithm.use_kl_loss:
             kl = self._aggregate(self._kl_T(outputs, batch), mask_T, batch, counts)
             metrics["actor/kl_loss"] = kl.detach()
@@ -115,6 +126,14 @@ class PolicyObjective:
             raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
         entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
         return self.algorithm.entropy_coeff * entropy
+
+    def _positive_nll(
+        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
+    ) -> Tensor:
+        """Mean over the tokens of right answers, of the whole step (VAPO, arXiv:2504.05118)."""
+        positive_T = mask_T & (batch.columns["positive"] > 0)
+        num_positive = max(counts.extras[_NUM_POSITIVE], 1.0)
+        return masked_sum(-outputs.logprobs_T, positive_T) / num_positive
 
     def _kl_T(self, outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
         return kl_estimate(

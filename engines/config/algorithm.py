@@ -53,7 +53,7 @@ class KlControlConfig(StrictModel):
     horizon: float = Field(default=10_000, gt=0)
     """Samples over which an error of the KL changes the coefficient by its own factor."""
     target_kl: float = Field(default=0.1, gt=0)
-    """Nats, summed over an answer and averaged over the answers of a step."""
+    """Nats per token, averaged over each answer and then over the answers of a step."""
 
 
 class AlgorithmConfig(StrictModel):
@@ -90,6 +90,11 @@ class AlgorithmConfig(StrictModel):
     overlong: OverlongConfig = OverlongConfig()
     options: dict[str, Any] = {}
     """Options of the estimator or loss, validated by it."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether logprobs of the reference are read anywhere."""
+        return self.use_kl_loss or self.use_kl_in_reward
 
     @model_validator(mode="after")
     def _check_clip(self) -> "AlgorithmConfig":

@@ -143,6 +143,7 @@ def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
     estimator = ADVANTAGES.find(algorithm.adv_estimator)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
     KL_ESTIMATORS.find(algorithm.kl_loss_type.removesuffix("+"))
+    KL_ESTIMATORS.find(algorithm.kl_penalty, "rl.algorithm.kl_penalty")
     check_options(algorithm.options, [estimator, loss], "rl.algorithm.options")
     return estimator
 

@@ -4,9 +4,13 @@ Promises: every rule names the setting as a recipe has it, what it got, what it 
 do. Does not promise: anything about data, models or devices.
 """
 
+from collections.abc import Mapping
+
+from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.plugins import ROLLOUT_ENGINES, structured_output_engines
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
+from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -90,6 +94,7 @@ def check_algorithm(rl: RLConfig) -> None:
         ConfigError: names the field.
     """
     estimator = check_parts(rl.algorithm)
+    _check_needs(rl.algorithm)
     if estimator.group_relative and rl.group_size < 2:
         raise ConfigError(
             "rl.group_size",
@@ -102,6 +107,48 @@ def check_algorithm(rl: RLConfig) -> None:
             "rl.algorithm.overlong.buffer_length",
             f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens {limit}; "
             "lower it",
+        )
+
+
+_MADE_ALWAYS = frozenset(
+    {"advantages", "loss_mask", "rollout_logprobs", "old_logprobs", "uniform", "greedy_scores"}
+)
+_MADE_BY: Mapping[str, str] = {
+    "values": "the role critic",
+    "last_values": "the role critic",
+    "returns": "the role critic",
+    "sum_pi_squared": "a read-out of the policy that no training backend has",
+    "ref_logprobs": "the role reference",
+}
+
+
+def _check_needs(algorithm: AlgorithmConfig) -> None:
+    """Refuse parts that read what nobody computes, and settings that a part would ignore."""
+    made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
+    loss = POLICY_LOSSES.find(algorithm.loss_mode)
+    estimator = ADVANTAGES.find(algorithm.adv_estimator)
+    for table, row in ((ADVANTAGES, estimator), (POLICY_LOSSES, loss)):
+        for name in sorted({*row.columns, *row.rows} - made):
+            able = ", ".join(
+                each.name for each in table.rows if {*each.columns, *each.rows} <= made
+            )
+            raise ConfigError(
+                table.setting,
+                f"got {row.name}, which reads the column {name}; need "
+                f"{_MADE_BY.get(name, 'something that computes it')}, which this recipe lacks; "
+                f"choose one of {able}",
+            )
+    if loss.loss_agg_mode not in (None, algorithm.loss_agg_mode):
+        raise ConfigError(
+            "rl.algorithm.loss_agg_mode",
+            f"got {algorithm.loss_agg_mode} with loss_mode {loss.name}; need "
+            f"{loss.loss_agg_mode}, which is part of that loss; set it",
+        )
+    if algorithm.use_kl_in_reward and estimator.name == "gdpo":
+        raise ConfigError(
+            "rl.algorithm.use_kl_in_reward",
+            "got true with adv_estimator gdpo, which compares components of the score and would "
+            "not see it; need false; use rl.algorithm.use_kl_loss",
         )
 
 

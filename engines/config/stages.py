@@ -273,11 +273,13 @@ class RLRoundStageConfig(TrainingStageConfig):
         yield "adv_estimator", algorithm.adv_estimator
         yield "loss_mode", algorithm.loss_mode
         yield "kl_loss_type", algorithm.kl_loss_type.removesuffix("+")
+        if algorithm.use_kl_in_reward:
+            yield "kl_loss_type", algorithm.kl_penalty
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """A reward file, and the model where the round or its reference starts from it."""
         from_model = "policy" not in given or (
-            self.rl.algorithm.use_kl_loss and "reference" not in given
+            self.rl.algorithm.needs_reference and "reference" not in given
         )
         return {**_reward(self.rl.reward), **(_model(self.model) if from_model else {})}
 

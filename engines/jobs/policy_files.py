@@ -22,8 +22,8 @@ from engines.controller.policy_worker import ModelSource
 from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
-from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
 
 CHECKPOINT_DIR = "checkpoint"
@@ -43,15 +43,6 @@ _HF_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-class TrainedSteps(FrozenModel):
-    """What `trainer.json` says."""
-
-    schema_version: int = 1
-    stage: str
-    num_steps: int
-    num_skipped: int = 0
 
 
 def policy_source(policy_dir: Path) -> ModelSource:
@@ -125,9 +116,7 @@ def write_policy(
     output_dir: Path,
     checkpoint: Path,
     hf_dir: Path,
-    stage: str,
-    num_steps: int,
-    num_skipped: int = 0,
+    steps: TrainedSteps,
 ) -> None:
     """Lay out a `policy` artifact.
 
@@ -135,13 +124,10 @@ def write_policy(
         output_dir: an empty directory on the file system of the checkpoint.
         checkpoint: the last step's files; they are linked, not copied, since neither changes.
         hf_dir: what `write_hf_files` wrote.
-        stage: `sft` or `rl_round`.
-        num_steps: trainer steps over all stages so far.
-        num_skipped: the last steps in a row that trained on nothing.
+        steps: what is behind it.
     """
     shutil.copytree(checkpoint, output_dir / CHECKPOINT_DIR, copy_function=_link)
     shutil.copytree(hf_dir, output_dir / HF_DIR, copy_function=shutil.copyfile)
-    steps = TrainedSteps(stage=stage, num_steps=num_steps, num_skipped=num_skipped)
     (output_dir / TRAINER_NAME).write_bytes(canonical_json(steps.model_dump()) + b"\n")
 
 

@@ -16,6 +16,7 @@ from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check
 from engines.jobs.policy_files import CHECKPOINT_DIR, write_policy
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
+from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
@@ -103,7 +104,7 @@ def stage_progress(
 
 
 def policy_output(
-    context: JobContext, progress: StageProgress, hf_dir: Path, num_steps: int, num_skipped: int = 0
+    context: JobContext, progress: StageProgress, hf_dir: Path, steps: TrainedSteps
 ) -> JobOutput:
     """Write the `policy` artifact.
 
@@ -111,18 +112,16 @@ def policy_output(
         context: of the job.
         progress: after the last step.
         hf_dir: configuration and tokenizer.
-        num_steps: trainer steps over all rounds so far.
-        num_skipped: the last steps in a row that trained on nothing.
+        steps: what is behind it.
 
     Returns:
         The `policy` output with its headline metrics.
     """
     with context.clock("save"):
         checkpoint = progress.last_checkpoint()
-        stage = context.spec.stage
-        write_policy(context.output_dir, checkpoint, hf_dir, stage, num_steps, num_skipped)
+        write_policy(context.output_dir, checkpoint, hf_dir, steps)
         # The step checkpoint's files are the artifact's, under the same names: hashed already.
         hashed = read_manifest(checkpoint.parent).files
         prefix = f"{CHECKPOINT_DIR}/"
         digests = {name: f.sha256 for name, f in hashed.items() if name.startswith(prefix)}
-    return JobOutput("policy", {"num_steps": float(num_steps)}, digests)
+    return JobOutput("policy", {"num_steps": float(steps.num_steps)}, digests)

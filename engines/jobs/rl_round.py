@@ -1,7 +1,7 @@
 """Job `rl_round`: one round of RL, policy to policy.
 
 Round 1 starts a fresh optimizer from the policy it is given; a later round continues the
-optimizer of the round before. The reference is loaded only for a KL loss.
+optimizer of the round before. The reference is loaded only for a KL.
 """
 
 from contextlib import ExitStack, closing
@@ -83,15 +83,14 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
-            trained_steps(before).num_skipped if before else 0,
+            trained_steps(before) if before else None,
         )
         trainer.run()
-        num_steps = rl.num_steps_before(config.round + 1)
-        return policy_output(context, progress, hf_dir, num_steps, trainer.num_skipped)
+        return policy_output(context, progress, hf_dir, trainer.trained_steps())
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
-    """Weights of the policy, and of the reference where a KL loss needs one."""
+    """Weights of the policy, and of the reference where a KL needs one."""
     config, spec = context.config, context.spec
     inputs = spec.inputs
 
@@ -106,7 +105,7 @@ def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, Mode
 
     start = None if "policy" in inputs else initial()
     policy = start or policy_source(context.input("policy"))
-    if not config.rl.algorithm.use_kl_loss:
+    if not config.rl.algorithm.needs_reference:
         return policy, None
     if "reference" in inputs:
         return policy, policy_source(context.input("reference"))

@@ -12,6 +12,7 @@ from engines.jobs.policy_stage import policy_output, policy_tokenizer, queueing,
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.trainers.supervised import SupervisedTrainer
+from engines.trainers.trained_steps import TrainedSteps
 
 
 def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
@@ -61,7 +62,9 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
             )
         progress = stage_progress(context, config.checkpoint, config.sft.num_steps)
         trainer = SupervisedTrainer(config.sft, workers, examples, progress, spec.seed)
-        return policy_output(context, progress, hf_dir, trainer.run())
+        return policy_output(
+            context, progress, hf_dir, TrainedSteps(stage="sft", num_steps=trainer.run())
+        )
 
 
 if __name__ == "__main__":

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engines.algorithms.advantage import advantages
+from engines.algorithms.advantage import SCORE, advantages
 from engines.algorithms.filtering import informative_samples
+from engines.algorithms.reward_kl import reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import TokenBatch
+
+KL_IN_REWARD = "actor/reward_kl_penalty"
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,66 @@ class Experience:
         """The same samples with per-token columns added."""
         return replace(self, batch=self.batch.with_columns(**columns))
 
-    def with_advantages(self, algorithm: AlgorithmConfig) -> "Experience":
-        """Add the column `advantages`, 0 on the prompt, and `returns` where there is a critic."""
+    @property
+    def positive_T(self) -> Tensor:
+        """(T,) float32: 1 on the sampled tokens of right answers."""
+        correct_B = torch.tensor([sample.correct for sample in self.samples]).float()
+        return correct_B[self.batch.sequence_index_T] * self.batch.columns["loss_mask"]
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of what the reward gave every sample: the score, then the others, sorted."""
+        others = [set(sample.extras) for sample in self.samples]
+        return (SCORE, *sorted(set.intersection(*others) - {SCORE} if others else ()))
+
+    @property
+    def scores_BR(self) -> Tensor:
+        """(B, R) float64 of the `components`."""
+        rows = [
+            [sample.score, *(sample.extras[name] for name in self.components[1:])]
+            for sample in self.samples
+        ]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def with_advantages(self, algorithm: AlgorithmConfig, kl_coef: float = 0.0) -> "Experience":
+        """Add the column `advantages`, 0 on the prompt, and `returns` where there is a critic.
+
+        Args:
+            algorithm: names the estimator.
+            kl_coef: of the KL in the reward, where there is one.
+
+        Returns:
+            The same samples; `metrics` has what the estimator says, and `KL_IN_REWARD`.
+        """
         mask_T = self.batch.columns["loss_mask"] > 0
+        rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
+        kl_metrics: dict[str, float] = {}
+        if algorithm.use_kl_in_reward:
+            kl_T, kl = reward_kl(algorithm.kl_penalty, self.batch)
+            rewards_T = rewards_T - kl_coef * kl_T.double()
+            kl_metrics = {KL_IN_REWARD: kl, f"{KL_IN_REWARD}_coeff": kl_coef}
         found = advantages(
             algorithm,
             self.batch,
-            on_last_token(self.rewards_B, mask_T, self.batch),
+            rewards_T,
             self.group_index_B,
+            scores_BR=self.scores_BR,
+            components=self.components,
             truncated_B=self.truncated_B,
         )
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
         batch = self.batch.with_columns(advantages=found.advantages_T, **returns)
-        return replace(self, batch=batch, metrics={**self.metrics, **found.metrics})
+        metrics = {**self.metrics, **kl_metrics, **found.metrics}
+        return replace(self, batch=batch, metrics=metrics)
+
+    def take(self, samples: Sequence[int]) -> "Experience":
+        """The named samples, some perhaps more than once; groups keep their numbers."""
+        return replace(
+            self,
+            samples=tuple(self.samples[index] for index in samples),
+            group_index_B=self.group_index_B[torch.tensor(samples, dtype=torch.int64)],
+            batch=self.batch.select(samples),
+        )
 
     def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
         """Batches of whole groups, each epoch alike.
@@ -146,11 +197,15 @@ class Collector:
 
 def pack(samples: Sequence[ScoredSample]) -> TokenBatch:
     """Prompt and completion of each sample end to end, with mask and rollout logprobs."""
-    return TokenBatch.from_sequences(
+    batch = TokenBatch.from_sequences(
         [sample.prompt_ids + sample.completion.token_ids for sample in samples],
         loss_mask=[_column(sample, [1.0] * len(sample.completion.token_ids)) for sample in samples],
         rollout_logprobs=[_column(sample, sample.completion.logprobs) for sample in samples],
     )
+    greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
+    if not greedy:
+        return batch
+    return batch.with_rows(**{GREEDY_SCORES: torch.tensor(greedy, dtype=torch.float64)})
 
 
 def _column(sample: ScoredSample, values: Sequence[float]) -> list[float]:

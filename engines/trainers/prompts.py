@@ -8,14 +8,18 @@ so that the first order still visits every row once per epoch.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.order import ResumableOrder
 from engines.data.read.rows import RLRow
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
+
+GREEDY_SCORES = "greedy_scores"
+"""Row of an estimator that compares with the greedy answer."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,23 @@ class PromptBatch:
         first_group: index of the first prompt within the RL step.
         rows: one row per prompt.
         requests: one request per prompt.
+        greedy_requests: for each prompt its greedy answer; () where no part reads it.
     """
 
     first_group: int
     rows: tuple[RLRow, ...]
     requests: tuple[RolloutRequest, ...]
+    greedy_requests: tuple[RolloutRequest, ...] = ()
+
+    @property
+    def all_requests(self) -> tuple[RolloutRequest, ...]:
+        """What is asked for in one call."""
+        return self.requests + self.greedy_requests
+
+    @property
+    def asked_rows(self) -> tuple[RLRow, ...]:
+        """The row of each of `all_requests`."""
+        return self.rows + self.rows[: len(self.greedy_requests)]
 
 
 class PromptSource:
@@ -50,8 +66,10 @@ class PromptSource:
     ) -> None:
         self._prompts = prompts
         self._config, self._round = config.rl, config.round
-        self._seed = seed
+        self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
+        estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
+        self._greedy = GREEDY_SCORES in estimator.rows
         size = config.rl.batch_size_prompts
         self._order = ResumableOrder(num_rows=len(prompts), batch_size=size, seed=seed)
         self._refill_order = ResumableOrder(
@@ -86,12 +104,19 @@ class PromptSource:
                 prompt_ids=prompt.prompt_ids,
                 sampling=self._sampling,
                 seeds=sample_seeds(
-                    self._seed, f"{name}{first_group + place}", self._config.group_size
+                    self.seed, f"{name}{first_group + place}", self._config.group_size
                 ),
             )
             for place, prompt in enumerate(prompts)
         )
-        return PromptBatch(first_group, tuple(prompt.row for prompt in prompts), requests)
+        rows = tuple(prompt.row for prompt in prompts)
+        greedy = tuple(self._greedy_request(request) for request in requests if self._greedy)
+        return PromptBatch(first_group, rows, requests, greedy)
+
+    def _greedy_request(self, request: RolloutRequest) -> RolloutRequest:
+        sampling = replace(self._sampling, temperature=0.0)
+        name = f"{request.request_id}/greedy"
+        return RolloutRequest(name, request.prompt_ids, sampling, request.seeds[:1])
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from engines.algorithms.policy_objective import policy_loss_fn
+from engines.algorithms.reward_kl import next_coefficient
+from engines.algorithms.reweighting import resample
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.policy_worker import PolicyWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
-from engines.trainers.experience import Collector, Experience
+from engines.trainers.experience import KL_IN_REWARD, Collector, Experience
 from engines.trainers.mismatch import (
     MeasuredObjective,
     MismatchGate,
@@ -30,9 +32,11 @@ from engines.trainers.mismatch import (
 from engines.trainers.phases import PhaseClock
 from engines.trainers.probe import WeightProbe
 from engines.trainers.progress import StageProgress
-from engines.trainers.prompts import PromptSource
+from engines.trainers.prompts import PromptSource, derive_seed
 from engines.trainers.rl_metrics import step_metrics
 from engines.trainers.scoring import CompletionScorer
+from engines.trainers.step_columns import StepColumns
+from engines.trainers.trained_steps import TrainedSteps
 from engines.types import TrainMetrics
 
 
@@ -47,7 +51,7 @@ class RLTrainer:
         scorer: turns completions into scored samples.
         progress: journal, step checkpoints and job clock.
         probe_prompt: what every engine must continue as the trainer would, after each sync.
-        num_skipped: steps in a row that were skipped when the round before ended.
+        before: what the round before left; None for the first.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class RLTrainer:
         scorer: CompletionScorer,
         progress: StageProgress,
         probe_prompt: Sequence[int],
-        num_skipped: int = 0,
+        before: TrainedSteps | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
@@ -77,13 +81,19 @@ class RLTrainer:
         )
         self.previous_steps = config.rl.num_steps_before(config.round)
         self.version = self.previous_steps
-        self.num_skipped = num_skipped
+        self.num_skipped = before.num_skipped if before else 0
+        carried = before.kl_coef if before else None
+        first = config.rl.algorithm.kl_ctrl.kl_coef
+        self.kl_coef = first if carried is None else carried
+        self.seed = prompts.seed
+        self.columns = StepColumns(config.rl, workers.run, self.seed)
 
     def run(self) -> None:
         """Every step of the round that no step checkpoint holds yet."""
         state = self.progress.resume(self.workers)
         self.version = int(state.values.get("version", self.previous_steps + state.step))
         self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
+        self.kl_coef = float(state.values.get("kl_coef", self.kl_coef))
         with self.progress.clock("train"):
             self.rollout.publish(self.version, self.probe)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
@@ -104,7 +114,7 @@ class RLTrainer:
         collector = self._collect(global_step, clock)
         experience, updates, untrained, sync_bytes = collector.experience(), [], {}, 0
         if experience.num_groups:
-            experience, updates = self._train(experience, clock)
+            experience, updates = self._train(experience, clock, global_step)
             with clock("update_weights"):
                 sync_bytes = self.rollout.publish(global_step, self.probe).sent.num_bytes
             self.version, self.num_skipped = global_step, 0
@@ -131,7 +141,11 @@ class RLTrainer:
         self.progress.checkpoint_when_due(
             step,
             self.workers,
-            values={"version": self.version, "num_skipped": self.num_skipped},
+            values={
+                "version": self.version,
+                "num_skipped": self.num_skipped,
+                "kl_coef": self.kl_coef,
+            },
         )
 
     def _collect(self, global_step: int, clock: PhaseClock) -> Collector:
@@ -139,7 +153,7 @@ class RLTrainer:
         collector = Collector(self.config.batch_size_prompts, self.config.algorithm.filter_groups)
         for prompts in self.prompts.generation_batches(global_step):
             with clock("gen"):
-                completions = self.rollout.generate(prompts.requests)
+                completions = self.rollout.generate(prompts.all_requests)
             check_versions(completions, self.version)
             with clock("reward"):
                 scored = self.scorer.score(prompts, completions)
@@ -149,23 +163,20 @@ class RLTrainer:
         return collector
 
     def _train(
-        self, experience: Experience, clock: PhaseClock
+        self, experience: Experience, clock: PhaseClock, global_step: int
     ) -> tuple[Experience, list[TrainMetrics]]:
         """Every update of the step; returns what was trained on, with its columns."""
         config, run = self.config, self.workers.run
         with clock("sleep"):
             self.rollout.sleep()
-        with clock("old_log_prob"):
-            # A single update is on-policy: its own pass yields the old logprobs.
-            if experience.num_groups > config.prompts_per_update or config.num_epochs > 1:
-                old_T = run(PolicyWorker.infer_logprobs, experience.batch)
-                experience = experience.with_columns(old_logprobs=old_T)
-        with clock("ref"):
-            if config.algorithm.use_kl_loss:
-                ref_T = run(PolicyWorker.infer_reference_logprobs, experience.batch)
-                experience = experience.with_columns(ref_logprobs=ref_T)
+        experience = self.columns.fill(experience, clock, global_step)
         with clock("adv"):
-            experience = experience.with_advantages(config.algorithm)
+            experience = experience.with_advantages(config.algorithm, self.kl_coef)
+            experience = self._drawn_again(experience, global_step)
+            if config.algorithm.use_kl_in_reward:
+                kl, num_samples = experience.metrics[KL_IN_REWARD], len(experience.samples)
+                control = config.algorithm.kl_ctrl
+                self.kl_coef = next_coefficient(control, self.kl_coef, kl, num_samples)
         with clock("update_actor"):
             updates = [
                 run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn)
@@ -175,6 +186,22 @@ class RLTrainer:
             ]
         self.gate.check([update.metrics for update in updates])
         return experience, updates
+
+    def _drawn_again(self, experience: Experience, global_step: int) -> Experience:
+        """With PF-PPO, the samples that the step trains on; each keeps its own advantage."""
+        config = self.config.algorithm.pf_ppo
+        if not config.enable:
+            return experience
+        seed = derive_seed(self.seed, f"step={global_step}/pf_ppo")
+        return experience.take(resample(experience.rewards_B, config, seed).tolist())
+
+    def trained_steps(self) -> TrainedSteps:
+        """What the next round has to know, when this one is done."""
+        num_steps = self.previous_steps + self.config.num_steps_per_round
+        kl_coef = self.kl_coef if self.config.algorithm.use_kl_in_reward else None
+        return TrainedSteps(
+            stage="rl_round", num_steps=num_steps, num_skipped=self.num_skipped, kl_coef=kl_coef
+        )
 
     def _check_skipped(self, step: int) -> None:
         limit = self.config.max_num_skipped_steps

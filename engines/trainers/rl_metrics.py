@@ -69,7 +69,15 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         **_spread("prompt_length", prompts),
         "critic/equal_groups": float(groups.equal_P.sum()),
         **experience.metrics,
+        **_extra_scores(experience),
     }
+
+
+def _extra_scores(experience: Experience) -> dict[str, float]:
+    """Means of what the reward reported beside the score."""
+    means = experience.scores_BR.mean(dim=0).tolist()
+    names = experience.components
+    return {f"reward/{name}/mean": mean for name, mean in zip(names[1:], means[1:], strict=True)}
 
 
 def update_metrics(updates: Sequence[TrainMetrics]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What scoring hands to the RL loop; apart from it, so that scoring knows no algorithm."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engines.types import Completion
 
@@ -15,6 +16,9 @@ class ScoredSample:
         completion: what was sampled.
         score: what the reward function gave.
         reward: the score with its shaping (overlong punishment): what advantages are made of.
+        extras: what else the reward function reported, by name.
+        correct: a right answer.
+        greedy_reward: of the greedy answer to the same prompt, where the estimator reads it.
     """
 
     group: int
@@ -22,6 +26,9 @@ class ScoredSample:
     completion: Completion
     score: float
     reward: float
+    extras: Mapping[str, float] = field(default_factory=dict)
+    correct: bool = False
+    greedy_reward: float | None = None
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,27 @@ class CompletionScorer:
     def score(
         self, prompts: PromptBatch, completions: Sequence[Sequence[Completion]]
     ) -> ScoredBatch:
-        """Score the completions of one generation batch."""
+        """Score the completions of one generation batch.
+
+        Args:
+            prompts: what was asked for.
+            completions: of each of its requests, then of each of its greedy ones.
+
+        Returns:
+            The samples that have a score and, where there are greedy answers, a scored one.
+        """
+        scores = self.judge(prompts.asked_rows, completions)
+        num_prompts = len(prompts.requests)
+        greedy = [
+            self._reward(row[0], of_row[0])
+            for row, of_row in zip(completions[num_prompts:], scores[num_prompts:], strict=True)
+        ]
         samples: list[ScoredSample] = []
-        scores = self.judge(prompts.rows, completions)
-        for place, (request, row) in enumerate(zip(prompts.requests, completions, strict=True)):
-            for completion, score in zip(row, scores[place], strict=True):
+        for place, request in enumerate(prompts.requests):
+            baseline = greedy[place] if greedy else None
+            if greedy and baseline is None:
+                continue
+            for completion, score in zip(completions[place], scores[place], strict=True):
                 if score is not None:
                     samples.append(
                         ScoredSample(
@@ -98,9 +114,12 @@ class CompletionScorer:
                             completion=completion,
                             score=score.value,
                             reward=score.value + self._shaping(completion),
+                            extras=score.extras,
+                            correct=is_correct(score),
+                            greedy_reward=baseline,
                         )
                     )
-        everything = [completion for row in completions for completion in row]
+        everything = [completion for row in completions[:num_prompts] for completion in row]
         num_aborted = sum(completion.finish_reason == "abort" for completion in everything)
         return ScoredBatch(
             tuple(samples),
@@ -108,6 +127,9 @@ class CompletionScorer:
             num_unscored=len(everything) - num_aborted - len(samples),
             num_aborted=num_aborted,
         )
+
+    def _reward(self, completion: Completion, score: Score | None) -> float | None:
+        return None if score is None else score.value + self._shaping(completion)
 
     def _shaping(self, completion: Completion) -> float:
         if not self._overlong.enable:

@@ -19,7 +19,7 @@ HOMES = {
     "is registered by both": "infra/plugin_table.py",
     "error.errors(include_url=False)": "infra/field_errors.py",
     "def import_external_modules": "infra/plugins.py",
-    "group_relative=True": "engines/config/plugins.py",
+    "group_relative=True": "engines/config/rows/algorithm.py",
     "the advantage would be 0": "engines/config/rules.py",
     "need at most rl.sampling.max_new_tokens": "engines/config/rules.py",
     "exceeds model.max_length": "engines/config/rules.py",

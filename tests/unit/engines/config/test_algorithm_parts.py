@@ -15,6 +15,7 @@ from infra.errors import ConfigError
         ({"adv_estimator": "gprpo"}, "rl.algorithm.adv_estimator", "did you mean grpo"),
         ({"loss_mode": "vanila"}, "rl.algorithm.loss_mode", "did you mean vanilla"),
         ({"kl_loss_type": "low_var"}, "rl.algorithm.kl_loss_type", "did you mean low_var_kl"),
+        ({"kl_penalty": "k3+"}, "rl.algorithm.kl_penalty", "did you mean k3"),
         ({"options": {"tau": 1}}, "rl.algorithm.options.tau", "no 'tau'"),
     ],
 )
@@ -30,6 +31,48 @@ def test_a_group_of_one_is_refused_by_a_group_relative_estimator():
         check_algorithm(RLConfig(group_size=1))
     assert caught.value.path == "rl.group_size"
     check_algorithm(RLConfig(group_size=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "words"),
+    [
+        (
+            {"adv_estimator": "gae"},
+            "rl.algorithm.adv_estimator",
+            "got gae, which reads the column last_values; need the role critic, which this recipe "
+            "lacks; choose one of grpo, ",
+        ),
+        (
+            {"adv_estimator": "optimal_token_baseline"},
+            "rl.algorithm.adv_estimator",
+            "reads the column sum_pi_squared",
+        ),
+        (
+            {"loss_mode": "gspo"},
+            "rl.algorithm.loss_agg_mode",
+            "got token-mean with loss_mode gspo; need seq-mean-token-mean",
+        ),
+        (
+            {"adv_estimator": "gdpo", "use_kl_in_reward": True},
+            "rl.algorithm.use_kl_in_reward",
+            "use rl.algorithm.use_kl_loss",
+        ),
+        (
+            {
+                "adv_estimator": "gdpo",
+                "options": {"gdpo_reward_keys": ["a"], "gdpo_reward_weights": []},
+            },
+            "rl.algorithm.options",
+            "need 1, one for each",
+        ),
+    ],
+)
+def test_what_a_part_needs_and_a_recipe_lacks_is_refused(config, path, words):
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(RLConfig(algorithm=AlgorithmConfig(**config)))
+    assert caught.value.path.startswith(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_shipped_variants_pass():

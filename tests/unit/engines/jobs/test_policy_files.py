@@ -9,12 +9,12 @@ from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.policy_files import (
-    TrainedSteps,
     initial_source,
     trained_steps,
     write_hf_files,
     write_policy,
 )
+from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 
 
@@ -71,10 +71,11 @@ def test_a_policy_links_its_checkpoint_and_says_who_made_it(source: Path, tmp_pa
     output = tmp_path / "output"
     output.mkdir()
     write_hf_files(source, tmp_path / "hf", None)
-    write_policy(output, checkpoint.parent, tmp_path / "hf", "rl_round", 40, 3)
+    steps = TrainedSteps(stage="rl_round", num_steps=40, num_skipped=3, kl_coef=0.5)
+    write_policy(output, checkpoint.parent, tmp_path / "hf", steps)
     assert (output / "checkpoint/tensors/shard").samefile(checkpoint / "shard")
     assert (output / "hf/config.json").exists()
-    assert trained_steps(output) == TrainedSteps(stage="rl_round", num_steps=40, num_skipped=3)
+    assert trained_steps(output) == steps
 
 
 def test_a_model_from_scratch_needs_a_dataset_with_a_tokenizer(tmp_path: Path) -> None:

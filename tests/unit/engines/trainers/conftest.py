@@ -32,6 +32,7 @@ from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
+from engines.trainers.trained_steps import TrainedSteps
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -41,6 +42,10 @@ def odd_length(data_source, solution_str, ground_truth, extra_info=None):
 
 def always(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
+
+def two_components(data_source, solution_str, ground_truth, extra_info=None):
+    odd, digits = len(solution_str) % 2, sum(c.isdigit() for c in solution_str)
+    return {"score": float(odd), "acc": float(odd), "digits": digits, "note": "no number"}
 
 def often_broken(data_source, solution_str, ground_truth, extra_info=None):
     return None if "0" in solution_str else float(len(solution_str) % 2)
@@ -103,6 +108,7 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         *,
         max_unscored_frac: float = 1.0,
         num_skipped: int = 0,
+        kl_coef: float | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ) -> list[dict[str, float]]:
@@ -128,13 +134,16 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                 "checkpoint": {},
             }
         )
-        return _run(config, tiny_model, tmp_path, num_skipped)
+        before = TrainedSteps(
+            stage="rl_round", num_steps=0, num_skipped=num_skipped, kl_coef=kl_coef
+        )
+        return _run(config, tiny_model, tmp_path, before)
 
     return run
 
 
 def _run(
-    config: RLRoundStageConfig, model: Path, work: Path, num_skipped: int
+    config: RLRoundStageConfig, model: Path, work: Path, before: TrainedSteps
 ) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
     rows = [
@@ -148,7 +157,7 @@ def _run(
         )
         spec = PolicySpec(
             policy=ModelSource(model),
-            reference=None,
+            reference=ModelSource(model) if config.rl.algorithm.needs_reference else None,
             serving_dir=model,
             restore_optimizer=False,
             training=config.training,
@@ -176,6 +185,6 @@ def _run(
         )
         source = PromptSource(prompts, config, 0)
         prompt = probe_prompt(model, config.model.max_length)
-        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, num_skipped).run()
+        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, before).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

@@ -44,7 +44,7 @@ def test_counts_reach_the_loss_and_the_schedule_moves(qwen3_dir: Path) -> None:
         return sft(outputs, batch, counts)
 
     rates = [engine.train_batch(BATCH, spy).lr for _ in range(4)]
-    assert seen[0] == GlobalCounts(num_tokens=4, num_sequences=2)
+    assert seen[0] == GlobalCounts(num_tokens=4, num_sequences=2, num_units=2)
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert engine.num_steps == 4
 

@@ -1,0 +1,77 @@
+"""The columns that the parts of an algorithm read, computed for the samples of one RL step.
+
+Promises: what the rows of the parts name is computed, and nothing else; what is drawn depends on
+the seed and the step alone, not on ranks or on what was drawn before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
+from engines.config.sections import RLConfig
+from engines.controller.policy_worker import PolicyWorker
+from engines.trainers.experience import Experience
+from engines.trainers.phases import PhaseClock
+from engines.trainers.prompts import derive_seed
+
+OLD, REFERENCE, UNIFORM, POSITIVE = "old_logprobs", "ref_logprobs", "uniform", "positive"
+
+
+class StepColumns:
+    """Computes the columns of a configuration.
+
+    Args:
+        config: names the parts.
+        run: calls a method of every rank's `PolicyWorker`.
+        seed: of the run.
+    """
+
+    def __init__(self, config: RLConfig, run: Callable[..., Any], seed: int) -> None:
+        algorithm = config.algorithm
+        self._config, self._run, self._seed = config, run, seed
+        self._needed = {
+            *ADVANTAGES.find(algorithm.adv_estimator).columns,
+            *POLICY_LOSSES.find(algorithm.loss_mode).columns,
+            *({REFERENCE} if algorithm.needs_reference else ()),
+            *({OLD} if algorithm.use_kl_in_reward else ()),
+            *({POSITIVE} if algorithm.positive_nll_coef else ()),
+        }
+
+    def fill(self, experience: Experience, clock: PhaseClock, global_step: int) -> Experience:
+        """The same samples with every column that is read before they are cut into updates.
+
+        Args:
+            experience: of the step.
+            clock: phases `old_log_prob` and `ref`.
+            global_step: over all rounds.
+
+        Returns:
+            With what the parts name; `old_logprobs` also where there is more than one update.
+        """
+        columns: dict[str, Tensor] = {}
+        with clock("old_log_prob"):
+            if OLD in self._needed or self._several_updates(experience):
+                columns[OLD] = self._run(PolicyWorker.infer_logprobs, experience.batch)
+        with clock("ref"):
+            if REFERENCE in self._needed:
+                infer = PolicyWorker.infer_reference_logprobs
+                columns[REFERENCE] = self._run(infer, experience.batch)
+        if UNIFORM in self._needed:
+            columns[UNIFORM] = self._uniform_T(experience.batch.num_tokens, global_step)
+        if POSITIVE in self._needed:
+            columns[POSITIVE] = experience.positive_T
+        return experience.with_columns(**columns)
+
+    def _several_updates(self, experience: Experience) -> bool:
+        """A single update is on-policy: its own pass yields the old logprobs."""
+        config = self._config
+        return experience.num_groups > config.prompts_per_update or config.num_epochs > 1
+
+    def _uniform_T(self, num_tokens: int, global_step: int) -> Tensor:
+        """(T,) float64: fine enough that no two tokens of a step have the same number."""
+        seed = derive_seed(self._seed, f"step={global_step}/uniform")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(num_tokens, generator=generator, dtype=torch.float64)

@@ -1,0 +1,137 @@
+"""Rounds of RL with each algorithm: its parts get what they read, and the step trains."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
+from engines.controller.rollout import ServedRollout
+from engines.rewards.base import Score
+from engines.trainers.experience import KL_IN_REWARD, Experience
+from engines.trainers.scoring import CompletionScorer
+from engines.types import RolloutRequest
+
+Round = Callable[..., list[dict[str, float]]]
+UNMADE = {"values", "last_values", "sum_pi_squared"}
+ESTIMATORS = [row.name for row in ADVANTAGES.rows if not UNMADE & {*row.columns, *row.rows}]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_round_with_each_estimator(run_round: Round, name: str) -> None:
+    steps = run_round("odd_length", algorithm={"adv_estimator": name})
+    assert [step["training/skipped_steps"] for step in steps] == [0, 0]
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("row", POLICY_LOSSES.rows, ids=lambda row: row.name)
+def test_a_round_with_each_loss(run_round: Round, row) -> None:
+    algorithm = {"loss_mode": row.name, "loss_agg_mode": row.loss_agg_mode or "token-mean"}
+    steps = run_round("odd_length", algorithm=algorithm, mini_batch_size_prompts=2)
+    assert [step["actor/num_updates"] for step in steps] == [2, 2]
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+
+
+def test_remax_samples_one_greedy_answer_for_each_prompt(
+    run_round: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[RolloutRequest]] = []
+    judged: list[list[list[Score | None]]] = []
+    trained: list[Experience] = []
+    generate, judge = ServedRollout.generate, CompletionScorer.judge
+    estimate = Experience.with_advantages
+
+    def spy_generate(rollout: ServedRollout, requests: Sequence[RolloutRequest]):
+        asked.append(requests)
+        return generate(rollout, requests)
+
+    def spy_judge(*args: Any) -> list[list[Score | None]]:
+        judged.append(judge(*args))
+        return judged[-1]
+
+    def spy_estimate(experience: Experience, *args: Any) -> Experience:
+        trained.append(estimate(experience, *args))
+        return trained[-1]
+
+    monkeypatch.setattr(ServedRollout, "generate", spy_generate)
+    monkeypatch.setattr(CompletionScorer, "judge", spy_judge)
+    monkeypatch.setattr(Experience, "with_advantages", spy_estimate)
+    run_round("odd_length", algorithm={"adv_estimator": "remax"})
+    for requests, scores, experience in zip(asked, judged, trained, strict=True):
+        sampled, greedy = requests[:4], requests[4:]
+        assert [request.sampling.temperature for request in greedy] == [0.0] * 4
+        assert [request.num_samples for request in greedy] == [1] * 4
+        assert [r.prompt_ids for r in sampled] == [r.prompt_ids for r in greedy]
+        baselines = [score.value for (score,) in scores[4:] if score is not None]
+        want = [baselines[group] for group in experience.group_index_B.tolist()]
+        assert experience.batch.rows["greedy_scores"].tolist() == want
+        assert _advantages(experience) == [
+            sample.score - baseline
+            for sample, baseline in zip(experience.samples, want, strict=True)
+        ]
+
+
+def test_a_kl_in_the_reward_steers_its_coefficient(run_round: Round) -> None:
+    algorithm = {
+        "adv_estimator": "reinforce_plus_plus",
+        "use_kl_in_reward": True,
+        "kl_penalty": "k2",
+        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.5, "horizon": 100, "target_kl": 1e-3},
+    }
+    first, second = run_round("odd_length", algorithm=algorithm)
+    # Policy and reference are equal at first: the error is -1, clipped to -0.2; 16 samples.
+    assert first[KL_IN_REWARD] == 0
+    assert first[f"{KL_IN_REWARD}_coeff"] == 0.5
+    assert second[f"{KL_IN_REWARD}_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 16 / 100))
+    assert second[KL_IN_REWARD] > 0
+
+
+def test_the_coefficient_goes_on_where_the_round_before_ended(run_round: Round) -> None:
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}
+    steps = run_round("odd_length", kl_coef=0.125, algorithm=algorithm)
+    assert [step[f"{KL_IN_REWARD}_coeff"] for step in steps] == [0.125, 0.125]
+
+
+def test_pf_ppo_trains_on_samples_of_reward_and_keeps_their_advantages(
+    run_round: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[Experience] = []
+    after: list[Experience] = []
+    take = Experience.take
+
+    def spy(experience: Experience, samples: Sequence[int]) -> Experience:
+        before.append(experience)
+        after.append(take(experience, samples))
+        return after[-1]
+
+    monkeypatch.setattr(Experience, "take", spy)
+    steps = run_round("odd_length", algorithm={"pf_ppo": {"enable": True}})
+    assert len(after) == len(steps) == 2
+    for whole, drawn in zip(before, after, strict=True):
+        # |R|^2 is 0 for a reward of 0: such a sample is never drawn.
+        assert {sample.reward for sample in drawn.samples} == {1.0}
+        assert len(drawn.samples) == len(whole.samples)
+        own = dict(zip(map(id, whole.samples), _advantages(whole), strict=True))
+        assert [own[id(sample)] for sample in drawn.samples] == _advantages(drawn)
+
+
+def _advantages(experience: Experience) -> list[float]:
+    last_B = experience.batch.cu_seqlens[1:] - 1
+    return experience.batch.columns["advantages"][last_B.long()].tolist()
+
+
+def test_what_a_reward_reports_becomes_metrics_and_components(run_round: Round) -> None:
+    algorithm = {
+        "adv_estimator": "gdpo",
+        "options": {"gdpo_reward_keys": ["score", "digits"], "gdpo_reward_weights": [1.0, 0.5]},
+        "positive_nll_coef": 0.1,
+    }
+    steps = run_round("two_components", algorithm=algorithm)
+    for step in steps:
+        assert step["reward/acc/mean"] == step["critic/score/mean"]
+        assert 0 <= step["reward/digits/mean"] <= 5
+        assert "reward/note/mean" not in step
+        assert step["actor/positive_nll"] > 0
