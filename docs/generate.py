@@ -44,6 +44,7 @@ def pages() -> dict[str, str]:
         "environment.md": HEADER + environment_page(),
         "errors.md": HEADER + errors_page(),
         "engines.md": HEADER + engines_page(),
+        "algorithms.md": HEADER + algorithms_page(),
     }
 
 
@@ -139,6 +140,62 @@ def engines_page() -> str:
         for row in rollout_matrix(installed=False)
     ]
     return "\n".join(lines) + "\n"
+
+
+def algorithms_page() -> str:
+    """From papers to functions, what they read, options, recipes and tests."""
+    from engines.config.options import schema_of
+    from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+
+    lines = ["# Algorithms", "", "How to add one: `docs/guides/add-an-algorithm.md`.", ""]
+    for title, table in (
+        ("Advantage estimators", ADVANTAGES),
+        ("Policy losses", POLICY_LOSSES),
+        ("KL estimators", KL_ESTIMATORS),
+    ):
+        headings = ("name", "paper", "function", "reads", "options", "recipes", "tests")
+        lines += [f"## {title}", "", f"`{table.setting}`", "", f"| {' | '.join(headings)} |"]
+        lines.append("|---" * len(headings) + "|")
+        for row in table.rows:
+            module, _, function = row.target.partition(":")
+            schema = schema_of(row, table.setting)
+            options = ", ".join(f"`{name}`" for name in schema.model_fields) if schema else ""
+            reads = ", ".join(f"`{name}`" for name in (*row.columns, *row.rows))
+            cells = (
+                f"`{row.name}`",
+                row.paper,
+                f"`{module.removeprefix('engines.algorithms.')}.{function}`",
+                reads,
+                options,
+                ", ".join(recipes_with(table.setting, row.name)),
+                ", ".join(tests_of(row.name, function)),
+            )
+            lines.append(f"| {' | '.join(cell(text) for text in cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def recipes_with(setting: str, name: str) -> list[str]:
+    """Recipes that ship, and name a part."""
+    from flows.recipe.recipe import parse_recipe
+    from flows.recipe.source import read_recipe, recipe_names
+
+    *path, last = setting.split(".")
+    found = []
+    for recipe in recipe_names():
+        place: Any = parse_recipe(read_recipe(recipe))
+        for key in path:
+            place = getattr(place, key)
+        if getattr(place, last).removesuffix("+") == name:
+            found.append(f"`{recipe}`")
+    return found
+
+
+def tests_of(name: str, function: str) -> list[str]:
+    """Unit tests of algorithms whose text has a part's function, or its name as a string."""
+    root = Path(__file__).resolve().parents[1] / "tests" / "unit" / "engines" / "algorithms"
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(root.glob("test_*.py"))}
+    return [f"`{stem}`" for stem, text in texts.items() if function in text or f'"{name}"' in text]
 
 
 def first_paragraph(model: type[BaseModel]) -> str:
