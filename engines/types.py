@@ -190,18 +190,40 @@ def _check_first(what: str, values: Tensor, size: int) -> None:
 
 
 @dataclass(frozen=True)
+class Readouts:
+    """What is wanted of a model beside log-probabilities or values; never its logits.
+
+    Attributes:
+        entropy: of each predicting distribution, in nats.
+        sum_pi_squared: sum of its squared probabilities, without gradient.
+        last_values: of a value model, the value behind the last token of each sequence.
+    """
+
+    entropy: bool = False
+    sum_pi_squared: bool = False
+    last_values: bool = False
+
+
+ONLY_LOGPROBS = Readouts()
+
+
+@dataclass(frozen=True)
 class ModelOutputs:
-    """What a forward pass yields for a `TokenBatch`.
+    """What a forward pass yields for a `TokenBatch`; None for what was not asked for.
 
     Attributes:
         logprobs_T: (T,) float32, with gradient while training; 0 at the first token of a sequence.
-        entropy_T: (T,) float32 of the predicting distribution, or None when it was not asked for.
-        values_T: (T,) float32 of a value model, else None.
+        entropy_T: (T,) float32 of the predicting distribution.
+        values_T: (T,) float32 of a value model: of the state in which each token is chosen.
+        sum_pi_squared_T: (T,) float32 sum of squared probabilities, without gradient.
+        last_values_B: (B,) float32 of a value model: behind the last token of each sequence.
     """
 
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
     values_T: Tensor | None = None
+    sum_pi_squared_T: Tensor | None = None
+    last_values_B: Tensor | None = None
 
 
 @dataclass(frozen=True)

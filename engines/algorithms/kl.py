@@ -15,7 +15,7 @@ from engines.algorithms.parts import find_part
 from engines.config.rows.algorithm import KL_ESTIMATORS
 
 K3_BEND = 2.6104
-"""Nats; exp(x) - 1 - x is 10 there."""
+"""Nats; exp(x) - 1 - x is about 10 there."""
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from engines.algorithms.parts import (
 )
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows.algorithm import POLICY_LOSSES
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
+WITH_ENTROPY = Readouts(entropy=True)
 _NUM_POSITIVE = "num_positive_tokens"
 
 
@@ -38,13 +39,13 @@ class PolicyObjective:
     Attributes:
         algorithm: the configuration.
         max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
-        needs_entropy: entropy is measured in every step, with coefficient 0 too: its collapse is
+        readouts: entropy is measured in every step, with coefficient 0 too: its collapse is
             the first sign of a failing run.
     """
 
     algorithm: AlgorithmConfig
     max_new_tokens: int
-    needs_entropy: bool = True
+    readouts: Readouts = WITH_ENTROPY
 
     @property
     def required_columns(self) -> frozenset[str]:

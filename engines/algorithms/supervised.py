@@ -8,13 +8,7 @@ from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """Mean negative log-likelihood of the tokens with loss mask 1, over the whole step.
-
-    Attributes:
-        needs_entropy: never.
-    """
-
-    needs_entropy: bool = False
+    """Mean negative log-likelihood of the tokens with loss mask 1, over the whole step."""
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts

@@ -111,13 +111,20 @@ def check_algorithm(rl: RLConfig) -> None:
 
 
 _MADE_ALWAYS = frozenset(
-    {"advantages", "loss_mask", "rollout_logprobs", "old_logprobs", "uniform", "greedy_scores"}
+    {
+        "advantages",
+        "loss_mask",
+        "rollout_logprobs",
+        "old_logprobs",
+        "sum_pi_squared",
+        "uniform",
+        "greedy_scores",
+    }
 )
 _MADE_BY: Mapping[str, str] = {
     "values": "the role critic",
     "last_values": "the role critic",
     "returns": "the role critic",
-    "sum_pi_squared": "a read-out of the policy that no training backend has",
     "ref_logprobs": "the role reference",
 }
 

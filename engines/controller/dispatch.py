@@ -8,6 +8,7 @@ Does not promise: equal numbers of sequences per rank, or that every rank gets o
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from engines.errors import WorkerError
 from engines.training.step.balance import balanced_partition
 from engines.training.step.micro_batches import filler
-from engines.types import RolloutRequest, TokenBatch
+from engines.types import ModelOutputs, RolloutRequest, TokenBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Parts = list[list[int]]
@@ -108,16 +109,19 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         value: the argument that was split.
         parts: the plan it was split by.
         results: one result per part: a list with one entry per item, a per-token (T,) tensor
-            of the part's tokens, or anything else, which must be equal for every part.
+            of the part's tokens, `ModelOutputs` of its batch, or anything else, which must be equal
+            for every part.
 
     Returns:
-        The list or tensor in the order of `value`; anything else as every part gave it.
+        The list, tensor or outputs in the order of `value`; anything else as every part gave it.
 
     Raises:
         ValueError: a part returned another number of entries than it was given.
         WorkerError: parts came to different results that are neither lists nor tensors.
     """
     first = results[0]
+    if isinstance(first, ModelOutputs):
+        return _collect_outputs(value, parts, results)
     if not isinstance(first, list | Tensor):
         return equal_result("a split call", "share", results)
     entries: dict[int, Any] = {}
@@ -132,6 +136,19 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         entries.update(zip(items, pieces, strict=True))
     ordered = [entries[i] for i in range(len(entries))]
     return torch.cat(ordered) if isinstance(first, Tensor) else ordered
+
+
+def _collect_outputs(value: object, parts: Parts, results: Sequence[ModelOutputs]) -> ModelOutputs:
+    found: dict[str, Tensor | None] = {}
+    for field in fields(ModelOutputs):
+        own = [getattr(result, field.name) for result in results]
+        if own[0] is None:
+            found[field.name] = None
+        elif field.name.endswith("_B"):
+            found[field.name] = torch.stack(collect(value, parts, [list(rows) for rows in own]))
+        else:
+            found[field.name] = collect(value, parts, own)
+    return ModelOutputs(**found)  # pyright: ignore[reportArgumentType]
 
 
 def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:

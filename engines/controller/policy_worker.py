@@ -23,7 +23,14 @@ from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.training.spec import LossFn
-from engines.types import Completion, RolloutRequest, TokenBatch, TrainMetrics
+from engines.types import (
+    Completion,
+    ModelOutputs,
+    Readouts,
+    RolloutRequest,
+    TokenBatch,
+    TrainMetrics,
+)
 from engines.weight_sync.base import Receipt, SyncReport, Transport
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import check_planned, detect
@@ -143,6 +150,11 @@ class PolicyWorker:
     def performance_metrics(self) -> dict[str, float]:
         """`perf/*` of the optimizer steps since the last call."""
         return self._policy.performance_metrics()
+
+    @dispatch(Dispatch.SPLIT)
+    def infer(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
+        """What the policy says of a batch as it is now, on the CPU."""
+        return self._policy.infer_batch(batch, readouts)
 
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch) -> Tensor:

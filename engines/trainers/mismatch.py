@@ -16,10 +16,10 @@ from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
 from engines.algorithms.parts import Gather
-from engines.algorithms.policy_objective import PolicyObjective
+from engines.algorithms.policy_objective import WITH_ENTROPY, PolicyObjective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.types import Completion, GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import Completion, GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
 LOGPROB_MEAN = "mismatch/logprob_abs_mean"
 LOGPROB_MAX = "mismatch/logprob_abs_max"
@@ -36,11 +36,11 @@ class MeasuredObjective:
 
     Attributes:
         objective: the loss.
-        needs_entropy: as the objective.
+        readouts: as the objective.
     """
 
     objective: PolicyObjective
-    needs_entropy: bool = True
+    readouts: Readouts = WITH_ENTROPY
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
         """Of the objective."""

@@ -16,8 +16,10 @@ from engines.controller.policy_worker import PolicyWorker
 from engines.trainers.experience import Experience
 from engines.trainers.phases import PhaseClock
 from engines.trainers.prompts import derive_seed
+from engines.types import Readouts
 
-OLD, REFERENCE, UNIFORM, POSITIVE = "old_logprobs", "ref_logprobs", "uniform", "positive"
+OLD, SQUARES, REFERENCE = "old_logprobs", "sum_pi_squared", "ref_logprobs"
+UNIFORM, POSITIVE = "uniform", "positive"
 
 
 class StepColumns:
@@ -54,7 +56,11 @@ class StepColumns:
         columns: dict[str, Tensor] = {}
         with clock("old_log_prob"):
             if OLD in self._needed or self._several_updates(experience):
-                columns[OLD] = self._run(PolicyWorker.infer_logprobs, experience.batch)
+                readouts = Readouts(sum_pi_squared=SQUARES in self._needed)
+                found = self._run(PolicyWorker.infer, experience.batch, readouts)
+                columns[OLD] = found.logprobs_T
+                if found.sum_pi_squared_T is not None:
+                    columns[SQUARES] = found.sum_pi_squared_T
         with clock("ref"):
             if REFERENCE in self._needed:
                 infer = PolicyWorker.infer_reference_logprobs

@@ -32,7 +32,7 @@ from engines.training.step.micro_batches import MicroBatch
 from engines.training.step.schedule import learning_rate
 from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
-from engines.types import ModelOutputs, TokenBatch, TrainMetrics
+from engines.types import ONLY_LOGPROBS, ModelOutputs, Readouts, TokenBatch, TrainMetrics
 
 Mode = Literal["train", "eval"]
 
@@ -181,8 +181,8 @@ class BaseEngine(EngineBackend):
         with self.train_mode(), self._measured().step(ready.work):
             self.optimizer_zero_grad()
             micro_batches = [micro.batch for micro in ready.micro_batches]
-            entropy = bool(getattr(loss_fn, "needs_entropy", False))
-            self._forward_backward(micro_batches, scaled_loss, entropy=entropy)
+            readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
+            self._forward_backward(micro_batches, scaled_loss, readouts)
             loss, metrics = self._reduced(totals)
             if not math.isfinite(loss):
                 raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}")
@@ -200,30 +200,39 @@ class BaseEngine(EngineBackend):
         device, group = self.spec.platform.device(), self.data_parallel_group
         return dict(extras(batch, lambda own_N: collectives.gather_ragged(own_N, device, group)))
 
-    def infer_batch(self, batch: TokenBatch, entropy: bool = False) -> ModelOutputs:
+    def infer_batch(self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS) -> ModelOutputs:
         """Log-probabilities, or values, without gradient.
 
         Args:
             batch: this rank's share, on the CPU. With a column `loss_mask`, only the positions
                 where it is not 0 are computed; the others are 0.
-            entropy: also yield entropies.
+            readouts: what else; what the model's type does not have is None.
 
         Returns:
             In the order of `batch`, on the CPU; log-probabilities of a value model are 0.
         """
         micro_batches = self._prepare(batch).micro_batches
         values = self.spec.model_type == "value_model"
-        num_rows = 1 + (entropy and not values)
-        columns = torch.zeros(num_rows, batch.num_tokens)
+        asked = (
+            (True, readouts.last_values)
+            if values
+            else (True, readouts.entropy, readouts.sum_pi_squared)
+        )
+        columns = torch.zeros(sum(asked), batch.num_tokens)
         with self.eval_mode(), torch.no_grad():
-            outputs = self._infer([micro.batch for micro in micro_batches], entropy=entropy)
+            outputs = self._infer([micro.batch for micro in micro_batches], readouts)
             for micro, output in zip(micro_batches, outputs, strict=False):
                 _place(columns, micro, output)
             self._end_inference()
             columns = self._from_last_stage(columns)
-        if values:
-            return ModelOutputs(torch.zeros(batch.num_tokens), None, columns[0])
-        return ModelOutputs(columns[0], columns[1] if entropy else None)
+        found = iter(columns)
+        first, *rest = (next(found) if there else None for there in asked)
+        if not values:
+            entropy_T, squares_T = rest
+            return ModelOutputs(first, entropy_T, sum_pi_squared_T=squares_T)
+        (behind_T,) = rest
+        last_B = None if behind_T is None else behind_T[batch.cu_seqlens[1:].to(torch.int64) - 1]
+        return ModelOutputs(torch.zeros_like(first), values_T=first, last_values_B=last_B)
 
     def optimizer_step(self) -> float:
         """Clip, check and step.
@@ -323,7 +332,12 @@ def _place(columns: Tensor, micro: MicroBatch, outputs: ModelOutputs) -> None:
     """Put a micro-batch's outputs where its tokens stand in the batch; a filler has no place."""
     if micro.token_index_T is None:
         return
+    last_T = None
+    if outputs.last_values_B is not None:
+        last_T = torch.zeros_like(outputs.logprobs_T)
+        last_T[micro.batch.cu_seqlens[1:].to(torch.int64) - 1] = outputs.last_values_B
     first = outputs.logprobs_T if outputs.values_T is None else outputs.values_T
-    columns[0, micro.token_index_T] = first.float().cpu()
-    if columns.shape[0] > 1 and outputs.entropy_T is not None:
-        columns[1, micro.token_index_T] = outputs.entropy_T.float().cpu()
+    rows = (first, outputs.entropy_T, outputs.sum_pi_squared_T, last_T)
+    present = [row for row in rows if row is not None]
+    for column, row in zip(columns, present, strict=True):
+        column[micro.token_index_T] = row.float().cpu()

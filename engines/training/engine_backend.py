@@ -20,7 +20,7 @@ from engines.training.model.activation_offload import activations_on_host
 from engines.training.model.image_layout import ImageLayout
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.weight_shards import WeightShard, whole_place
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 
 
 class EngineBackend(ABC):
@@ -57,7 +57,7 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         """One forward pass of a micro-batch that lies on the device."""
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:  # noqa: B027 (most have nothing to do)
@@ -76,28 +76,28 @@ class EngineBackend(ABC):
         return None
 
     def _forward_backward(
-        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, readouts: Readouts
     ) -> None:
         """Accumulate the gradients of all micro-batches; a pipeline brings its own schedule.
 
         Args:
             batches: micro-batches, on the CPU.
             scaled_loss: to be called once on the outputs of each.
-            entropy: outputs need entropies.
+            readouts: what outputs need.
         """
         device = self.spec.platform.device()
         for i, batch in enumerate(batches):
             self._begin_micro_batch(is_last=i == len(batches) - 1)
             on_device = batch.to(device)
             with self._activation_scope():
-                loss = scaled_loss(self._forward(on_device, entropy=entropy), on_device)
+                loss = scaled_loss(self._forward(on_device, readouts), on_device)
             loss.backward()
 
-    def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
+    def _infer(self, batches: Sequence[TokenBatch], readouts: Readouts) -> Iterator[ModelOutputs]:
         """Outputs of each micro-batch, without gradient; nothing on earlier pipeline stages."""
         device = self.spec.platform.device()
         for batch in batches:
-            yield self._forward(batch.to(device), entropy=entropy)
+            yield self._forward(batch.to(device), readouts)
 
     def _set_adapter(self, enabled: bool) -> None:
         """Whether forward passes go through the adapter."""

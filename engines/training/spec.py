@@ -14,7 +14,7 @@ from hardware.base import PlatformBase
 ModelType = Literal["language_model", "value_model"]
 
 LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
-"""A loss function; its attribute `needs_entropy: bool` (default False) asks for entropies.
+"""A loss function; its attribute `readouts: Readouts` (default: none) says what else it reads.
 
 It may have a method `extras(batch, gather) -> Mapping[str, float]`, which is asked for before the
 batch is cut: what it wants to know of the whole step, for `GlobalCounts.extras`. It gets the rank's

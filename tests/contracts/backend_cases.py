@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.testing.context import Context, loss_fn, share, train, value_loss_fn
+from rlhf.testing.context import WITH_ENTROPY, Context, loss_fn, share, train, value_loss_fn
 from rlhf.testing.layouts import ACCUMULATED, PRIMARY
 from rlhf.testing.plain_loop import NUM_STEPS, make_batch, without_mask
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ from engines import collectives
 from engines.config.training import LoraConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training.base import BaseEngine
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 COMPILED = {"use_torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -81,7 +81,7 @@ def held_between(engine: BaseEngine, batch: TokenBatch) -> Results:
         held.append(tensor_bytes())
         return loss_fn(outputs, batch, counts)
 
-    measure.needs_entropy = True
+    measure.readouts = WITH_ENTROPY
     engine.train_batch(batch, measure)
     num_own = sum(shard.values.numel() for shard in engine.get_per_tensor_param_shard())
     return {"held_bytes": [size - held[0] for size in held], "num_own_values": num_own}
@@ -101,7 +101,7 @@ def case_infers(context: Context) -> Results:
     """Log-probabilities: packed, alone, under another budget, and as training sees them."""
     engine, batch = context.engine(), make_batch(0)
     everything = without_mask(batch)
-    packed = engine.infer_batch(everything, entropy=True)
+    packed = engine.infer_batch(everything, Readouts(entropy=True, sum_pi_squared=True))
     alone = torch.cat([
         engine.infer_batch(everything.select([i])).logprobs_T for i in range(batch.num_sequences)
     ])  # fmt: skip
@@ -113,14 +113,16 @@ def case_infers(context: Context) -> Results:
         seen.append(outputs.logprobs_T.detach().clone())
         return loss_fn(outputs, batch, counts)
 
-    spy.needs_entropy = True
+    spy.readouts = WITH_ENTROPY
     one = share(engine, batch).select([0])
     inferred = engine.infer_batch(one).logprobs_T
     engine.train_batch(one, spy)
     assert packed.entropy_T is not None
+    assert packed.sum_pi_squared_T is not None
     return {
         "packed": packed.logprobs_T.tolist(),
         "entropy": packed.entropy_T.tolist(),
+        "sum_pi_squared": packed.sum_pi_squared_T.tolist(),
         "alone": alone.tolist(),
         "small": small.tolist(),
         "frozen": frozen.tolist(),
@@ -221,7 +223,7 @@ def case_guards(context: Context) -> Results:
             outputs.logprobs_T.register_hook(lambda grad: grad * value)
             return output
 
-        spoil.needs_entropy = True
+        spoil.readouts = WITH_ENTROPY
         return spoil
 
     for where in ("loss", "gradient"):
@@ -274,7 +276,16 @@ def values_trained(context: Context, name: str, **training: Any) -> Results:
     results["continued"] = train_values(engine, range(2, NUM_STEPS))
     batch = make_batch(0)
     everything = without_mask(batch)
-    results["after"] = engine.infer_batch(everything).values_T.tolist()
+    after = engine.infer_batch(everything, Readouts(last_values=True))
+    assert after.last_values_B is not None
+    results["after"] = after.values_T.tolist()
+    results["last"] = after.last_values_B.tolist()
+    # Only what is behind the sequences, where nothing else is wanted.
+    nothing = everything.with_columns(loss_mask=torch.zeros(everything.num_tokens))
+    alone = engine.infer_batch(nothing, Readouts(last_values=True))
+    assert alone.last_values_B is not None
+    results["last_alone"] = alone.last_values_B.tolist()
+    results["masked"] = float(alone.values_T.abs().max())
     resumed = context.engine(values=True, load=False, **training)
     resumed.load_checkpoint(path)
     results["resumed"] = train_values(resumed, range(2, NUM_STEPS))

@@ -13,7 +13,7 @@ from engines.config.backends import ENGINES
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 from hardware.detection import availability, create, detect
 from infra.names import unknown_name
 
@@ -109,7 +109,8 @@ def loss_fn(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> L
     return LossOutput(loss, {"entropy": entropy, "trained": mask_T.sum()}, {"worst": nll_T.max()})
 
 
-loss_fn.needs_entropy = True
+WITH_ENTROPY = Readouts(entropy=True)
+loss_fn.readouts = WITH_ENTROPY
 
 
 def value_loss_fn(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:

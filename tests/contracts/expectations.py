@@ -59,16 +59,18 @@ def check_weights(final: dict[str, torch.Tensor], source: Path, scratch: Path) -
 def check_logprobs(ours: list[float], model_dir: Path) -> None:
     """What an engine infers for the first batch against transformers with the same weights."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    expected, _ = logprobs_of(model, make_batch(0))
+    expected, *_ = logprobs_of(model, make_batch(0))
     assert ours == pytest.approx(expected, abs=LOGPROB)
 
 
-def check_values(ours: list[float], model_dir: Path) -> None:
-    """The same of a value model."""
+def check_values(ours: list[float], last: list[float], model_dir: Path) -> None:
+    """The same of a value model, and what it says behind the last tokens."""
     model = AutoModelForTokenClassification.from_pretrained(
         model_dir, dtype=torch.float32, num_labels=1
     ).eval()
-    assert ours == pytest.approx(values_of(model, make_batch(0)), abs=LOGPROB)
+    expected, behind = values_of(model, make_batch(0))
+    assert ours == pytest.approx(expected, abs=LOGPROB)
+    assert last == pytest.approx(behind, abs=LOGPROB)
 
 
 def written_model(source: Path, final: Path, target: Path) -> Path:

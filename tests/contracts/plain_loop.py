@@ -146,10 +146,17 @@ def value_loss(model: nn.Module, rows: list[Row]) -> Tensor:
     return loss
 
 
-def logprobs_of(model: nn.Module, batch: TokenBatch) -> tuple[list[float], list[float]]:
-    """Log-probability of each token and entropy of what predicted it; 0 for first tokens."""
+def logprobs_of(
+    model: nn.Module, batch: TokenBatch
+) -> tuple[list[float], list[float], list[float]]:
+    """Log-probability of each token; entropy and sum of squares of what predicted it; 0 at first.
+
+    Returns:
+        One list each, over the tokens of all sequences.
+    """
     logprobs: list[float] = []
     entropies: list[float] = []
+    squares: list[float] = []
     for ids in batch.input_ids_T.split(batch.lengths_B.tolist()):
         with torch.no_grad():
             distribution = torch.distributions.Categorical(
@@ -157,13 +164,17 @@ def logprobs_of(model: nn.Module, batch: TokenBatch) -> tuple[list[float], list[
             )
         logprobs += [0.0, *distribution.log_prob(ids[1:]).tolist()]
         entropies += [0.0, *distribution.entropy().tolist()]
-    return logprobs, entropies
+        squares += [0.0, *distribution.probs.square().sum(-1).tolist()]
+    return logprobs, entropies, squares
 
 
-def values_of(model: nn.Module, batch: TokenBatch) -> list[float]:
-    """Value before each token; 0 for first tokens."""
+def values_of(model: nn.Module, batch: TokenBatch) -> tuple[list[float], list[float]]:
+    """Value before each token, 0 for first tokens; and behind the last token of each sequence."""
     values: list[float] = []
+    last: list[float] = []
     for ids in batch.input_ids_T.split(batch.lengths_B.tolist()):
         with torch.no_grad():
-            values += [0.0, *model(input_ids=ids[None]).logits[0, :-1, 0].tolist()]
-    return values
+            *own, behind = model(input_ids=ids[None]).logits[0, :, 0].tolist()
+        values += [0.0, *own]
+        last.append(behind)
+    return values, last

@@ -180,9 +180,10 @@ def test_every_rank_reports_the_same(ranks: Callable[[int], RankResults], layout
 
 def test_logprobs(case: Case, root: Path, layout: Layout) -> None:
     inferred = case(layout, "case_infers")
-    logprobs, entropies = logprobs_of(load(root / layout.model), make_batch(0))
+    logprobs, entropies, squares = logprobs_of(load(root / layout.model), make_batch(0))
     assert inferred["packed"] == pytest.approx(logprobs, abs=LOGPROB)
     assert inferred["entropy"] == pytest.approx(entropies, abs=LOGPROB)
+    assert inferred["sum_pi_squared"] == pytest.approx(squares, abs=LOGPROB)
     assert inferred["alone"] == pytest.approx(inferred["packed"], abs=2e-6)
     assert inferred["frozen"] == inferred["packed"]
     assert inferred["small"] == pytest.approx(inferred["packed"], abs=2e-6)
@@ -330,7 +331,10 @@ def test_a_value_model_trains(case: Case, root: Path, layout: Layout, tmp_path: 
     assert set(values["before"]) == {0.0}
     assert values["resumed"] == values["continued"]
     final = root / f"values-{layout.name}"
-    check_values(values["after"], written_model(root / layout.model, final, tmp_path))
+    written = written_model(root / layout.model, final, tmp_path)
+    check_values(values["after"], values["last"], written)
+    assert values["last_alone"] == pytest.approx(values["last"], abs=2e-6)
+    assert values["masked"] == 0.0
 
 
 def test_an_adapter_of_a_value_model_trains(
@@ -342,7 +346,8 @@ def test_an_adapter_of_a_value_model_trains(
     assert set(values["before"]) == {0.0}
     assert values["resumed"] == values["continued"]
     final = root / f"adapted-values-{layout.name}"
-    check_values(values["after"], written_model(root / layout.model, final, tmp_path))
+    written = written_model(root / layout.model, final, tmp_path)
+    check_values(values["after"], values["last"], written)
     # The head is trained, and so is what stands before it.
     start = load_file(root / layout.model / "model.safetensors")
     end = load_file(final / "final.safetensors")

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engines import collectives
+from engines.training.model.logprobs import TokenReadouts
 
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
@@ -42,15 +43,16 @@ def linear_token_logprobs(
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
+    sum_pi_squared: bool = False,
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
     group: dist.ProcessGroup | None = None,
     first_token: int = 0,
-) -> tuple[Tensor, Tensor | None]:
+) -> TokenReadouts:
     """Log-probability of one token per row under softmax((hidden @ weight.T + bias) / temperature).
 
-    Gradients flow from both results to hidden states, weights and bias. With a group, the results
-    are the same on every rank, and so must be their gradients; the gradient of the hidden states
-    is this rank's part of a sum over the group.
+    Gradients flow from log-probabilities and entropies to hidden states, weights and bias. With a
+    group, the results are the same on every rank, and so must be their gradients; the gradient of
+    the hidden states is this rank's part of a sum over the group.
 
     Args:
         hidden_ND: (N, D) float32, bfloat16, float16 or float64.
@@ -59,14 +61,14 @@ def linear_token_logprobs(
         bias_V: (V,) of the same dtype, finite.
         temperature: of the distribution, above 0.
         entropy: also compute the entropy of each row's distribution, in nats.
+        sum_pi_squared: also compute the sum of its squared probabilities, without gradient.
         chunk_elements: most logits of a tile; results do not depend on it beyond rounding.
         group: ranks that hold the rows of the weights, each its own; hidden states and tokens
             are the same on all of them. None: this rank holds all rows.
         first_token: the token that this rank's first row stands for.
 
     Returns:
-        (N,) float32 log-probabilities, and (N,) float32 entropies or None; float64 where the
-        inputs are.
+        Each (N,) float32, float64 where the inputs are.
 
     Raises:
         ValueError: dtypes differ, or `chunk_elements` is below 1.
@@ -76,14 +78,16 @@ def linear_token_logprobs(
         raise ValueError(f"hidden states, weights and bias: got {sorted(map(str, dtypes))}")
     if chunk_elements < 1:
         raise ValueError(f"chunk_elements: got {chunk_elements}; need at least 1")
-    logprobs_N, entropy_N = cast(
-        tuple[Tensor, Tensor],
+    logprobs_N, entropy_N, squares_N = cast(
+        tuple[Tensor, Tensor, Tensor],
         _LinearTokenLogprobs.apply(
             hidden_ND, weight_VD, bias_V, token_ids_N - first_token, 1.0 / temperature, entropy,
-            chunk_elements, group,
+            sum_pi_squared, chunk_elements, group,
         ),
     )  # fmt: skip
-    return logprobs_N, entropy_N if entropy else None
+    return TokenReadouts(
+        logprobs_N, entropy_N if entropy else None, squares_N if sum_pi_squared else None
+    )
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):
@@ -92,18 +96,19 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, token_ids_N: Tensor,
-        scale: float, entropy: bool, chunk_elements: int, group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        scale: float, entropy: bool, squares: bool, chunk_elements: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         num_rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
         rows_size, columns_size = _tile_shape(num_rows, vocabulary, chunk_elements)
         dtype = _statistics_dtype(hidden_ND)
         parts: list[_RowStatistics] = []
         for rows in _slices(num_rows, rows_size):
-            part = _RowStatistics(token_ids_N[rows], dtype, entropy)
+            part = _RowStatistics(token_ids_N[rows], dtype, entropy, squares)
             for columns in _slices(vocabulary, columns_size):
                 part.add(_tile(hidden_ND, weight_VD, bias_V, rows, columns, scale), columns)
             parts.append(part)
-        statistics = _RowStatistics(token_ids_N, dtype, entropy)
+        statistics = _RowStatistics(token_ids_N, dtype, entropy, squares)
         statistics.take(parts)
         if group is not None:
             statistics.sum_over(group)
@@ -111,7 +116,9 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         entropy_N = statistics.entropy() if entropy else logprobs_N.new_empty(0)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N)
         ctx.scale, ctx.tile_shape = scale, (rows_size, columns_size)
-        return logprobs_N, entropy_N
+        squares_N = statistics.sum_pi_squared() if squares else logprobs_N.new_empty(0)
+        ctx.mark_non_differentiable(squares_N)
+        return logprobs_N, entropy_N, squares_N
 
     @staticmethod
     @once_differentiable
@@ -119,7 +126,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropy_N = grad_outputs
+        grad_logprobs_N, grad_entropy_N, _ = grad_outputs
         rows_size, columns_size = ctx.tile_shape
         sums = _GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
         # The vocabulary outside: then the float32 sum of the weights' gradient is one tile wide.
@@ -138,22 +145,25 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                     grad.sub_(slope.mul_(grad_entropy_N[rows, None]))
                 sums.add(grad.mul_(ctx.scale).to(hidden_ND.dtype), rows)
             sums.end()
-        return *sums.gradients(), None, None, None, None, None
+        return *sums.gradients(), None, None, None, None, None, None
 
 
 class _RowStatistics:
     """What the softmax of some rows needs, gathered tile by tile over the vocabulary.
 
-    Holds the largest logit m, sum of exp(z - m), sum of exp(z - m) * (z - m) and the logit of each
-    row's token.
+    Holds the largest logit m, sum of exp(z - m), sum of exp(z - m) * (z - m), sum of
+    exp(z - m)^2 and the logit of each row's token.
     """
 
-    def __init__(self, token_ids_R: Tensor, dtype: torch.dtype, entropy: bool) -> None:
+    def __init__(
+        self, token_ids_R: Tensor, dtype: torch.dtype, entropy: bool, squares: bool
+    ) -> None:
         self._token_ids_R = token_ids_R
-        self._entropy = entropy
+        self._entropy, self._squares = entropy, squares
         zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
         self._largest_R = torch.full_like(zeros_R, -torch.inf)
         self._sum_R, self._weighted_R, self._chosen_R = zeros_R, zeros_R, zeros_R
+        self._squared_R = zeros_R
 
     def add(self, z_RC: Tensor, columns: slice) -> None:
         """Take in the logits of some columns; overwrites them."""
@@ -172,6 +182,9 @@ class _RowStatistics:
         else:
             exponentials = z_RC.exp_()
         self._sum_R = self._sum_R * kept_R + exponentials.sum(dim=1)
+        if self._squares:
+            squared_R = exponentials.square_().sum(dim=1)
+            self._squared_R = self._squared_R * kept_R.square() + squared_R
         self._largest_R = largest_R
 
     def take(self, parts: Sequence["_RowStatistics"]) -> None:
@@ -181,6 +194,7 @@ class _RowStatistics:
             self._sum_R = torch.cat([part._sum_R for part in parts])
             self._weighted_R = torch.cat([part._weighted_R for part in parts])
             self._chosen_R = torch.cat([part._chosen_R for part in parts])
+            self._squared_R = torch.cat([part._squared_R for part in parts])
 
     def sum_over(self, group: dist.ProcessGroup) -> None:
         """Take in the statistics of the other ranks' columns; the same on every rank then."""
@@ -189,12 +203,14 @@ class _RowStatistics:
         fallen_R = self._largest_R - largest_R
         kept_R = fallen_R.exp()
         shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
-        sums = torch.stack(
-            [self._sum_R * kept_R, (self._weighted_R + shift_R) * kept_R, self._chosen_R]
-        )
+        own = [self._sum_R * kept_R, (self._weighted_R + shift_R) * kept_R, self._chosen_R]
+        if self._squares:
+            own.append(self._squared_R * kept_R.square())
+        sums = torch.stack(own)
         collectives.all_reduce(sums, group)
         self._largest_R = largest_R
-        self._sum_R, self._weighted_R, self._chosen_R = sums.unbind()
+        self._sum_R, self._weighted_R, self._chosen_R = sums[:3].unbind()
+        self._squared_R = sums[-1] if self._squares else self._squared_R
 
     def log_sum(self) -> Tensor:
         """(R,) log of the sum of exp(z)."""
@@ -203,6 +219,10 @@ class _RowStatistics:
     def logprobs(self) -> Tensor:
         """(R,) log-probability of each row's token."""
         return self._chosen_R - self.log_sum()
+
+    def sum_pi_squared(self) -> Tensor:
+        """(R,) sum of the squared probabilities."""
+        return self._squared_R / self._sum_R.square()
 
     def entropy(self) -> Tensor:
         """(R,) entropy: log of the sum minus the mean logit, both relative to the largest."""

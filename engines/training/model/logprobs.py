@@ -7,7 +7,7 @@ Letters: N predicting positions, V vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,32 @@ _CHUNK_ELEMENTS = 1 << 24
 """Elements of a float32 chunk (64 MiB): large enough that small vocabularies need one chunk."""
 
 
+class TokenReadouts(NamedTuple):
+    """What a head says of each predicting position; None for what was not asked for.
+
+    Attributes:
+        logprobs_N: (N,) log-probability of the token.
+        entropy_N: (N,) of the distribution, in nats.
+        sum_pi_squared_N: (N,) sum of squared probabilities, without gradient.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    sum_pi_squared_N: Tensor | None
+
+    def stacked(self, dim: int = 0) -> Tensor:
+        """What there is, in this order, along a new dimension; not a view of any of it."""
+        return torch.stack([row for row in self if row is not None], dim=dim)
+
+
 def token_logprobs(
-    logits_NV: Tensor, token_ids_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenReadouts:
     """Log-probability of one token per row under softmax(logits / temperature).
 
     Args:
@@ -26,15 +49,18 @@ def token_logprobs(
         token_ids_N: (N,) int64, each in [0, V).
         temperature: of the distribution, above 0.
         entropy: also compute the entropy of each row's distribution, in nats.
+        sum_pi_squared: also compute the sum of its squared probabilities, without gradient.
 
     Returns:
-        (N,) float32 log-probabilities, and (N,) float32 entropies or None.
+        Each (N,) float32.
     """
-    logprobs_N, entropy_N = cast(
-        tuple[Tensor, Tensor],
-        _TokenLogprobs.apply(logits_NV, token_ids_N, 1.0 / temperature, entropy),
+    logprobs_N, entropy_N, squares_N = cast(
+        tuple[Tensor, Tensor, Tensor],
+        _TokenLogprobs.apply(logits_NV, token_ids_N, 1.0 / temperature, entropy, sum_pi_squared),
     )
-    return logprobs_N, entropy_N if entropy else None
+    return TokenReadouts(
+        logprobs_N, entropy_N if entropy else None, squares_N if sum_pi_squared else None
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -42,12 +68,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, scale: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits_NV: Tensor, token_ids_N: Tensor, scale: float, entropy: bool,
+        squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         num_rows = logits_NV.shape[0]
         log_sum_N = logits_NV.new_empty(num_rows, dtype=torch.float32)
         logprobs_N = torch.empty_like(log_sum_N)
         entropy_N = log_sum_N.new_zeros(num_rows if entropy else 0)
+        squares_N = log_sum_N.new_zeros(num_rows if squares else 0)
         for rows in _row_chunks(logits_NV):
             z = _scaled(logits_NV[rows], scale)
             log_sum_N[rows] = torch.logsumexp(z, dim=1)
@@ -57,14 +85,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 # Not log_sum - sum(p * z): of large logits that loses three digits.
                 log_probs = z - log_sum_N[rows, None]
                 entropy_N[rows] = -log_probs.exp().mul_(log_probs).sum(dim=1)
+            if squares:
+                squares_N[rows] = (z - log_sum_N[rows, None]).exp().square().sum(dim=1)
         ctx.save_for_backward(logits_NV, token_ids_N, log_sum_N, entropy_N)
         ctx.scale = scale
-        return logprobs_N, entropy_N
+        ctx.mark_non_differentiable(squares_N)
+        return logprobs_N, entropy_N, squares_N
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_NV, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropy_N = grad_outputs
+        grad_logprobs_N, grad_entropy_N, _ = grad_outputs
         grad_NV = torch.empty_like(logits_NV)
         for rows in _row_chunks(logits_NV):
             log_probs = _scaled(logits_NV[rows], ctx.scale) - log_sum_N[rows, None]
@@ -76,7 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 weight = log_probs.add_(entropy_N[rows, None]).mul_(probs)
                 grad.sub_(weight.mul_(grad_entropy_N[rows, None]))
             grad_NV[rows] = grad if ctx.scale == 1.0 else grad.mul_(ctx.scale)
-        return grad_NV, None, None, None
+        return grad_NV, None, None, None, None
 
 
 def _scaled(logits: Tensor, scale: float) -> Tensor:

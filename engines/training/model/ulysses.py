@@ -59,28 +59,6 @@ def slice_sequence(
     return SequenceSlice(ids_T[own], position_T[own], cu_seqlens, rank * length)
 
 
-def predicted_positions(batch: TokenBatch, part: SequenceSlice | None = None) -> Tensor:
-    """Positions whose token is predicted and wanted.
-
-    Args:
-        batch: those in its `loss_mask`; all but the first of each sequence without such a column.
-        part: only those that a hidden state of this slice predicts; None is the whole row.
-
-    Returns:
-        (N,) int64, ascending.
-    """
-    wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
-    mask_T = batch.columns.get("loss_mask")
-    if mask_T is not None:
-        wanted_T &= mask_T != 0
-    wanted_T[batch.cu_seqlens[:-1].to(torch.int64)] = False
-    predicted_N = wanted_T.nonzero().squeeze(1)
-    if part is None:
-        return predicted_N
-    end = part.start + part.input_ids_S.numel()
-    return predicted_N[(predicted_N > part.start) & (predicted_N <= end)]
-
-
 def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(1, heads, S, head_dim) of this rank's tokens -> (1, heads / n, n * S, head_dim)."""
     size = dist.get_world_size(group)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.training.backends.transformers.build import build_model
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 from example_chip.options import ExampleOptions
 
 
@@ -25,11 +25,11 @@ class ExampleEngine(TransformersModelEngine):
         """Nothing to undo: gradients are summed, over micro-batches and over ranks."""
         return 1.0
 
-    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         dtype = getattr(torch, self.spec.training.dtype)
         device_type = self.spec.platform.device().type
         with torch.autocast(device_type, dtype, enabled=dtype != torch.float32):
-            return super()._forward(batch, entropy=entropy)
+            return super()._forward(batch, readouts)
 
     def _clip_gradients(self, max_norm: float) -> float:
         if collectives.world_size() > 1:

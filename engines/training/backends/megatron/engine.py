@@ -33,7 +33,7 @@ from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,21 +129,19 @@ class MegatronEngine(BaseEngine):
         """Gradients are summed: Megatron-Core is told to divide by nothing."""
         return 1.0
 
-    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         with self._library():
-            return self.replica.pipeline.forward(batch, entropy=entropy)
+            return self.replica.pipeline.forward(batch, readouts)
 
     def _forward_backward(
-        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, *, entropy: bool
+        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, readouts: Readouts
     ) -> None:
         with self._library():
-            self.replica.pipeline.train(
-                batches, scaled_loss, self._activation_scope, entropy=entropy
-            )
+            self.replica.pipeline.train(batches, scaled_loss, self._activation_scope, readouts)
 
-    def _infer(self, batches: Sequence[TokenBatch], *, entropy: bool) -> Iterator[ModelOutputs]:
+    def _infer(self, batches: Sequence[TokenBatch], readouts: Readouts) -> Iterator[ModelOutputs]:
         with self._library():
-            outputs = self.replica.pipeline.infer(batches, self._activation_scope, entropy=entropy)
+            outputs = self.replica.pipeline.infer(batches, self._activation_scope, readouts)
         yield from outputs
 
     def _set_adapter(self, enabled: bool) -> None:

@@ -30,7 +30,9 @@ from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.training.model.value_head import float32_linear
 from engines.training.spec import ModelType
+from engines.types import Readouts
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class PackedRow:
         rows_N: (N,) int64, places in the slice whose hidden state predicts something.
         token_ids_N: (N,) int64, what they predict.
         temperature: of the distribution.
-        entropy: also compute entropies.
+        readouts: what else is computed.
         chunk_elements: logits held at a time.
         routes: choices of experts to record or repeat; None leaves them to the routers.
         qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
@@ -57,7 +59,7 @@ class PackedRow:
     rows_N: Tensor
     token_ids_N: Tensor
     temperature: float
-    entropy: bool
+    readouts: Readouts
     chunk_elements: int
     routes: RowRoutes | None = None
     qkv_format: str = "sbhd"
@@ -135,7 +137,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         """(N, D) to (1, N) float32."""
-        return nn.functional.linear(hidden_ND, self.weight, self.bias).float().T
+        return float32_linear(hidden_ND, self.weight, self.bias).T
 
 
 class PackedModel(GPTModel):
@@ -201,7 +203,7 @@ class PackedModel(GPTModel):
     def _postprocess(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow, **unused: Any
     ) -> Tensor:
-        """(1 or 2, N) float32 of the last stage; activations of the others."""
+        """(K, N) float32 of the last stage; activations of the others."""
         if not self.post_process:
             return hidden_states
         row, config = packed_seq_params, self.config
@@ -221,17 +223,17 @@ class PackedModel(GPTModel):
         weight_VD = self.output_weight
         first = self._place.tensor * weight_VD.shape[0]
         num_real = max(0, min(weight_VD.shape[0], self._vocab_size - first))
-        logprobs_N, entropy_N = linear_token_logprobs(
+        return linear_token_logprobs(
             hidden_ND,
             weight_VD[:num_real],
             row.token_ids_N,
             temperature=row.temperature,
-            entropy=row.entropy,
+            entropy=row.readouts.entropy,
+            sum_pi_squared=row.readouts.sum_pi_squared,
             group=self._place.tensor_group,
             first_token=first,
             chunk_elements=row.chunk_elements,
-        )
-        return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
+        ).stacked()
 
     @property
     def output_weight(self) -> Tensor:

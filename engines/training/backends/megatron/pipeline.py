@@ -21,10 +21,11 @@ from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import tile_elements
-from engines.training.model.ulysses import predicted_positions, slice_sequence
+from engines.training.model.outputs import model_outputs, read_positions
+from engines.training.model.ulysses import slice_sequence
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.micro_batches import filler
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 
 Scope = Callable[[], AbstractContextManager[None]]
 
@@ -52,13 +53,17 @@ class Pipeline:
         self._chunks = list(chunks)
         self._memory = memory
 
-    def forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+    def forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         """One forward pass where there is one stage; the batch is on the device."""
-        row, predicted_N = self._row(batch, entropy)
-        return self._outputs(_call(self._chunks[0], row), batch, predicted_N, entropy)
+        row, read_N = self._row(batch, readouts)
+        return self._outputs(_call(self._chunks[0], row), batch, read_N, readouts)
 
     def train(
-        self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, scope: Scope, *, entropy: bool
+        self,
+        batches: Sequence[TokenBatch],
+        scaled_loss: ScaledLoss,
+        scope: Scope,
+        readouts: Readouts,
     ) -> None:
         """Forward and backward passes of all micro-batches, gradients reduced.
 
@@ -66,19 +71,19 @@ class Pipeline:
             batches: on the CPU.
             scaled_loss: see `BaseEngine`.
             scope: of a forward pass.
-            entropy: outputs need entropies.
+            readouts: what outputs need.
         """
-        self._run(batches, scaled_loss, scope, entropy=entropy, forward_only=False)
+        self._run(batches, scaled_loss, scope, readouts, forward_only=False)
 
     def infer(
-        self, batches: Sequence[TokenBatch], scope: Scope, *, entropy: bool
+        self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts
     ) -> list[ModelOutputs]:
         """Outputs of each micro-batch on the last stage; nothing on the others.
 
         Args:
             batches: on the CPU.
             scope: of a forward pass.
-            entropy: also yield entropies.
+            readouts: what outputs need.
 
         Returns:
             In order.
@@ -91,7 +96,7 @@ class Pipeline:
 
         if self._memory is not None:
             self._memory.begin_inference()
-        num_fillers = self._run(batches, keep, scope, entropy=entropy, forward_only=True)
+        num_fillers = self._run(batches, keep, scope, readouts, forward_only=True)
         return found[num_fillers:]
 
     def _run(
@@ -99,8 +104,8 @@ class Pipeline:
         batches: Sequence[TokenBatch],
         on_outputs: ScaledLoss,
         scope: Scope,
+        readouts: Readouts,
         *,
-        entropy: bool,
         forward_only: bool,
     ) -> int:
         """Run the schedule; returns how many fillers came first."""
@@ -113,7 +118,7 @@ class Pipeline:
 
         def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
             batch = next(iterator).to(device)
-            row, predicted_N = self._row(batch, entropy)
+            row, read_N = self._row(batch, readouts)
             piece = self._chunks.index(chunk)
             row = self._with_routes(row, piece, batch, record=forward_only)
             with scope():
@@ -122,7 +127,7 @@ class Pipeline:
                 self._memory.record(piece, batch, row.routes)
 
             def loss(output: Tensor) -> Any:
-                outputs = self._outputs(output, batch, predicted_N, entropy)
+                outputs = self._outputs(output, batch, read_N, readouts)
                 return (
                     on_outputs(outputs, batch),
                     torch.zeros((), dtype=torch.int, device=device),
@@ -142,26 +147,26 @@ class Pipeline:
         )
         return missing
 
-    def _row(self, batch: TokenBatch, entropy: bool) -> tuple[PackedRow, Tensor]:
-        """This context rank's slice, and the positions in the batch that it predicts."""
+    def _row(self, batch: TokenBatch, readouts: Readouts) -> tuple[PackedRow, Tensor]:
+        """This context rank's slice, and the places in the batch that it computes."""
         size = self._layout.context
         part = slice_sequence(
             batch, self._place.context, size, multiple=self._layout.tokens_multiple
         )
-        predicted_N = predicted_positions(batch, part)
+        read_N = read_positions(batch, readouts, part)
         row = PackedRow(
             part.input_ids_S,
             part.position_ids_S,
             Packing.from_cu_seqlens(
                 part.cu_seqlens, self._place.context_group if size > 1 else None
             ),
-            predicted_N - 1 - part.start,
-            batch.input_ids_T[predicted_N],
+            read_N - 1 - part.start,
+            batch.input_ids_T[read_N.clamp(max=batch.num_tokens - 1)],
             self._spec.temperature,
-            entropy,
+            readouts,
             tile_elements(chunked=self._spec.training.chunked_logprobs),
         )
-        return row, predicted_N
+        return row, read_N
 
     def _with_routes(
         self, row: PackedRow, piece: int, batch: TokenBatch, *, record: bool
@@ -173,16 +178,13 @@ class Pipeline:
         return replace(row, routes=routes)
 
     def _outputs(
-        self, columns: Tensor, batch: TokenBatch, predicted_N: Tensor, entropy: bool
+        self, rows: Tensor, batch: TokenBatch, read_N: Tensor, readouts: Readouts
     ) -> ModelOutputs:
-        """Columns of the slices to those of the whole row."""
-        whole = columns.new_zeros(columns.shape[0], batch.num_tokens)
-        whole = whole.index_copy(1, predicted_N, columns)
+        """Rows of the slices to those of the whole row."""
+        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
         if self._layout.context > 1:
             whole = cast(Tensor, collectives.SumOverRanks.apply(whole, self._place.context_group))
-        if self._spec.model_type == "value_model":
-            return ModelOutputs(torch.zeros_like(whole[0]), None, whole[0])
-        return ModelOutputs(whole[0], whole[1] if entropy else None)
+        return model_outputs(whole, batch, readouts, self._spec.model_type)
 
 
 def _call(chunk: nn.Module, row: PackedRow) -> Tensor:

@@ -25,7 +25,7 @@ from engines.training.backends.transformers.module_engine import DATA, ModuleEng
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
-from engines.training.model.ulysses import predicted_positions
+from engines.training.model.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec
 from engines.training.step.gradients import clip_across_meshes
 from engines.training.weight_shards import (
@@ -36,7 +36,7 @@ from engines.training.weight_shards import (
     owned_parts,
     stream_parts,
 )
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 from infra.errors import ConfigError
 
 
@@ -97,35 +97,34 @@ class TorchTitanEngine(ModuleEngine[Any]):
         """TorchTitan's FSDP sums gradients already."""
         return 1.0
 
-    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
-        predicted_N = predicted_positions(batch)
-        idle = predicted_N.numel() == 0
+    def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
+        read_N = read_positions(batch, readouts)
+        idle = read_N.numel() == 0
         if idle:
             # Every weight must be touched all the same: the ranks run the same collectives.
-            predicted_N = predicted_N.new_ones(1)
-        targets_N = batch.input_ids_T[predicted_N.clamp(max=batch.num_tokens - 1)]
-        self._wanted = (predicted_N - 1, targets_N, entropy)
+            read_N = read_N.new_ones(1)
+        targets_N = batch.input_ids_T[read_N.clamp(max=batch.num_tokens - 1)]
+        self._wanted = (read_N - 1, targets_N, readouts)
         try:
-            columns = self.model(
+            rows = self.model(
                 batch.input_ids_T.unsqueeze(0),
                 positions=batch.position_ids_T.unsqueeze(0),
                 attention_masks=Packing.from_cu_seqlens(batch.cu_seqlens),
             )[0].T
         finally:
             self._wanted = None
-        if idle:
-            predicted_N, columns = predicted_N.clamp(max=batch.num_tokens - 1), columns * 0.0
-        whole = columns.new_zeros(2, batch.num_tokens).index_copy(1, predicted_N, columns)
-        return ModelOutputs(whole[0], whole[1] if entropy else None)
+        rows = rows * 0.0 if idle else rows
+        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
+        return model_outputs(whole, batch, readouts, self.spec.model_type)
 
     def _head_forward(self, hidden: Tensor) -> Tensor:
-        """(1, T, D) hidden states to (1, N, 2): log-probability and entropy.
+        """(1, T, D) hidden states to (1, N, K): log-probability, and what else is asked for.
 
         Called by the model where its head would be, with the head's weight at hand.
         """
         if self._wanted is None:
             raise EngineError("the head computes log-probabilities of chosen tokens only")
-        rows_N, targets_N, entropy = self._wanted
+        rows_N, targets_N, readouts = self._wanted
         weight, group, first_token = self.model.lm_head.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
@@ -135,19 +134,19 @@ class TorchTitanEngine(ModuleEngine[Any]):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
-        logprobs_N, entropy_N = linear_token_logprobs(
+        found = linear_token_logprobs(
             hidden[0, rows_N],
             weight,
             targets_N,
             temperature=self.spec.temperature,
-            entropy=entropy,
+            entropy=readouts.entropy,
+            sum_pi_squared=readouts.sum_pi_squared,
             chunk_elements=tile_elements(chunked=self.spec.training.chunked_logprobs),
             group=group,
             first_token=first_token,
         )
-        entropy_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
         # Not a view: FSDP hangs its hooks on what the model returns.
-        return torch.stack([logprobs_N[None], entropy_N[None]], dim=-1)
+        return torch.stack([row[None] for row in found if row is not None], dim=-1)
 
     def _clip_gradients(self, max_norm: float) -> float:
         return clip_across_meshes(self.model.parameters(), max_norm)

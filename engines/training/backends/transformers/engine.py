@@ -9,6 +9,7 @@ reduces gradients.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -41,10 +42,12 @@ from engines.training.backends.transformers.shards import (
 from engines.training.backends.transformers.vision import Vision, sees_images
 from engines.training.model.attention import Packing
 from engines.training.model.image_layout import ImageLayout
-from engines.training.model.ulysses import SequenceSlice, predicted_positions, slice_sequence
-from engines.training.spec import EngineSpec
+from engines.training.model.outputs import model_outputs, read_positions
+from engines.training.model.ulysses import SequenceSlice, slice_sequence
+from engines.training.model.value_head import compute_in_float32
+from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import ModelOutputs, Readouts, TokenBatch
 
 _ULYSSES = "ulysses"
 
@@ -83,6 +86,9 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             self._vision = Vision(self._model)
         if self.spec.model_type == "language_model":
             self._head = LogprobHead(self._model, chunked=self._chunked_logprobs)
+        else:
+            head = self._model.get_submodule(VALUE_HEAD.removesuffix("."))
+            compute_in_float32(cast(torch.nn.Linear, head))
         if self.spec.optimizer is not None:
             named = list(self._named_parameters())
             self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
@@ -114,30 +120,27 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             return None
         return self._mesh.get_group(_ULYSSES)
 
-    def _forward(self, batch: TokenBatch, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         group = self._ulysses_group
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         part = slice_sequence(batch, rank, size)
-        predicted_N = predicted_positions(batch, part)
-        idle = predicted_N.numel() == 0
+        read_N = read_positions(batch, readouts, part)
+        idle = read_N.numel() == 0
         if idle:
             # Every weight must be touched all the same: the ranks run the same collectives.
-            predicted_N = predicted_N.new_full((1,), part.start + 1)
-        columns = self._outputs(batch, part, predicted_N, entropy=entropy)
+            read_N = read_N.new_full((1,), part.start + 1)
+        rows = self._rows(batch, part, read_N, readouts)
         if idle:
-            predicted_N, columns = predicted_N.clamp(max=batch.num_tokens - 1), columns * 0.0
-        whole = columns.new_zeros(columns.shape[0], batch.num_tokens)
-        whole = whole.index_copy(1, predicted_N, columns)
+            read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
+        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
         if group is not None:
             whole = collectives.SumOverRanks.apply(whole, group)
-        if self.spec.model_type == "value_model":
-            return ModelOutputs(torch.zeros_like(whole[0]), None, whole[0])
-        return ModelOutputs(whole[0], whole[1] if entropy else None)
+        return model_outputs(whole, batch, readouts, self.spec.model_type)
 
-    def _outputs(
-        self, batch: TokenBatch, part: SequenceSlice, predicted_N: Tensor, *, entropy: bool
+    def _rows(
+        self, batch: TokenBatch, part: SequenceSlice, read_N: Tensor, readouts: Readouts
     ) -> Tensor:
-        """(1 or 2, N) float32: values, or log-probabilities and, if asked for, entropies."""
+        """(K, N) float32: values, or log-probabilities and what else is asked for."""
         inputs = {
             "input_ids": part.input_ids_S.unsqueeze(0),
             "position_ids": part.position_ids_S.unsqueeze(0),
@@ -147,15 +150,13 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         }
         if self._vision is not None:
             inputs |= self._vision.inputs(batch)
-        rows_N = predicted_N - 1 - part.start
+        rows_N = read_N - 1 - part.start
         if self._head is None:
             return self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
         last = batch.num_tokens - 1
-        targets = Targets(
-            batch.input_ids_T[predicted_N.clamp(max=last)], self.spec.temperature, entropy
-        )
-        logprobs_N, entropy_N = self._head(rows_N, targets, **inputs)
-        return torch.stack([logprobs_N] if entropy_N is None else [logprobs_N, entropy_N])
+        tokens_N = batch.input_ids_T[read_N.clamp(max=last)]
+        targets = Targets(tokens_N, self.spec.temperature, readouts)
+        return self._head(rows_N, targets, **inputs)
 
     def _set_adapter(self, enabled: bool) -> None:
         set_adapter_enabled(self.model, enabled)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from engines.training.model.linear_logprobs import linear_token_logprobs
 from engines.training.model.logprobs import token_logprobs
+from engines.types import Readouts
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 """Settings of architectures that rework logits after the head; they keep the whole logits."""
@@ -26,12 +27,12 @@ class Targets:
     Attributes:
         token_ids_N: (N,) int64, the token that each row of hidden states predicts.
         temperature: of the distribution.
-        entropy: also compute entropies.
+        readouts: what else.
     """
 
     token_ids_N: Tensor
     temperature: float
-    entropy: bool
+    readouts: Readouts
 
 
 class LogprobHead:
@@ -54,9 +55,7 @@ class LogprobHead:
         if self._head is not None:
             self._head.forward = self._head_forward
 
-    def __call__(
-        self, rows_N: Tensor, targets: Targets, **inputs: object
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows_N: Tensor, targets: Targets, **inputs: object) -> Tensor:
         """Run the model.
 
         Args:
@@ -65,7 +64,7 @@ class LogprobHead:
             **inputs: of the model.
 
         Returns:
-            (N,) float32 log-probabilities, and (N,) float32 entropies or None.
+            (K, N) float32: log-probabilities, then what else was asked for.
         """
         self._targets = targets
         try:
@@ -74,23 +73,28 @@ class LogprobHead:
             self._targets = None
         if self._head is None:
             return token_logprobs(
-                out, targets.token_ids_N, temperature=targets.temperature, entropy=targets.entropy
-            )
-        return out[:, 0], out[:, 1] if targets.entropy else None
+                out,
+                targets.token_ids_N,
+                temperature=targets.temperature,
+                entropy=targets.readouts.entropy,
+                sum_pi_squared=targets.readouts.sum_pi_squared,
+            ).stacked()
+        return out.T
 
     def _head_forward(self, input: Tensor) -> Tensor:
-        """(1, N, D) hidden states to (1, N, 2): log-probability and entropy."""
+        """(1, N, D) hidden states to (1, N, K): log-probability, and what else is asked for."""
         head = cast(nn.Linear, self._head)
         if self._targets is None:
             return linear(input, head.weight, head.bias)
-        logprobs_N, entropy_N = linear_token_logprobs(
+        readouts = self._targets.readouts
+        found = linear_token_logprobs(
             input.squeeze(0),
             head.weight,
             self._targets.token_ids_N,
             bias_V=head.bias,
             temperature=self._targets.temperature,
-            entropy=self._targets.entropy,
+            entropy=readouts.entropy,
+            sum_pi_squared=readouts.sum_pi_squared,
         )
-        entropy_N = torch.zeros_like(logprobs_N) if entropy_N is None else entropy_N
         # Not a view: a sharded backend hangs its hooks on what the model returns.
-        return torch.stack([logprobs_N[None], entropy_N[None]], dim=-1)
+        return torch.stack([row[None] for row in found if row is not None], dim=-1)

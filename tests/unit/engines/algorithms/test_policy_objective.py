@@ -197,5 +197,5 @@ def test_the_loss_function_travels_by_pickle():
     counts = counts_of(batch)
     again = pickle.loads(pickle.dumps(loss_fn))
     assert again == loss_fn
-    assert again.needs_entropy
+    assert again.readouts.entropy
     assert again(outputs, batch, counts).loss.item() == loss_fn(outputs, batch, counts).loss.item()

@@ -20,4 +20,3 @@ def test_is_the_mean_cross_entropy_of_the_trained_tokens():
     kept = torch.tensor(mask).flatten() > 0
     want = torch.nn.functional.cross_entropy(logits_TV[kept], targets_T[kept])
     torch.testing.assert_close(got, want)
-    assert not loss_fn.needs_entropy

@@ -43,11 +43,6 @@ def test_a_group_of_one_is_refused_by_a_group_relative_estimator():
             "lacks; choose one of grpo, ",
         ),
         (
-            {"adv_estimator": "optimal_token_baseline"},
-            "rl.algorithm.adv_estimator",
-            "reads the column sum_pi_squared",
-        ),
-        (
             {"loss_mode": "gspo"},
             "rl.algorithm.loss_agg_mode",
             "got token-mean with loss_mode gspo; need seq-mean-token-mean",

@@ -1,5 +1,6 @@
 """Splitting a call over ranks and putting the results back."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from engines.controller.dispatch import (
     take,
 )
 from engines.errors import WorkerError
-from engines.types import RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
+from engines.types import ModelOutputs, RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
 from engines.weight_sync.base import Receipt, SyncReport
 
 
@@ -36,6 +37,35 @@ def test_a_split_batch_comes_back_in_the_original_order(lengths: list[int], rank
     # A stand-in for a model: a value that tells tokens apart.
     results = [share.input_ids_T.float() * 2 for share in shares]
     assert torch.equal(collect(batch, parts, results), batch.input_ids_T.float() * 2)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 6))
+def test_outputs_of_a_model_come_back_by_tokens_and_by_sequences(
+    lengths: list[int], ranks: int
+) -> None:
+    batch = _batch(lengths)
+    parts = split_plan(batch, ranks)
+    results = []
+    for share in (take(batch, items) for items in parts):
+        ids_T = share.input_ids_T.float()
+        behind_B = share.lengths_B.float()
+        results.append(ModelOutputs(ids_T, values_T=-ids_T, last_values_B=behind_B))
+    found = collect(batch, parts, results)
+    assert torch.equal(found.logprobs_T, batch.input_ids_T.float())
+    assert torch.equal(found.values_T, -batch.input_ids_T.float())
+    assert torch.equal(found.last_values_B, batch.lengths_B.float())
+    assert found.entropy_T is None
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 4))
+def test_units_are_never_split(lengths: list[int], ranks: int, size: int) -> None:
+    unit_B = torch.arange(len(lengths)) // size
+    batch = replace(_batch(lengths), unit_B=unit_B)
+    parts = split_plan(batch, ranks)
+    assert sorted(i for items in parts for i in items) == list(range(len(lengths)))
+    of_parts = [{int(unit_B[i]) for i in items} for items in parts]
+    assert sum(map(len, of_parts)) == len(set(unit_B.tolist()))
+    assert all(take(batch, items).num_sequences >= 1 for items in parts)
 
 
 @given(st.lists(st.text(max_size=3), min_size=1, max_size=30), st.integers(1, 6))

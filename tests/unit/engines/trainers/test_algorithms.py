@@ -14,7 +14,7 @@ from engines.trainers.scoring import CompletionScorer
 from engines.types import RolloutRequest
 
 Round = Callable[..., list[dict[str, float]]]
-UNMADE = {"values", "last_values", "sum_pi_squared"}
+UNMADE = {"values", "last_values"}
 ESTIMATORS = [row.name for row in ADVANTAGES.rows if not UNMADE & {*row.columns, *row.rows}]
 
 

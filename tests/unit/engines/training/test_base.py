@@ -10,7 +10,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.spec import EngineSpec
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_inference_keeps_the_order_and_respects_the_mask(qwen3_dir: Path) -> Non
 
 def test_temperature(qwen3_dir: Path) -> None:
     plain, hot = (
-        make_engine(qwen3_dir, temperature=t).infer_batch(BATCH.select([0]), entropy=True)
+        make_engine(qwen3_dir, temperature=t).infer_batch(BATCH.select([0]), Readouts(entropy=True))
         for t in (1.0, 1e6)
     )
     assert hot.logprobs_T[-1].item() == pytest.approx(

@@ -68,10 +68,15 @@ def test_values_and_gradients_in_float64(
     chunk_elements: int, temperature: float, bias: bool, entropy: bool
 ) -> None:
     hidden, weight, tokens, bias_V = draw(torch.float64, bias=bias)
-    got, got_entropy = linear_token_logprobs(
+    got, got_entropy, got_squares = linear_token_logprobs(
         hidden, weight, tokens, bias_V=bias_V, temperature=temperature, entropy=entropy,
-        chunk_elements=chunk_elements,
+        sum_pi_squared=True, chunk_elements=chunk_elements,
     )  # fmt: skip
+    logits = torch.nn.functional.linear(hidden, weight, bias_V) / temperature
+    assert got_squares is not None
+    assert not got_squares.requires_grad
+    wanted_squares = logits.detach().softmax(dim=1).square().sum(dim=1)
+    torch.testing.assert_close(got_squares, wanted_squares, rtol=0, atol=1e-12)
     wanted, wanted_entropy = reference(hidden, weight, tokens, bias_V, temperature)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
@@ -91,7 +96,7 @@ def test_gradcheck() -> None:
     assert bias is not None
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, got_entropy = linear_token_logprobs(
+        logprobs, got_entropy, _ = linear_token_logprobs(
             leaves[0], leaves[1], tokens, bias_V=leaves[2], temperature=0.7, entropy=True,
             chunk_elements=30,
         )  # fmt: skip
@@ -105,7 +110,7 @@ def test_by_hand() -> None:
     # Logits (0, log 3): probabilities 1/4 and 3/4.
     hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [1.0986123]], requires_grad=True)
-    logprobs, entropy = linear_token_logprobs(
+    logprobs, entropy, _ = linear_token_logprobs(
         hidden, weight, torch.tensor([0, 1]), entropy=True, chunk_elements=1
     )
     assert logprobs.tolist() == pytest.approx([-1.3862944, -0.2876821])
@@ -122,7 +127,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_its_logits(dtype: torch.dtype) -> None:
     hidden, weight, tokens, bias = draw(dtype)
-    got, entropy = linear_token_logprobs(
+    got, entropy, _ = linear_token_logprobs(
         hidden, weight, tokens, bias_V=bias, entropy=True, chunk_elements=30
     )
     wanted, wanted_entropy = reference(hidden, weight, tokens, bias, 1.0)
@@ -147,7 +152,7 @@ def test_gradients_of_weights_are_summed_in_float32() -> None:
     hidden = torch.ones(num_rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.zeros(num_rows, dtype=torch.int64)
-    logprobs, _ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=8)
+    logprobs, *_ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=8)
     logprobs.sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [num_rows / 2, -num_rows / 2]
@@ -158,7 +163,7 @@ def test_tiles_do_not_change_results(chunk_elements: int) -> None:
     hidden, weight, tokens, bias = draw(torch.float32)
     results = []
     for size in (1 << 20, chunk_elements):
-        got, entropy = linear_token_logprobs(
+        got, entropy, _ = linear_token_logprobs(
             hidden, weight, tokens, bias_V=bias, entropy=True, chunk_elements=size
         )
         assert bias is not None
@@ -173,8 +178,8 @@ def test_tiles_do_not_change_results(chunk_elements: int) -> None:
 def test_the_same_with_and_without_gradient() -> None:
     hidden, weight, tokens, _ = draw(torch.float32, bias=False)
     with torch.no_grad():
-        without, _ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
-    with_gradient, _ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
+        without, *_ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
+    with_gradient, *_ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
     assert torch.equal(with_gradient, without)
     assert with_gradient.requires_grad
     assert not without.requires_grad
@@ -185,8 +190,8 @@ def test_agrees_with_the_function_that_takes_logits() -> None:
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (50, 1000))
     tokens = torch.arange(50)
-    ours, entropy = linear_token_logprobs(hidden, weight, tokens, temperature=0.8, entropy=True)
-    theirs, their_entropy = token_logprobs(
+    ours, entropy, _ = linear_token_logprobs(hidden, weight, tokens, temperature=0.8, entropy=True)
+    theirs, their_entropy, _ = token_logprobs(
         torch.nn.functional.linear(hidden, weight), tokens, temperature=0.8, entropy=True
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -198,7 +203,7 @@ def test_only_what_is_trained_gets_a_gradient(frozen: str) -> None:
     hidden, weight, tokens, _ = draw(torch.float64, bias=False)
     trained = weight if frozen == "hidden" else hidden
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    logprobs, _ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
+    logprobs, *_ = linear_token_logprobs(hidden, weight, tokens, chunk_elements=30)
     objective(logprobs, None).backward()
     wanted, _ = reference(hidden, weight, tokens, None, 1.0)
     (expected,) = torch.autograd.grad(objective(wanted, None), trained)
@@ -218,11 +223,14 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path: Path) -> None:
         rows = slice(first[index], V if index else first[1])
         own_hidden = hidden.detach().clone().requires_grad_()
         own_weight = weight.detach()[rows].clone().requires_grad_()
-        logprobs, entropy = linear_token_logprobs(
-            own_hidden, own_weight, tokens, temperature=0.7, entropy=True, chunk_elements=30,
-            group=group, first_token=first[index],
+        logprobs, entropy, squares = linear_token_logprobs(
+            own_hidden, own_weight, tokens, temperature=0.7, entropy=True, sum_pi_squared=True,
+            chunk_elements=30, group=group, first_token=first[index],
         )  # fmt: skip
         assert entropy is not None
+        assert squares is not None
+        probs = (hidden @ weight.T / 0.7).detach().softmax(dim=1)
+        torch.testing.assert_close(squares, probs.square().sum(dim=1))
         grads = torch.autograd.grad(objective(logprobs, entropy), (own_hidden, own_weight))
         return [logprobs.detach(), entropy.detach(), *grads]
 
@@ -240,14 +248,14 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path: Path) -> None:
 def test_huge_logits_and_no_rows() -> None:
     hidden, weight = torch.tensor([[1e4]]), torch.tensor([[1.0], [-1.0], [0.0]])
     for chunk_elements in (1, 100):
-        logprobs, entropy = linear_token_logprobs(
+        logprobs, entropy, _ = linear_token_logprobs(
             hidden, weight, torch.tensor([1]), entropy=True, chunk_elements=chunk_elements
         )
         assert logprobs.item() == -2e4
         assert entropy is not None
         assert entropy.item() == 0.0
     hidden, weight, tokens, _ = draw(torch.float32, bias=False, rows=0)
-    logprobs, entropy = linear_token_logprobs(hidden, weight, tokens, entropy=True)
+    logprobs, entropy, _ = linear_token_logprobs(hidden, weight, tokens, entropy=True)
     assert logprobs.shape == (0,)
     assert entropy is not None
     (logprobs.sum() + entropy.sum()).backward()
@@ -308,7 +316,7 @@ def from_all_logits(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_tiles(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    logprobs, entropy = linear_token_logprobs(
+    logprobs, entropy, _ = linear_token_logprobs(
         hidden, weight, tokens, entropy=True, chunk_elements=512
     )
     assert entropy is not None
