@@ -308,7 +308,8 @@ def gather_rows(
         One list per rank.
     """
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    there = group is not None or dist.is_initialized()
+    size = dist.get_world_size(group) if there else 1
     return [row.tolist()] if size == 1 else torch.stack(all_gather(row, group)).tolist()
 
 

@@ -25,10 +25,10 @@ from engines.checkpoint.engine_state import EngineScalars
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
+from engines.training.outputs import from_columns, num_columns, to_columns
 from engines.training.preparation import Preparation, prepare
 from engines.training.spec import EngineSpec, LossFn
 from engines.training.step.meter import StepMeter
-from engines.training.step.micro_batches import MicroBatch
 from engines.training.step.schedule import learning_rate
 from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
@@ -212,27 +212,16 @@ class BaseEngine(EngineBackend):
             In the order of `batch`, on the CPU; log-probabilities of a value model are 0.
         """
         micro_batches = self._prepare(batch).micro_batches
-        values = self.spec.model_type == "value_model"
-        asked = (
-            (True, readouts.last_values)
-            if values
-            else (True, readouts.entropy, readouts.sum_pi_squared)
-        )
-        columns = torch.zeros(sum(asked), batch.num_tokens)
+        model_type = self.spec.model_type
+        columns = torch.zeros(num_columns(readouts, model_type), batch.num_tokens)
         with self.eval_mode(), torch.no_grad():
             outputs = self._infer([micro.batch for micro in micro_batches], readouts)
             for micro, output in zip(micro_batches, outputs, strict=False):
-                _place(columns, micro, output)
+                if micro.token_index_T is not None:  # a filler has no place
+                    columns[:, micro.token_index_T] = to_columns(output, micro.batch)
             self._end_inference()
             columns = self._from_last_stage(columns)
-        found = iter(columns)
-        first, *rest = (next(found) if there else None for there in asked)
-        if not values:
-            entropy_T, squares_T = rest
-            return ModelOutputs(first, entropy_T, sum_pi_squared_T=squares_T)
-        (behind_T,) = rest
-        last_B = None if behind_T is None else behind_T[batch.cu_seqlens[1:].to(torch.int64) - 1]
-        return ModelOutputs(torch.zeros_like(first), values_T=first, last_values_B=last_B)
+        return from_columns(columns, batch, readouts, model_type)
 
     def optimizer_step(self) -> float:
         """Clip, check and step.
@@ -326,18 +315,3 @@ class BaseEngine(EngineBackend):
         last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
         collectives.broadcast(on_device, src=last, group=group)
         return on_device.cpu()
-
-
-def _place(columns: Tensor, micro: MicroBatch, outputs: ModelOutputs) -> None:
-    """Put a micro-batch's outputs where its tokens stand in the batch; a filler has no place."""
-    if micro.token_index_T is None:
-        return
-    last_T = None
-    if outputs.last_values_B is not None:
-        last_T = torch.zeros_like(outputs.logprobs_T)
-        last_T[micro.batch.cu_seqlens[1:].to(torch.int64) - 1] = outputs.last_values_B
-    first = outputs.logprobs_T if outputs.values_T is None else outputs.values_T
-    rows = (first, outputs.entropy_T, outputs.sum_pi_squared_T, last_T)
-    present = [row for row in rows if row is not None]
-    for column, row in zip(columns, present, strict=True):
-        column[micro.token_index_T] = row.float().cpu()

@@ -12,6 +12,9 @@ from engines.algorithms.options import DiscountOptions, GaeOptions
 from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
+_ROUNDING = 1e-9
+"""Relative; far above that of a sum in float64, far below that of the float32 that a critic sees."""
+
 
 def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
     """(B, L) ``y_t = x_t + factor y_{t+1}``, from the right.
@@ -103,7 +106,11 @@ def remax_advantages(inputs: AdvantageInputs) -> Advantages:
 
 def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
     """``1 - var(targets - values) / var(targets)``; 0 where the targets do not vary."""
-    if targets_N.numel() < 2 or bool((targets_N == targets_N[0]).all()):
+    if targets_N.numel() < 2:
+        return 0.0
+    # A target is a sum of values, so equal ones differ by the rounding error of values.
+    largest = torch.maximum(targets_N.abs().max(), values_N.abs().max())
+    if bool(targets_N.max() - targets_N.min() <= _ROUNDING * largest):
         return 0.0
     return float(1 - (targets_N - values_N).var() / targets_N.var())
 
@@ -112,7 +119,7 @@ def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
     options = options_as(DiscountOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     rewards_BL = tokens.matrix(inputs.rewards_T)
-    factor_B = torch.full_like(rewards_BL[:, 0], options.gamma)
+    factor_B = rewards_BL.new_full((rewards_BL.shape[0],), options.gamma)
     return tokens, tokens.column(discounted_sums(rewards_BL, factor_B))
 
 

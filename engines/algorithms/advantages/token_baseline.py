@@ -61,7 +61,7 @@ def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
 
 def _returns_and_energy(inputs: AdvantageInputs, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
     rewards_BL = tokens.matrix(inputs.rewards_T)
-    returns_BL = discounted_sums(rewards_BL, torch.ones_like(rewards_BL[:, 0]))
+    returns_BL = discounted_sums(rewards_BL, rewards_BL.new_ones(rewards_BL.shape[0]))
     columns = inputs.batch.columns
     probability_T = columns["old_logprobs"].to(torch.float64).exp()
     norm_T = 1 - 2 * probability_T + columns["sum_pi_squared"].to(torch.float64)
@@ -104,8 +104,8 @@ def _turns_T(inputs: AdvantageInputs) -> Tensor:
 
 def _turn_ends(turn_BL: Tensor, mask_BL: Tensor, num_turns: int) -> tuple[Tensor, Tensor]:
     """(B, K) columns of the first and last token of each turn; -1 where there is none."""
-    place_BL = torch.arange(turn_BL.shape[1]).expand_as(turn_BL)
-    none_BK = torch.full((turn_BL.shape[0], num_turns), -1, dtype=torch.int64)
+    place_BL = torch.arange(turn_BL.shape[1], device=turn_BL.device).expand_as(turn_BL)
+    none_BK = turn_BL.new_full((turn_BL.shape[0], num_turns), -1)
     last_BK = none_BK.scatter_reduce(1, turn_BL, torch.where(mask_BL, place_BL, -1), "amax")
     huge_BK = torch.full_like(none_BK, turn_BL.shape[1])
     first_BK = huge_BK.scatter_reduce(

@@ -16,7 +16,8 @@ from engines.algorithms.losses.ppo_clip import clip_range, probability_ratio
 from engines.algorithms.options import ClipCovOptions, KlCovOptions
 from engines.algorithms.parts import PolicyLossInputs, PrepassInputs, TokenLoss, options_as
 
-_ADVANTAGE, _LOGPROB, _THRESHOLD = "cov_mean_advantage", "cov_mean_logprob", "cov_threshold"
+_ADVANTAGE, _LOGPROB = "cov_mean_advantage", "cov_mean_logprob"
+_THRESHOLD, _SHARE = "cov_threshold", "cov_share_of_ties"
 
 
 def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
@@ -78,7 +79,8 @@ def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
         inputs: advantages and old logprobs of each token.
 
     Returns:
-        Means of advantage and log-probability, and the smallest covariance that is taken.
+        Means of advantage and log-probability, the smallest covariance that is taken, and the share
+        of the tokens with just this covariance for which there is room.
     """
     options = options_as(KlCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -86,14 +88,19 @@ def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
     own = _covariance_T(inputs.batch.columns, means)[inputs.mask_T]
     largest = own.sort(descending=True).values[:num_taken]
     found = inputs.gather(largest).sort(descending=True).values[:num_taken]
-    return {**means, _THRESHOLD: float(found[-1]) if found.numel() else torch.inf}
+    if not found.numel():
+        return {**means, _THRESHOLD: torch.inf, _SHARE: 0.0}
+    last = float(found[-1])
+    num_ties = float(inputs.gather((own == last).sum().to(torch.float64).reshape(1)).sum())
+    return {**means, _THRESHOLD: last, _SHARE: float((found == last).sum()) / num_ties}
 
 
 def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """``-A r``, with a penalty on the tokens of the largest covariance (sec. 4.3).
 
     The `kl_cov_ratio` of the step's tokens whose covariance is largest, rounded down, also pay
-    ``ppo_kl_coef |log pi - log pi_old|``. No clip.
+    ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: the
+    certain ones (log pi = 0) of equal advantage do, by the thousand. No clip.
 
     Args:
         inputs: logprobs, old logprobs and advantages of each token; options of `KlCovOptions`.
@@ -102,14 +109,16 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
         The loss of each token; `actor/cov_klfrac`.
     """
     options = options_as(KlCovOptions, inputs.options)
-    cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
-    taken_T = inputs.mask_T & (cov_T >= inputs.counts.extras[_THRESHOLD])
+    extras = inputs.counts.extras
+    cov_T = _covariance_T(inputs.batch.columns, extras)
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    above_T, ties_T = cov_T > extras[_THRESHOLD], cov_T == extras[_THRESHOLD]
+    taken_T = above_T.to(ratio_T) + extras[_SHARE] * ties_T.to(ratio_T)
     distance_T = (inputs.logprobs_T - inputs.old_logprobs_T).abs()
     return TokenLoss(
-        torch.where(taken_T, options.ppo_kl_coef * distance_T, 0.0) - inputs.advantages_T * ratio_T,
+        options.ppo_kl_coef * taken_T * distance_T - inputs.advantages_T * ratio_T,
         {
-            "actor/cov_klfrac": taken_T.to(torch.float32),
+            "actor/cov_klfrac": taken_T,
             "actor/ppo_kl": inputs.old_logprobs_T - inputs.logprobs_T.detach(),
         },
     )

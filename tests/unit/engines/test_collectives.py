@@ -4,8 +4,10 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -44,6 +46,20 @@ def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
     collectives.all_reduce(whole)
     collectives.broadcast(whole)
     assert torch.equal(whole, strided)
+
+
+def test_numbers_of_all_ranks_however_many_each_has(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 3)  # pyright: ignore[reportPrivateImportUsage]
+    own = [torch.tensor([1.5, 2.0**53 - 1], dtype=torch.float64), torch.zeros(0), torch.ones(1)]
+
+    def rank(index: int) -> torch.Tensor:
+        gloo = dist.ProcessGroupGloo(store, index, 3, timedelta(seconds=30))
+        return collectives.gather_ragged(own[index], CPU, cast(dist.ProcessGroup, gloo))
+
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(rank, range(3)))
+    assert [each.tolist() for each in found] == [[1.5, 2.0**53 - 1, 1.0]] * 3
+    assert collectives.gather_ragged(torch.zeros(0), CPU).tolist() == []
 
 
 def test_columns() -> None:

@@ -21,8 +21,8 @@ from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import tile_elements
-from engines.training.model.outputs import model_outputs, read_positions
 from engines.training.model.ulysses import slice_sequence
+from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.micro_batches import filler
 from engines.types import ModelOutputs, Readouts, TokenBatch

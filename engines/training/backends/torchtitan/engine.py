@@ -25,7 +25,7 @@ from engines.training.backends.transformers.module_engine import DATA, ModuleEng
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
-from engines.training.model.outputs import model_outputs, read_positions
+from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec
 from engines.training.step.gradients import clip_across_meshes
 from engines.training.weight_shards import (
@@ -46,7 +46,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._hub_names: list[str] = []
-        self._wanted: tuple[Tensor, Tensor, bool] | None = None
+        self._wanted: tuple[Tensor, Tensor, Readouts] | None = None
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build and shard the decoder and, when it trains, its optimizer."""

@@ -42,9 +42,9 @@ from engines.training.backends.transformers.shards import (
 from engines.training.backends.transformers.vision import Vision, sees_images
 from engines.training.model.attention import Packing
 from engines.training.model.image_layout import ImageLayout
-from engines.training.model.outputs import model_outputs, read_positions
 from engines.training.model.ulysses import SequenceSlice, slice_sequence
 from engines.training.model.value_head import compute_in_float32
+from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch

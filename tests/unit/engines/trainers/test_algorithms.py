@@ -18,6 +18,7 @@ UNMADE = {"values", "last_values"}
 ESTIMATORS = [row.name for row in ADVANTAGES.rows if not UNMADE & {*row.columns, *row.rows}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_round_with_each_estimator(run_round: Round, name: str) -> None:
     steps = run_round("odd_length", algorithm={"adv_estimator": name})
@@ -26,6 +27,7 @@ def test_a_round_with_each_estimator(run_round: Round, name: str) -> None:
     assert any(step["actor/grad_norm"] > 0 for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", POLICY_LOSSES.rows, ids=lambda row: row.name)
 def test_a_round_with_each_loss(run_round: Round, row) -> None:
     algorithm = {"loss_mode": row.name, "loss_agg_mode": row.loss_agg_mode or "token-mean"}

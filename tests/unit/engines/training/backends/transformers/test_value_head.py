@@ -1,10 +1,13 @@
 """Values keep their last digits where the model computes in bfloat16."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from engines.collectives import close_process_group
 from engines.config.training import TrainingConfig
 from engines.training.create import create_engine
 from engines.training.model.value_head import compute_in_float32, float32_linear
@@ -41,6 +44,13 @@ def test_gradients_have_the_dtype_of_the_parameters() -> None:
     assert head.weight.grad.tolist() == [[3.0] * 8]
 
 
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    yield
+    close_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
 def test_an_engine_in_bfloat16_has_fine_values(qwen3_dir: Path) -> None:
     training = TrainingConfig(dtype="bfloat16")
     engine = create_engine("value_model", qwen3_dir, training, None, 1, CPUPlatform(), 0)

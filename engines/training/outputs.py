@@ -76,3 +76,48 @@ def _values(row: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         last_values_B = row[bounds[1:]]
         values_T = values_T.index_fill(0, bounds[:-1], 0.0)
     return ModelOutputs(torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B)
+
+
+def num_columns(readouts: Readouts, model_type: ModelType) -> int:
+    """How many numbers each token has outside of the model: see `to_columns`."""
+    if model_type == "value_model":
+        return 1 + readouts.last_values
+    return 1 + readouts.entropy + readouts.sum_pi_squared
+
+
+def to_columns(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
+    """(K, T) float32 on the CPU: what there is; what is behind a sequence stands on its last token.
+
+    Args:
+        outputs: of the batch.
+        batch: says where sequences end.
+
+    Returns:
+        Without gradient.
+    """
+    behind_T = None
+    if outputs.last_values_B is not None:
+        behind_T = torch.zeros_like(outputs.logprobs_T)
+        behind_T[_last_tokens(batch)] = outputs.last_values_B
+    first_T = outputs.logprobs_T if outputs.values_T is None else outputs.values_T
+    rows = (first_T, outputs.entropy_T, outputs.sum_pi_squared_T, behind_T)
+    return torch.stack([row.float().cpu() for row in rows if row is not None])
+
+
+def from_columns(
+    columns: Tensor, batch: TokenBatch, readouts: Readouts, model_type: ModelType
+) -> ModelOutputs:
+    """Undo `to_columns`."""
+    first_T = columns[0]
+    if model_type == "value_model":
+        last_B = columns[1, _last_tokens(batch)] if readouts.last_values else None
+        return ModelOutputs(torch.zeros_like(first_T), values_T=first_T, last_values_B=last_B)
+    return ModelOutputs(
+        first_T,
+        entropy_T=columns[1] if readouts.entropy else None,
+        sum_pi_squared_T=columns[-1] if readouts.sum_pi_squared else None,
+    )
+
+
+def _last_tokens(batch: TokenBatch) -> Tensor:
+    return batch.cu_seqlens[1:].to(torch.int64) - 1

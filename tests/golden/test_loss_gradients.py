@@ -1,0 +1,113 @@
+"""Every policy loss has one gradient: plain transformers', under every layout and cut."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from rlhf.testing.launch import launch
+from rlhf.testing.plain_loop import load
+from rlhf.testing.tiny_models import write_tiny_models
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.types import GlobalCounts, ModelOutputs, TokenBatch
+
+PROGRAM = Path(__file__).with_name("loss_gradients.py")
+DEADLINE_S = 400.0
+TOLERANCE = 1e-5
+LAYOUTS = {
+    "alone": ("fsdp2", 1, "{}"),
+    "four ranks": ("fsdp2", 4, "{}"),
+    "ulysses 2": ("fsdp2", 2, '{"ulysses_size": 2}'),
+    "tensor 2 x pipeline 2": (
+        "megatron", 4, '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}',
+    ),
+}  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("loss_gradients", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    write_tiny_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(program: ModuleType, models: Path) -> dict[str, dict[str, Tensor]]:
+    """By loss and weight, in float64, of one sequence at a time; leaves the logprobs behind."""
+    model = load(models / "qwen3").double()
+    batch = program.samples()
+    with torch.no_grad():
+        logprobs_T = outputs_of(model, batch).logprobs_T
+    torch.save(logprobs_T.float(), models / "logprobs.pt")
+    batch = program.with_old_logprobs(batch, logprobs_T.float())
+    mask_T = batch.columns["loss_mask"]
+    found = {}
+    for name in POLICY_LOSSES.names():
+        loss_fn = program.objective(name)
+        extras = loss_fn.extras(batch, lambda own_N: own_N.double())
+        num_sequences = batch.num_sequences
+        counts = GlobalCounts(int(mask_T.sum()), num_sequences, num_sequences, extras)
+        model.zero_grad()
+        loss_fn(outputs_of(model, batch), batch, counts).loss.backward()
+        found[name] = {
+            key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None
+        }
+    return found
+
+
+def outputs_of(model: torch.nn.Module, batch: TokenBatch) -> ModelOutputs:
+    """Log-probabilities and entropies by torch's own distribution; 0 at first tokens."""
+    logprobs, entropies = [], []
+    for ids in batch.input_ids_T.split(batch.lengths_B.tolist()):
+        distribution = torch.distributions.Categorical(
+            logits=model(input_ids=ids[None]).logits[0, :-1]
+        )
+        zero = torch.zeros(1, dtype=torch.float64)
+        logprobs += [zero, distribution.log_prob(ids[1:])]
+        entropies += [zero, distribution.entropy()]
+    return ModelOutputs(torch.cat(logprobs), torch.cat(entropies))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_loss_has_the_gradient_of_plain_transformers(
+    layout: str,
+    program: ModuleType,
+    models: Path,
+    plain: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+) -> None:
+    backend, world_size, training = LAYOUTS[layout]
+    arguments = {
+        "models": models, "batch": models / "logprobs.pt", "out": tmp_path / "found.safetensors",
+        "backend": backend, "training": training,
+    }  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in arguments.items()]
+    launch([str(PROGRAM), *argv], world_size, tmp_path, DEADLINE_S)
+    found = load_file(tmp_path / "found.safetensors")
+    errors = {}
+    for name, wanted in plain.items():
+        size = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
+        assert size > 1e-3, name
+        for num_micro in program.NUM_MICRO_BATCHES:
+            prefix = f"{name}/{num_micro}/"
+            ours = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+            assert ours.keys() == wanted.keys()
+            gaps = torch.stack([(ours[key] - wanted[key]).norm() for key in wanted])
+            errors[prefix] = float(gaps.norm() / size)
+    assert max(errors.values()) <= TOLERANCE, errors
