@@ -13,7 +13,7 @@ from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
 _ROUNDING = 1e-9
-"""Relative; far above that of a sum in float64, far below that of the float32 that a critic sees."""
+"""Relative; far above that of a sum in float64, far below that of the float32 a critic sees."""
 
 
 def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:

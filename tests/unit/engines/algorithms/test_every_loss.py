@@ -96,7 +96,9 @@ def sum_of(shares: Sequence[Share]) -> Share:
     return Share(sum(share.loss for share in shares), gradient_T, metrics)
 
 
-def cut(num_rows: int, num_ranks: int, num_micro: int, source: random.Random) -> list[Any]:
+def cut(
+    num_rows: int, num_ranks: int, num_micro: int, source: random.Random
+) -> list[list[list[int]]]:
     """Rows by rank and micro-batch: each has one at least, the rest falls anywhere."""
     rows = source.sample(range(num_rows), num_rows)
     plan: list[list[list[int]]] = [[[] for _ in range(num_micro)] for _ in range(num_ranks)]
@@ -121,13 +123,11 @@ def test_however_a_step_is_cut_the_loss_and_the_gradient_are_the_same(
     assert not alone.gradient_T[batch.columns["loss_mask"] == 0].any()
     for seed in range(3):
         plan = cut(len(step), num_ranks, num_micro, random.Random(seed))
-        shares = on_ranks(
-            num_ranks,
-            lambda rank, gather, plan=plan: share_of(
-                algorithm, batch, logprobs_T, plan[rank], gather
-            ),
-        )
-        got = sum_of(shares)
+
+        def job(rank: int, gather: Gather, plan: list[list[list[int]]] = plan) -> Share:
+            return share_of(algorithm, batch, logprobs_T, plan[rank], gather)
+
+        got = sum_of(on_ranks(num_ranks, job))
         assert got.loss == pytest.approx(alone.loss, rel=tolerance)
         gap_T = got.gradient_T - alone.gradient_T
         assert gap_T.norm() <= tolerance * alone.gradient_T.norm()

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: worked by hand, and its definition as sums over plain floats."""
+"""Generalised advantage estimation: worked by hand, and its definition as sums of plain floats."""
 
 import math
 import statistics
@@ -38,10 +38,15 @@ def gae(answers: Sequence[Answer], **options: object) -> Estimated:
     return estimate_answers("gae", answers, options=options)
 
 
+def end_of(answer: Answer) -> float:
+    """What is left to come behind the answer."""
+    return answer.last_value if answer.truncated else 0.0
+
+
 def values_behind(answer: Answer) -> list[float]:
     """What is left to come in the state behind each trained token."""
-    end = answer.last_value if answer.truncated else 0.0
-    return [*(token.value for token in answer.kept[1:]), end]
+    values = [token.value for token in answer.kept]
+    return [*values[1:], *[end_of(answer)] * bool(values)]
 
 
 def by_definition(answer: Answer, gamma: float, lam: float) -> list[float]:
@@ -143,7 +148,7 @@ def test_a_lambda_by_length_agrees_with_its_definition(
     answers: list[Answer], gamma: float, alpha: float
 ) -> None:
     found = gae(answers, gamma=gamma, length_adaptive_alpha=alpha, whiten=False).advantages
-    lams = [max(0.0, 1 - 1 / (alpha * max(len(answer.kept), 1e-9))) for answer in answers]
+    lams = [max(0.0, 1 - 1 / (alpha * max(1, len(answer.kept)))) for answer in answers]
     each = zip(answers, lams, strict=True)
     assert_close(found, [by_definition(answer, gamma, lam) for answer, lam in each])
 
@@ -172,10 +177,10 @@ def test_whitening_and_the_metric_agree_with_statistics(
 @settings(max_examples=40)
 @given(answers=STEPS, gamma=GAMMAS)
 def test_the_ends_of_lambda(answers: list[Answer], gamma: float) -> None:
-    """With 1 a target is what was really earned, without the critic's word; with 0 one step of it."""
+    """With 1 a target is all that was earned, without the critic's word; with 0 one step of it."""
     earned, stepped = [], []
     for answer in answers:
-        to_come, own = values_behind(answer)[-1], []
+        to_come, own = end_of(answer), []
         for token in reversed(answer.kept):
             to_come = token.reward + gamma * to_come
             own.insert(0, to_come)
