@@ -108,7 +108,9 @@ OVERRIDES = [
     ),
     (
         ["rl.algorithm.adv_estimator=grpoo"],
-        "rl.algorithm.adv_estimator: no 'grpoo'; known: grpo; did you mean grpo?",
+        "rl.algorithm.adv_estimator: no 'grpoo'; known: gae, gdpo, gpg, grpo, grpo_passk, opo, "
+        "optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, "
+        "tir_optimal_token_baseline; did you mean grpo?",
     ),
     (
         ["rl.algorithm.kl_loss_type=k4"],
