@@ -44,12 +44,12 @@ def one_function(
     hidden_ND: Tensor, weight_VD: Tensor, ids_N: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """All logits, one autograd function on top."""
-    return token_logprobs(linear(hidden_ND, weight_VD), ids_N, entropy=True)
+    return token_logprobs(linear(hidden_ND, weight_VD), ids_N, entropy=True)[:2]
 
 
 def in_tiles(hidden_ND: Tensor, weight_VD: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor | None]:
     """Never all logits."""
-    return linear_token_logprobs(hidden_ND, weight_VD, ids_N, entropy=True)
+    return linear_token_logprobs(hidden_ND, weight_VD, ids_N, entropy=True)[:2]
 
 
 WAYS: dict[str, LogprobFn] = {

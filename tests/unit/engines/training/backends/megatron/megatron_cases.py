@@ -24,7 +24,7 @@ from engines.training.backends.merging import extract_adapter
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.training.model.linear_logprobs import linear_token_logprobs
-from engines.types import TokenBatch
+from engines.types import ONLY_LOGPROBS, TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
@@ -93,7 +93,7 @@ def case_vocabulary_over_ranks(rank: Rank) -> Results:
         own_hidden, own_weight, tokens, temperature=0.7, entropy=True, chunk_elements=40,
         group=dist.group.WORLD, first_token=first,
     )  # fmt: skip
-    torch.autograd.backward(out, tuple(grads))
+    torch.autograd.backward((out.logprobs_N, out.entropy_N), tuple(grads))
     summed = own_hidden.grad.clone()
     dist.all_reduce(summed)
     whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -256,7 +256,7 @@ def turned_around(engine: Any, batch: TokenBatch) -> Results:
 def backward(engine: Any, batch: TokenBatch) -> None:
     engine.optimizer_zero_grad()
     batches = [micro.batch for micro in engine._prepare(batch).micro_batches]
-    engine._forward_backward(batches, lambda outputs, _: outputs.logprobs_T.sum(), entropy=False)
+    engine._forward_backward(batches, lambda outputs, _: outputs.logprobs_T.sum(), ONLY_LOGPROBS)
 
 
 def routed(engine: Any, call: Callable[[], object]) -> list[list[list[int]]]:
