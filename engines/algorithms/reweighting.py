@@ -31,7 +31,7 @@ def resampling_weights(rewards_B: Tensor, config: PfPpoConfig) -> Tensor:
     is_max_B = rewards_B == rewards_B.max()
     if config.reweight_method == "max_min":
         return (is_max_B | (rewards_B == rewards_B.min())).to(torch.float64)
-    return torch.where(is_max_B, _RANDOM_MAX, _RANDOM_REST).to(torch.float64)
+    return torch.full_like(rewards_B, _RANDOM_REST).masked_fill(is_max_B, _RANDOM_MAX)
 
 
 def resample(rewards_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:

@@ -1,31 +1,34 @@
 """The contract of an algorithm part: run it on your own with `-k <registered name>`.
 
 Every advantage estimator, policy loss and KL estimator is checked, plugins of other people too.
-Covered: shapes and types, finiteness, independence of the order and of
-the micro-batches, the sign of the gradient, honest column declarations. Not covered: that the
-formula is the paper's; a part brings its own worked numbers for that.
+Covered: shapes and types, finiteness, independence of the order, of untrained tokens and of the
+micro-batches, the properties that a row declares, the sign of the gradient, honest column
+declarations. Not covered: that the formula is the paper's; a part brings its own worked numbers
+for that.
 """
 
 import inspect
-from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.testing.algorithm_samples import pack
+from rlhf.testing.estimator_steps import (
+    BETWEEN_GROUPS_B,
+    GROUP_B,
+    SCORES_B,
+    bare_step,
+    estimate_step,
+    estimated,
+    step_of,
+)
 
-from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
-LENGTHS = [3, 5, 4, 2, 6, 3]
-SCORES_B = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
-GROUP_B = torch.tensor([0, 0, 1, 1, 1, 0])
-BETWEEN_GROUPS_B = torch.tensor([3.0, 3.0, -1.0, -1.0, -1.0, 3.0], dtype=torch.float64)
-"""Equal within each group, different between them."""
+PROPERTIES = {"shift", "linear", "scale", "silent_groups", "silent_steps"}
 
 every_estimator = pytest.mark.parametrize("name", ADVANTAGES.names())
 every_loss = pytest.mark.parametrize("name", POLICY_LOSSES.names())
@@ -48,54 +51,20 @@ def promising(*properties: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names)
 
 
-def scored_batch(name: str) -> TokenBatch:
-    """What the estimator declares and no more; numbers that fit any meaning, such as -1 < x < 0."""
-    row = ADVANTAGES.find(name)
-    generator = torch.Generator().manual_seed(1)
-    batch = pack([n - 1 for n in LENGTHS])
-    drawn = {column: -torch.rand(batch.num_tokens, generator=generator) for column in row.columns}
-    if "sum_pi_squared" in drawn:
-        drawn["sum_pi_squared"] = drawn["sum_pi_squared"].abs()
-    rows = {each: torch.rand(batch.num_sequences, generator=generator) for each in row.rows}
-    return batch.with_columns(**drawn).with_rows(**rows)
-
-
-def estimated(
-    name: str, scores_B: torch.Tensor = SCORES_B, order: Sequence[int] | None = None
-) -> torch.Tensor:
-    """(T,) advantages of outcome rewards; of the batch in another order, put back."""
-    batch, order = scored_batch(name), list(range(len(LENGTHS))) if order is None else order
-    chosen = torch.tensor(order)
-    shuffled = batch.select(order)
-    mask_T = shuffled.columns["loss_mask"] > 0
-    rewards_T = on_last_token(scores_B[chosen], mask_T, shuffled)
-    algorithm = algorithm_with(adv_estimator=name)
-    found = advantages(algorithm, shuffled, rewards_T, GROUP_B[chosen]).advantages_T
-    back = torch.empty_like(found)
-    back[batch.token_index_T(order)] = found
-    return back
-
-
 def make_batch(name: str, advantage_B: list[float]) -> TokenBatch:
-    """Only the columns that the loss declares; the first token of each sequence is the prompt."""
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = sum(LENGTHS)
-    mask_T = torch.cat([torch.tensor([0.0] + [1.0] * (n - 1)) for n in LENGTHS])
-    bare = TokenBatch(
-        torch.ones(num_tokens, dtype=torch.int64),
-        torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32),
-        {"loss_mask": mask_T},
-    )
-    logprobs_T = -torch.rand(num_tokens, generator=generator) - 0.1
+    """Only the columns that the loss declares; one it has a name of its own for is uniform."""
+    generator, bare = torch.Generator().manual_seed(0), bare_step()
+    mask_T = bare.columns["loss_mask"]
+    uniform_T = torch.rand(bare.num_tokens, generator=generator, dtype=torch.float64)
+    logprobs_T = (-uniform_T.float() - 0.1) * mask_T
     known = {
         "advantages": torch.tensor(advantage_B)[bare.sequence_index_T] * mask_T,
-        "rollout_logprobs": logprobs_T * mask_T,
-        "ref_logprobs": logprobs_T * mask_T,
-        "old_logprobs": logprobs_T * mask_T,
-        "uniform": torch.rand(num_tokens, generator=generator, dtype=torch.float64),
+        "rollout_logprobs": logprobs_T,
+        "ref_logprobs": logprobs_T,
+        "old_logprobs": logprobs_T,
     }
     declared = {*POLICY_LOSSES.find(name).columns, "old_logprobs"}
-    return bare.with_columns(**{key: known[key] for key in declared})
+    return bare.with_columns(**{key: known.get(key, uniform_T.flip(0)) for key in declared})
 
 
 def counts_of(name: str, batch: TokenBatch) -> GlobalCounts:
@@ -116,32 +85,57 @@ def gradient(name: str, batch: TokenBatch, counts: GlobalCounts, shift: float = 
 
 @every_estimator
 def test_an_estimator_returns_one_finite_number_per_token(name):
-    got_T, batch = estimated(name), pack([n - 1 for n in LENGTHS])
-    assert got_T.shape == (batch.num_tokens,)
-    assert got_T.dtype == torch.float32
-    assert torch.isfinite(got_T).all()
-    assert not got_T[batch.columns["loss_mask"] == 0].any()
+    mask_T = bare_step().columns["loss_mask"] > 0
+    for scores_B in (SCORES_B, 1e6 * SCORES_B, torch.zeros(6, dtype=torch.float64)):
+        found_T = estimated(name, scores_B)
+        assert found_T.shape == mask_T.shape
+        assert found_T.dtype == torch.float32
+        assert torch.isfinite(found_T).all()
+        assert not found_T[~mask_T].any()
+
+
+@every_estimator
+@pytest.mark.parametrize("masks", [[[0, 1, 1]], [[0, 1], [0, 0, 0], [0, 1, 1]], [[0], [0, 0]]])
+def test_an_estimator_bears_lone_samples_and_samples_without_trained_tokens(name, masks):
+    size = len(masks)
+    batch, group_B = step_of(name, masks), torch.arange(size) // 2
+    for truncated_B in (torch.zeros(size).bool(), torch.ones(size).bool()):
+        found = estimate_step(name, batch, SCORES_B[:size], group_B, truncated_B)
+        assert torch.isfinite(found.advantages_T).all()
+        assert not found.advantages_T[batch.columns["loss_mask"] == 0].any()
 
 
 @every_estimator
 def test_an_estimator_ranks_by_what_was_earned(name):
-    """The last token of the best sample of a group does not fall below that of the worst."""
-    last_B = torch.tensor(LENGTHS).cumsum(0) - 1
-    low, high = estimated(name), estimated(name, SCORES_B + 5 * torch.eye(6)[4])
-    assert high[last_B[4]] >= low[last_B[4]]
-    assert high[last_B[4]] >= high[last_B[3]]
+    """The last token of the best sample is not below the worst one's; nor is it for more score."""
+    worst, best = bare_step().cu_seqlens[4:6] - 1  # of group 1: scores 0.0 and 2.0
+    raised_B = SCORES_B + torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, 0.0])
+    low_T, high_T = estimated(name), estimated(name, raised_B)
+    assert high_T[best] >= low_T[best]
+    assert high_T[best] >= high_T[worst]
 
 
 @every_estimator
 def test_an_estimator_does_not_depend_on_the_order(name):
-    shuffled = estimated(name, order=[5, 2, 0, 4, 1, 3])
-    torch.testing.assert_close(shuffled, estimated(name), rtol=1e-5, atol=1e-6)
+    shuffled_T = estimated(name, order=[5, 2, 0, 4, 1, 3])
+    torch.testing.assert_close(shuffled_T, estimated(name), rtol=1e-5, atol=1e-6)
+
+
+@every_estimator
+def test_an_estimator_does_not_look_at_untrained_tokens(name):
+    batch = step_of(name)
+    mask_T = batch.columns["loss_mask"] > 0
+    other = {
+        column: torch.where(mask_T, batch.columns[column], 7 * batch.columns[column])
+        for column in ADVANTAGES.find(name).columns
+    }
+    assert torch.equal(estimated(name, batch=batch.with_columns(**other)), estimated(name))
 
 
 @promising("shift")
 def test_an_estimator_that_ignores_a_shift(name):
-    shifted = estimated(name, SCORES_B + 7)
-    torch.testing.assert_close(shifted, estimated(name), rtol=1e-4, atol=1e-5)
+    shifted_T = estimated(name, SCORES_B + 7)
+    torch.testing.assert_close(shifted_T, estimated(name), rtol=1e-4, atol=1e-5)
 
 
 @promising("linear")
@@ -151,34 +145,41 @@ def test_an_estimator_that_passes_a_factor_on(name):
 
 @promising("scale")
 def test_an_estimator_that_ignores_a_factor(name):
-    scaled = estimated(name, 3 * SCORES_B)
-    torch.testing.assert_close(scaled, estimated(name), rtol=1e-4, atol=1e-5)
+    scaled_T = estimated(name, 3 * SCORES_B)
+    torch.testing.assert_close(scaled_T, estimated(name), rtol=1e-4, atol=1e-5)
 
 
 @promising("silent_groups", "silent_steps")
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e6 + 0.1])
 def test_an_estimator_that_is_silent_where_all_scores_are_equal(name, value):
     assert not estimated(name, torch.full((6,), value, dtype=torch.float64)).any()
+    # Without groups a step is one group.
+    if ADVANTAGES.find(name).group_relative:
+        assert not estimated(name, value * BETWEEN_GROUPS_B).any()
 
 
 @promising("silent_groups")
 def test_an_estimator_that_is_silent_on_groups_of_equal_scores(name):
-    assert not estimated(name, BETWEEN_GROUPS_B).any()
-    one_group = torch.where(GROUP_B == 0, 0.1, SCORES_B)
-    silent_T = (GROUP_B == 0)[pack([n - 1 for n in LENGTHS]).sequence_index_T]
-    found = estimated(name, one_group)
-    assert not found[silent_T].any()
-    assert found[~silent_T].any()
+    silent_T = (GROUP_B == 0)[bare_step().sequence_index_T]
+    found_T = estimated(name, torch.where(GROUP_B == 0, 0.1, SCORES_B))
+    assert not found_T[silent_T].any()
+    assert found_T[~silent_T].any()
 
 
 @every_estimator
 def test_an_estimator_that_lacks_a_column_says_which(name):
-    row = ADVANTAGES.find(name)
-    bare = pack([n - 1 for n in LENGTHS])
-    rewards_T = torch.zeros(bare.num_tokens)
-    for missing in (row.columns or row.rows)[:1]:
+    row, whole = ADVANTAGES.find(name), step_of(name)
+    for missing in {*row.columns, *row.rows}:
+        columns = {key: value for key, value in whole.columns.items() if key != missing}
+        rows = {key: value for key, value in whole.rows.items() if key != missing}
         with pytest.raises(ValueError, match=missing):
-            advantages(algorithm_with(adv_estimator=name), bare, rewards_T, GROUP_B)
+            estimated(name, batch=replace(whole, columns=columns, rows=rows))
+
+
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS])
+def test_only_estimators_promise_and_only_what_is_checked(table):
+    for row in table.rows:
+        assert {*row.properties} <= (PROPERTIES if table is ADVANTAGES else set()), row.name
 
 
 @every_loss
