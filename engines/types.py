@@ -280,6 +280,17 @@ class TrainMetrics:
 
 
 @dataclass(frozen=True)
+class PoisonedUpdate:
+    """An optimizer step that was not taken: the weights are as before. Equal on every rank.
+
+    Attributes:
+        reason: what was no finite number.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class StructuredOutput:
     """A form that a sample has to have; exactly one of the three.
 

@@ -38,6 +38,7 @@ POINTS: dict[str, str] = {
     "server.recorded": "a server runs and is recorded, nobody knows whether it answers",
     "server.ready": "the Ray head can take jobs, the starter has not returned yet",
     "journal.after_write": "a record is written and not yet durable",
+    "rl.critic_updated": "the critic took its updates of a step, the policy none of its own",
     "sglang.embedding": "new weights are loaded, the embedding is the old one (nan: it stays)",
     "sglang.cache_flush": "weights are loaded, the cache is of the old ones (nan: it stays)",
     "vllm.head_refresh": "new weights are loaded, the output head is the old one (nan: it stays)",

@@ -40,8 +40,10 @@ def rl_round(
 ) -> StageResult:
     """One round of RL, `policy` to `policy`; without one it starts from the model itself.
 
-    The reference, the policy that RL started from, is an input only where a KL needs it.
+    The reference, the policy that RL started from or the round does, is an input only where a KL
+    needs it.
     """
+    reference = policy if config.rl.refresh_reference else reference
     reference = reference if config.rl.algorithm.needs_reference else None
     after = stage_request(then, run.seed, dataset=dataset)
     return run.run(

@@ -6,7 +6,7 @@ do. Does not promise: anything about data, models or devices.
 
 from collections.abc import Mapping
 
-from engines.config.algorithm import AlgorithmConfig
+from engines.config.backends import BACKENDS
 from engines.config.options import check_parts
 from engines.config.plugins import ROLLOUT_ENGINES, structured_output_engines
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
@@ -94,7 +94,7 @@ def check_algorithm(rl: RLConfig) -> None:
         ConfigError: names the field.
     """
     estimator = check_parts(rl.algorithm)
-    _check_needs(rl.algorithm)
+    _check_needs(rl)
     if estimator.group_relative and rl.group_size < 2:
         raise ConfigError(
             "rl.group_size",
@@ -121,17 +121,48 @@ _MADE_ALWAYS = frozenset(
         "greedy_scores",
     }
 )
+_MADE_BY_CRITIC = frozenset({"values", "last_values"})
 _MADE_BY: Mapping[str, str] = {
-    "values": "the role critic",
-    "last_values": "the role critic",
-    "returns": "the role critic",
+    **dict.fromkeys(_MADE_BY_CRITIC, "the role critic (rl.critic)"),
     "ref_logprobs": "the role reference",
 }
 
 
-def _check_needs(algorithm: AlgorithmConfig) -> None:
+def check_critic(rl: RLConfig, training: TrainingConfig) -> None:
+    """Refuse a critic that nothing reads, or that the backend cannot train.
+
+    Args:
+        rl: of a recipe or a round.
+        training: names the backend.
+
+    Raises:
+        ConfigError: names `rl.critic`.
+    """
+    if rl.critic is None:
+        return
+    estimator = ADVANTAGES.find(rl.algorithm.adv_estimator)
+    if not _MADE_BY_CRITIC & {*estimator.columns, *estimator.rows}:
+        readers = [row.name for row in ADVANTAGES.rows if _MADE_BY_CRITIC & {*row.columns}]
+        raise ConfigError(
+            "rl.critic",
+            f"got a critic with adv_estimator {estimator.name}, which reads no values; need null; "
+            f"remove it, or set rl.algorithm.adv_estimator to {' or '.join(readers)}",
+        )
+    backend = BACKENDS.get(training.backend)
+    if backend is not None and backend.value_model is None:
+        able = [name for name, other in BACKENDS.items() if other.value_model is not None]
+        raise ConfigError(
+            "rl.critic",
+            f"got a critic with training.backend {training.backend}, which has no value model; "
+            f"need one of {', '.join(able)}; set training.backend to it",
+        )
+
+
+def _check_needs(rl: RLConfig) -> None:
     """Refuse parts that read what nobody computes, and settings that a part would ignore."""
+    algorithm = rl.algorithm
     made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
+    made |= _MADE_BY_CRITIC if rl.critic else set()
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
     estimator = ADVANTAGES.find(algorithm.adv_estimator)
     for table, row in ((ADVANTAGES, estimator), (POLICY_LOSSES, loss)):
@@ -143,13 +174,19 @@ def _check_needs(algorithm: AlgorithmConfig) -> None:
                 table.setting,
                 f"got {row.name}, which reads the column {name}; need "
                 f"{_MADE_BY.get(name, 'something that computes it')}, which this recipe lacks; "
-                f"choose one of {able}",
+                f"add it, or choose one of {able}",
             )
     if loss.loss_agg_mode not in (None, algorithm.loss_agg_mode):
         raise ConfigError(
             "rl.algorithm.loss_agg_mode",
             f"got {algorithm.loss_agg_mode} with loss_mode {loss.name}; need "
             f"{loss.loss_agg_mode}, which is part of that loss; set it",
+        )
+    if rl.refresh_reference and not algorithm.needs_reference:
+        raise ConfigError(
+            "rl.refresh_reference",
+            "got true, and nothing reads a reference; need false; or set "
+            "rl.algorithm.use_kl_loss or use_kl_in_reward",
         )
     if algorithm.use_kl_in_reward and estimator.name == "gdpo":
         raise ConfigError(

@@ -37,6 +37,19 @@ class SFTConfig(StrictModel):
     target_loss: float | None = Field(default=None, gt=0)
     """Stop early once the moving average of the training loss reaches this; null runs all steps."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
+    max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
+    """Optimizer steps of the stage that may be left out since their loss or gradient was no
+    finite number; each is counted and its rows are named. One more stops the run."""
+
+
+class CriticConfig(StrictModel):
+    """The value model of PPO; in the first round it starts on the policy's weights."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    num_warmup_steps: int = Field(default=0, ge=0)
+    """RL steps, over all rounds, in which the critic alone is trained."""
+    cliprange_value: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from that of before the step and still count; null: any."""
 
 
 class RLConfig(StrictModel):
@@ -57,10 +70,17 @@ class RLConfig(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    """For estimators that read values; null: no critic."""
+    refresh_reference: bool = False
+    """The reference of a round is the policy that it starts with; off: that of round 1."""
     reward: RewardConfig = RewardConfig()
     mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
     max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
     """Steps in a row that may have nothing to train on; one more stops the run."""
+    max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
+    """Optimizer steps of a round, of any role, that may be left out since their loss or gradient
+    was no finite number; each is counted and its samples are named. One more stops the run."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RLConfig":

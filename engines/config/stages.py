@@ -28,6 +28,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.rules import (
     check_algorithm,
     check_answer_length,
+    check_critic,
     check_divides,
     check_sampling,
     check_structured_output,
@@ -292,6 +293,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         adapter_travels(self.training, self.rollout)
         check_sampling(self.rl)
         check_algorithm(self.rl)
+        check_critic(self.rl, self.training)
         check_answer_length(
             "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
         )

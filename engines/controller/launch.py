@@ -16,7 +16,7 @@ from pathlib import Path
 from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.controller.in_process import InProcessGroup
-from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve, this_node
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
@@ -44,7 +44,7 @@ MARGIN_S = 120.0
 """A rank reports its own time-out; the group waits this much longer for it."""
 
 
-def trains_here(spec: PolicySpec) -> bool:
+def trains_here(spec: WorkerSpec) -> bool:
     """Whether a policy is trained in the caller's process.
 
     A device that Ray assigns can be reserved together with those of replicas only for an actor.
@@ -62,7 +62,7 @@ def trains_here(spec: PolicySpec) -> bool:
 
 
 def launch_policy_group(
-    spec: PolicySpec, log_dir: Path, queueing: Queueing = NO_NEWS
+    spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> WorkerGroup:
     """Start `training.num_workers` ranks and initialize them.
 
@@ -86,7 +86,7 @@ def launch_policy_group(
 
 
 def launch_policy_with_rollout(
-    spec: PolicySpec, log_dir: Path, queueing: Queueing = NO_NEWS
+    spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> tuple[WorkerGroup, Rollout]:
     """Start the ranks of a policy and the engines that sample from it.
 
@@ -213,13 +213,13 @@ def launch_engines(
     )
 
 
-def _group_here(spec: PolicySpec, pool: Pool | None) -> WorkerGroup:
-    worker = PolicyWorker(spec)
+def _group_here(spec: WorkerSpec, pool: Pool | None) -> WorkerGroup:
+    worker = ModelWorker(spec)
     worker.initialize()
     return InProcessGroup(worker, pool)
 
 
-def _group_of_actors(spec: PolicySpec, log_dir: Path, pool: Pool) -> WorkerGroup:
+def _group_of_actors(spec: WorkerSpec, log_dir: Path, pool: Pool) -> WorkerGroup:
     training, platform = spec.training, planned(spec.platform)
     options = RayGroupOptions(
         world_size=training.num_workers,
@@ -230,7 +230,7 @@ def _group_of_actors(spec: PolicySpec, log_dir: Path, pool: Pool) -> WorkerGroup
         collective_timeout_s=training.collective_timeout_s,
         timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
     )
-    return RayWorkerGroup(partial(PolicyWorker, spec), options, pool)
+    return RayWorkerGroup(partial(ModelWorker, spec), options, pool)
 
 
 def connect_ray() -> None:

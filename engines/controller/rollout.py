@@ -14,7 +14,7 @@ import torch
 
 from engines.checkpoint.hub_names import served_float32_names
 from engines.config.rollout import RoutingName
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.model_worker import ModelWorker
 from engines.controller.pool import Place, this_address
 from engines.controller.replica import ReplicaSpec
 from engines.controller.worker_group import WorkerGroup
@@ -81,7 +81,7 @@ class RankRollout:
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
         """See `Rollout`."""
-        return self._workers.run(PolicyWorker.generate, requests)
+        return self._workers.run(ModelWorker.generate, requests)
 
     @property
     def num_restarts(self) -> int:
@@ -90,7 +90,7 @@ class RankRollout:
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
         """See `Rollout`."""
-        report = self._workers.run(PolicyWorker.sync_weights, version)
+        report = self._workers.run(ModelWorker.sync_weights, version)
         if probe is not None:
             places = range(self._workers.world_size)
             requests = [probe.request(place, version) for place in places]
@@ -99,7 +99,7 @@ class RankRollout:
 
     def sleep(self) -> None:
         """See `Rollout`."""
-        self._workers.run(PolicyWorker.sleep)
+        self._workers.run(ModelWorker.sleep)
 
     def close(self) -> None:
         """The ranks close their engines."""
@@ -209,8 +209,8 @@ class ServedRollout(RolloutService):
         """See `Rollout`."""
         run, new_adapter_transport = self._workers.run, self._new_adapter_transport
         if new_adapter_transport is None:
-            send = partial(run, PolicyWorker.send_weights)
+            send = partial(run, ModelWorker.send_weights)
             return self.sync(self._new_transport, send, version, probe)
-        adapter = Passage(new_adapter_transport, partial(run, PolicyWorker.send_adapter))
-        send = partial(run, PolicyWorker.send_frozen_weights)
+        adapter = Passage(new_adapter_transport, partial(run, ModelWorker.send_adapter))
+        send = partial(run, ModelWorker.send_frozen_weights)
         return self.sync(self._new_transport, send, version, probe, adapter)

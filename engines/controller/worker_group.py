@@ -1,6 +1,6 @@
 """The one interface through which a trainer reaches its workers, however many there are.
 
-    loss = workers.run(PolicyWorker.train_mini_batch, batch, loss_fn)
+    loss = workers.run(ModelWorker.train, batch, loss_fn)
 
 The method itself is passed, not its name: the types of arguments and result are checked, and
 `@dispatch` on the method says how the call is spread. `InProcessGroup` is one rank in the

@@ -1,6 +1,6 @@
 """Where a policy's files come from and where they go: the `policy` artifact.
 
-    checkpoint/    sharded weights and optimizer
+    checkpoint/    sharded weights and optimizer; below roles/ those of a critic
     hf/            config.json, generation_config.json, tokenizer; no weights
     trainer.json   which stage made it, after how many steps, how many it skipped last
 
@@ -18,11 +18,11 @@ from engines.checkpoint.model_directory import (
     resolve_model,
 )
 from engines.config.model import ModelConfig
-from engines.controller.policy_worker import ModelSource
 from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.trainers.trained_steps import TrainedSteps
+from engines.training.roles import ModelSource
 from infra.errors import ConfigError
 from infra.store.canonical import canonical_json
 

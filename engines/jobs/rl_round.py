@@ -1,15 +1,16 @@
 """Job `rl_round`: one round of RL, policy to policy.
 
 Round 1 starts a fresh optimizer from the policy it is given; a later round continues the
-optimizer of the round before. The reference is loaded only for a KL.
+optimizer of the round before, and its critic's. The reference is loaded only for a KL.
 """
 
 from contextlib import ExitStack, closing
 
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
-from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
+from engines.jobs.critic_source import critic_source
 from engines.jobs.policy_files import (
     initial_source,
     policy_source,
@@ -27,10 +28,12 @@ from engines.jobs.policy_stage import (
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.probe import probe_prompt
+from engines.trainers.guards.probe import probe_prompt
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
+from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from infra.errors import ConfigError
 
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
@@ -46,22 +49,17 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 computes=config.driver_computes,
             )
             dataset = load_dataset(context.input("dataset"))
-            policy, reference = _sources(context)
+            roles = _roles(context)
             hf_dir = context.attempt_dir / "hf"
-            write_hf_files(policy.hf_dir, hf_dir, config.model.chat_template)
+            write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
             prompts = prompts_within(
                 dataset.rl_rows(), tokenizer, config.model.max_length, num_new_tokens
             )
-            policy_spec = PolicySpec(
-                policy=policy,
-                reference=reference,
+            worker_spec = WorkerSpec(
+                roles=roles,
                 serving_dir=hf_dir,
-                restore_optimizer=config.round > 1,
-                training=config.training,
-                optimizer=rl.optimizer,
-                total_num_steps=config.round * rl.num_steps_per_round,
                 rollout=config.rollout,
                 temperature=rl.sampling.temperature,
                 platform=config.hardware.platform,
@@ -69,7 +67,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 seed=spec.seed,
             )
             workers, rollout = launch_policy_with_rollout(
-                policy_spec, context.attempt_dir, queueing(context, config.hardware)
+                worker_spec, context.attempt_dir, queueing(context, config.hardware)
             )
             stack.enter_context(closing(workers))
             stack.enter_context(closing(rollout))
@@ -87,6 +85,42 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
         )
         trainer.run()
         return policy_output(context, progress, hf_dir, trainer.trained_steps())
+
+
+def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
+    """The policy, a critic where there is one, the reference where a KL needs it."""
+    config, rl = context.config, context.config.rl
+    num_steps, restore = config.round * rl.num_steps_per_round, config.round > 1
+    policy, reference = _sources(context)
+    roles: dict[RoleName, RoleSpec] = {
+        POLICY: RoleSpec(
+            source=policy,
+            training=config.training,
+            optimizer=rl.optimizer,
+            restore_optimizer=restore,
+            total_num_steps=num_steps,
+        )
+    }
+    if rl.critic is not None:
+        source = critic_source(policy, context.optional_input("policy"), context.attempt_dir)
+        if restore and source.checkpoint_dir is None:
+            raise ConfigError(
+                "rl.critic",
+                f"got a critic in round {config.round}, and a policy whose round had none; need "
+                "one from round 1 on; start again from round 1",
+            )
+        roles[CRITIC] = RoleSpec(
+            source=source,
+            # An adapter is the policy's: all of a critic is trained.
+            training=config.training.model_copy(update={"lora": None}),
+            optimizer=rl.critic.optimizer,
+            model_type="value_model",
+            restore_optimizer=restore,
+            total_num_steps=num_steps,
+        )
+    if reference is not None:
+        roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
+    return roles
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

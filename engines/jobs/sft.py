@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing
 
 from engines.config.stages import SFTStageConfig
 from engines.controller.launch import launch_policy_group
-from engines.controller.policy_worker import PolicySpec
+from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import sft_examples
 from engines.jobs.policy_files import initial_source, write_hf_files
@@ -13,6 +13,7 @@ from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.trainers.supervised import SupervisedTrainer
 from engines.trainers.trained_steps import TrainedSteps
+from engines.training.roles import POLICY, RoleSpec
 
 
 def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
@@ -41,14 +42,16 @@ def sft(context: JobContext[SFTStageConfig]) -> JobOutput:
             workers = stack.enter_context(
                 closing(
                     launch_policy_group(
-                        PolicySpec(
-                            policy=source,
-                            reference=None,
+                        WorkerSpec(
+                            roles={
+                                POLICY: RoleSpec(
+                                    source=source,
+                                    training=config.training,
+                                    optimizer=config.sft.optimizer,
+                                    total_num_steps=config.sft.num_steps,
+                                )
+                            },
                             serving_dir=hf_dir,
-                            restore_optimizer=False,
-                            training=config.training,
-                            optimizer=config.sft.optimizer,
-                            total_num_steps=config.sft.num_steps,
                             rollout=None,
                             temperature=1.0,
                             platform=config.hardware.platform,

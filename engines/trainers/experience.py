@@ -66,6 +66,15 @@ class Experience:
         """The same samples with per-token columns added."""
         return replace(self, batch=self.batch.with_columns(**columns))
 
+    def with_rows(self, **rows: Tensor) -> "Experience":
+        """The same samples with values of whole samples added."""
+        return replace(self, batch=self.batch.with_rows(**rows))
+
+    def name_of(self, sample: int) -> str:
+        """What a sample is called in an error line."""
+        completion = self.samples[sample].completion
+        return f"{completion.request_id} sample {completion.sample_index}"
+
     @property
     def positive_T(self) -> Tensor:
         """(T,) float32: 1 on the sampled tokens of right answers."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engines.checkpoint.background import BackgroundSave
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.trainers.phases import PhaseClock
 from infra.store.heartbeat import Heartbeat
@@ -74,9 +74,13 @@ class StageProgress:
         if newest is None:
             return TrainerState(step=0)
         with self.clock("load"):
-            workers.run(PolicyWorker.load_checkpoint, newest.path)
+            workers.run(ModelWorker.load_checkpoint, newest.path)
         self._journal.log(f"continuing after step {newest.step} of {self._num_steps}")
         return newest.state
+
+    def say(self, line: str) -> None:
+        """Tell a line to whoever watches the run."""
+        self._journal.log(line)
 
     def record(
         self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
@@ -126,11 +130,11 @@ class StageProgress:
                     self._checkpoints, step, state, workers.world_size, self._background_timeout_s
                 )
                 self._in_flight.stage(
-                    lambda path: workers.run(PolicyWorker.begin_checkpoint, path, step)
+                    lambda path: workers.run(ModelWorker.begin_checkpoint, path, step)
                 )
                 return
             self._newest = self._checkpoints.save(
-                step, lambda path: workers.run(PolicyWorker.save_checkpoint, path, step), state
+                step, lambda path: workers.run(ModelWorker.save_checkpoint, path, step), state
             )
 
     def _settle(self) -> None:

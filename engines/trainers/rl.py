@@ -5,39 +5,47 @@ killed continues from its newest valid step checkpoint and ends bitwise where an
 one does; every step measures how far the sampler's logprobs are from the trainer's; a step
 without a usable sample is skipped and counted, and too many of them in a row, over all rounds,
 stop the run. A version is the number of the step, over all rounds, that made the weights: weights
-that did not change keep theirs, across steps that are skipped and across a resume. A new round
-counts on from the steps of the rounds before.
+that did not change keep theirs, across steps that are skipped, that warm up a critic or whose
+updates were left out, and across a resume. A new round counts on from the steps of the rounds
+before.
 What each line stands for is in its own module: prompts, experience, rl_metrics, and the
-`PolicyWorker` whose methods `run` calls on every rank.
+`ModelWorker` whose methods `run` calls on every rank.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.reward_kl import next_coefficient
 from engines.algorithms.reweighting import resample
+from engines.algorithms.value_objective import ValueObjective
 from engines.config.stages import RLRoundStageConfig
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
 from engines.trainers.experience import KL_IN_REWARD, Collector, Experience
-from engines.trainers.mismatch import (
+from engines.trainers.guards.mismatch import (
     MeasuredObjective,
     MismatchGate,
     check_versions,
     untrained_differences,
 )
+from engines.trainers.guards.poison import ROW, PoisonGuard
+from engines.trainers.guards.probe import WeightProbe
 from engines.trainers.phases import PhaseClock
-from engines.trainers.probe import WeightProbe
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource, derive_seed
-from engines.trainers.rl_metrics import step_metrics
+from engines.trainers.rl_metrics import Updates, step_metrics
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.step_columns import StepColumns
 from engines.trainers.trained_steps import TrainedSteps
-from engines.types import TrainMetrics
+from engines.training.roles import CRITIC, POLICY, RoleName
+from engines.training.spec import LossFn
+from engines.types import TokenBatch
+from infra.faults import fault
 
 
 class RLTrainer:
@@ -70,6 +78,12 @@ class RLTrainer:
         self.scorer, self.progress = scorer, progress
         objective = policy_loss_fn(config.rl.algorithm, config.rl.sampling.max_new_tokens)
         self.loss_fn = MeasuredObjective(objective)
+        self.guard = PoisonGuard(
+            workers,
+            config.rl.max_num_poisoned_updates,
+            "rl.max_num_poisoned_updates",
+            progress.say,
+        )
         training_dtype = config.training.dtype
         rollout_dtype = config.rollout.dtype or training_dtype
         self.gate = MismatchGate.of(config.rl.mismatch, training_dtype, rollout_dtype)
@@ -77,7 +91,7 @@ class RLTrainer:
             probe_prompt,
             config.rl.sampling.temperature,
             self.gate,
-            partial(workers.run, PolicyWorker.infer_logprobs),
+            partial(workers.run, ModelWorker.infer_logprobs),
         )
         self.previous_steps = config.rl.num_steps_before(config.round)
         self.version = self.previous_steps
@@ -94,6 +108,7 @@ class RLTrainer:
         self.version = int(state.values.get("version", self.previous_steps + state.step))
         self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
         self.kl_coef = float(state.values.get("kl_coef", self.kl_coef))
+        self.guard.num_poisoned = int(state.values.get("num_poisoned", 0))
         with self.progress.clock("train"):
             self.rollout.publish(self.version, self.probe)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
@@ -109,29 +124,25 @@ class RLTrainer:
             WeightSyncError: the sampler does not sample from the distribution that is trained.
             NothingToTrainOnError: one step more than `max_num_skipped_steps` in a row is skipped.
         """
-        run, clock = self.workers.run, PhaseClock()
+        clock = PhaseClock()
         global_step = self.previous_steps + step
         collector = self._collect(global_step, clock)
-        experience, updates, untrained, sync_bytes = collector.experience(), [], {}, 0
+        experience, updates, sync_bytes = collector.experience(), Updates(), 0
         if experience.num_groups:
             experience, updates = self._train(experience, clock, global_step)
+            self.version = global_step if updates.policy else self.version
             with clock("update_weights"):
-                sync_bytes = self.rollout.publish(global_step, self.probe).sent.num_bytes
-            self.version, self.num_skipped = global_step, 0
-        else:
-            self.num_skipped += 1
-            scored = collector.scored()
-            if scored.num_sequences:
-                with clock("old_log_prob"):
-                    logprobs_T = run(PolicyWorker.infer_logprobs, scored)
-                untrained = untrained_differences(logprobs_T, scored)
-                self.gate.check([untrained])
+                # Engines that slept for an update that was not taken need their weights again.
+                sync_bytes = self.rollout.publish(self.version, self.probe).sent.num_bytes
+        self.num_skipped = 0 if experience.num_groups else self.num_skipped + 1
+        untrained = {} if updates.policy else self._untrained(collector.scored(), clock)
 
         metrics = step_metrics(collector, experience, updates, clock, self.workers.world_size)
-        metrics |= run(PolicyWorker.performance_metrics) | untrained
+        metrics |= self.workers.run(ModelWorker.performance_metrics) | untrained
         metrics |= {
             "training/global_step": float(global_step),
             "training/policy_version": float(self.version),
+            "training/poisoned_updates": float(self.guard.num_poisoned),
             "rollout/sync_bytes": float(sync_bytes),
             "rollout/num_restarts": float(self.rollout.num_restarts),
             "training/epoch": self.prompts.epoch(global_step),
@@ -144,6 +155,7 @@ class RLTrainer:
             values={
                 "version": self.version,
                 "num_skipped": self.num_skipped,
+                "num_poisoned": self.guard.num_poisoned,
                 "kl_coef": self.kl_coef,
             },
         )
@@ -164,9 +176,9 @@ class RLTrainer:
 
     def _train(
         self, experience: Experience, clock: PhaseClock, global_step: int
-    ) -> tuple[Experience, list[TrainMetrics]]:
+    ) -> tuple[Experience, Updates]:
         """Every update of the step; returns what was trained on, with its columns."""
-        config, run = self.config, self.workers.run
+        config, updates = self.config, Updates()
         with clock("sleep"):
             self.rollout.sleep()
         experience = self.columns.fill(experience, clock, global_step)
@@ -177,15 +189,39 @@ class RLTrainer:
                 kl, num_samples = experience.metrics[KL_IN_REWARD], len(experience.samples)
                 control = config.algorithm.kl_ctrl
                 self.kl_coef = next_coefficient(control, self.kl_coef, kl, num_samples)
+        if config.critic is not None:
+            loss_fn = ValueObjective(config.critic.cliprange_value)
+            with clock("update_critic"):
+                self._update(CRITIC, experience, loss_fn, updates)
+            fault("rl.critic_updated")
+            if global_step <= config.critic.num_warmup_steps:
+                return experience, updates
         with clock("update_actor"):
-            updates = [
-                run(PolicyWorker.train_mini_batch, mini_batch, self.loss_fn)
-                for mini_batch in experience.mini_batches(
-                    config.prompts_per_update, config.num_epochs
-                )
-            ]
-        self.gate.check([update.metrics for update in updates])
+            self._update(POLICY, experience, self.loss_fn, updates)
+        self.gate.check([update.metrics for update in updates.policy])
         return experience, updates
+
+    def _update(
+        self, role: RoleName, experience: Experience, loss_fn: LossFn, updates: Updates
+    ) -> None:
+        """Every mini-batch of every epoch for one role; those that were taken are noted."""
+        numbers = torch.arange(len(experience.samples))
+        numbered = experience.with_rows(**{ROW: numbers})
+        for batch in numbered.mini_batches(self.config.prompts_per_update, self.config.num_epochs):
+            found = self.workers.run(ModelWorker.train, batch, loss_fn, role)
+            update = self.guard.taken(found, batch, experience.name_of, role)
+            if update is not None:
+                updates.of(role).append(update)
+
+    def _untrained(self, scored: TokenBatch, clock: PhaseClock) -> dict[str, float]:
+        """How far sampler and trainer are apart where no update of the policy says it."""
+        if not scored.num_sequences:
+            return {}
+        with clock("old_log_prob"):
+            logprobs_T = self.workers.run(ModelWorker.infer_logprobs, scored)
+        found = untrained_differences(logprobs_T, scored)
+        self.gate.check([found])
+        return found
 
     def _drawn_again(self, experience: Experience, global_step: int) -> Experience:
         """With PF-PPO, the samples that the step trains on; each keeps its own advantage."""

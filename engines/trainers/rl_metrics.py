@@ -1,6 +1,7 @@
 """The metrics of one RL step, by the names that users of verl know."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,13 +9,31 @@ from torch import Tensor
 from engines.algorithms.groups import group_statistics
 from engines.trainers.experience import Collector, Experience
 from engines.trainers.phases import PhaseClock
-from engines.types import TrainMetrics
+from engines.training.roles import CRITIC, RoleName
+from engines.types import TokenBatch, TrainMetrics
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The optimizer steps of one RL step that were taken, in their order.
+
+    Attributes:
+        policy: of the policy; none while a critic warms up.
+        critic: of the critic, where there is one.
+    """
+
+    policy: list[TrainMetrics] = field(default_factory=list)
+    critic: list[TrainMetrics] = field(default_factory=list)
+
+    def of(self, role: RoleName) -> list[TrainMetrics]:
+        """Of a role that is trained."""
+        return self.critic if role == CRITIC else self.policy
 
 
 def step_metrics(
     collector: Collector,
     experience: Experience,
-    updates: Sequence[TrainMetrics],
+    updates: Updates,
     clock: PhaseClock,
     num_workers: int,
 ) -> dict[str, float]:
@@ -34,7 +53,7 @@ def step_metrics(
     num_generated = sum(batch.num_generated for batch in collector.batches)
     num_aborted = sum(batch.num_aborted for batch in collector.batches)
     metrics = {
-        "training/skipped_steps": float(not updates),
+        "training/skipped_steps": float(not experience.num_groups),
         "training/num_generation_batches": float(len(collector.batches)),
         "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
         "training/filter_groups/evicted_samples": float(collector.num_evicted),
@@ -44,9 +63,11 @@ def step_metrics(
         "perf/time_per_step": step_s,
         **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},
     }
-    if updates:
+    if experience.num_groups:
         num_tokens = float(experience.batch.num_tokens)
-        metrics |= experience_metrics(experience) | update_metrics(updates)
+        metrics |= experience_metrics(experience)
+        metrics |= update_metrics("actor", updates.policy)
+        metrics |= update_metrics("critic", updates.critic)
         metrics["perf/total_num_tokens"] = num_tokens
         metrics["perf/throughput"] = num_tokens / step_s / num_workers
     return metrics
@@ -68,8 +89,19 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "response_length/clip_ratio": sum(cut) / len(cut),
         **_spread("prompt_length", prompts),
         "critic/equal_groups": float(groups.equal_P.sum()),
+        **_of_critic(experience.batch, sampled_T),
         **experience.metrics,
         **_extra_scores(experience),
+    }
+
+
+def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
+    """What the critic expected, and its targets; nothing where there is none."""
+    return {
+        key: value
+        for name in ("values", "returns")
+        if name in batch.columns
+        for key, value in _spread(f"critic/{name}", batch.columns[name][sampled_T]).items()
     }
 
 
@@ -80,11 +112,21 @@ def _extra_scores(experience: Experience) -> dict[str, float]:
     return {f"reward/{name}/mean": mean for name, mean in zip(names[1:], means[1:], strict=True)}
 
 
-def update_metrics(updates: Sequence[TrainMetrics]) -> dict[str, float]:
-    """The optimizer steps of one RL step: their mean, and the largest of every maximum."""
+def update_metrics(prefix: str, updates: Sequence[TrainMetrics]) -> dict[str, float]:
+    """The optimizer steps of a role in one RL step: their mean, and the largest of every maximum.
+
+    Args:
+        prefix: of the names: `actor` or `critic`.
+        updates: that were taken.
+
+    Returns:
+        Nothing where there was none.
+    """
+    if not updates:
+        return {}
     merged: dict[str, list[float]] = {}
     for update in updates:
-        own = {"actor/loss": update.loss, "actor/grad_norm": update.grad_norm}
+        own = {f"{prefix}/loss": update.loss, f"{prefix}/grad_norm": update.grad_norm}
         for name, value in {**own, **update.metrics}.items():
             merged.setdefault(name, []).append(value)
     return {
@@ -92,8 +134,8 @@ def update_metrics(updates: Sequence[TrainMetrics]) -> dict[str, float]:
             name: max(values) if name.endswith("_max") else sum(values) / len(values)
             for name, values in merged.items()
         },
-        "actor/lr": updates[-1].lr,
-        "actor/num_updates": float(len(updates)),
+        f"{prefix}/lr": updates[-1].lr,
+        f"{prefix}/num_updates": float(len(updates)),
     }
 
 

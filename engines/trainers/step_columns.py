@@ -5,6 +5,7 @@ the seed and the step alone, not on ranks or on what was drawn before.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.config.sections import RLConfig
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Experience
 from engines.trainers.phases import PhaseClock
 from engines.trainers.prompts import derive_seed
+from engines.training.roles import CRITIC, REFERENCE
 from engines.types import Readouts
 
-OLD, SQUARES, REFERENCE = "old_logprobs", "sum_pi_squared", "ref_logprobs"
+OLD, SQUARES, REFERENCE_LOGPROBS = "old_logprobs", "sum_pi_squared", "ref_logprobs"
 UNIFORM, POSITIVE = "uniform", "positive"
+VALUES, LAST_VALUES = "values", "last_values"
 
 
 class StepColumns:
@@ -27,7 +30,7 @@ class StepColumns:
 
     Args:
         config: names the parts.
-        run: calls a method of every rank's `PolicyWorker`.
+        run: calls a method of every rank's `ModelWorker`.
         seed: of the run.
     """
 
@@ -37,7 +40,7 @@ class StepColumns:
         self._needed = {
             *ADVANTAGES.find(algorithm.adv_estimator).columns,
             *POLICY_LOSSES.find(algorithm.loss_mode).columns,
-            *({REFERENCE} if algorithm.needs_reference else ()),
+            *({REFERENCE_LOGPROBS} if algorithm.needs_reference else ()),
             *({OLD} if algorithm.use_kl_in_reward else ()),
             *({POSITIVE} if algorithm.positive_nll_coef else ()),
         }
@@ -47,7 +50,7 @@ class StepColumns:
 
         Args:
             experience: of the step.
-            clock: phases `old_log_prob` and `ref`.
+            clock: phases `old_log_prob`, `ref` and `values`.
             global_step: over all rounds.
 
         Returns:
@@ -57,19 +60,28 @@ class StepColumns:
         with clock("old_log_prob"):
             if OLD in self._needed or self._several_updates(experience):
                 readouts = Readouts(sum_pi_squared=SQUARES in self._needed)
-                found = self._run(PolicyWorker.infer, experience.batch, readouts)
+                found = self._run(ModelWorker.infer, experience.batch, readouts)
                 columns[OLD] = found.logprobs_T
                 if found.sum_pi_squared_T is not None:
                     columns[SQUARES] = found.sum_pi_squared_T
         with clock("ref"):
-            if REFERENCE in self._needed:
-                infer = PolicyWorker.infer_reference_logprobs
-                columns[REFERENCE] = self._run(infer, experience.batch)
+            if REFERENCE_LOGPROBS in self._needed:
+                infer = ModelWorker.infer_logprobs
+                columns[REFERENCE_LOGPROBS] = self._run(infer, experience.batch, REFERENCE)
+        with clock("values"):
+            if VALUES in self._needed:
+                experience = self._with_values(experience)
         if UNIFORM in self._needed:
             columns[UNIFORM] = self._uniform_T(experience.batch.num_tokens, global_step)
         if POSITIVE in self._needed:
             columns[POSITIVE] = experience.positive_T
         return experience.with_columns(**columns)
+
+    def _with_values(self, experience: Experience) -> Experience:
+        """What the critic says of every state, and of that behind each answer."""
+        found = self._run(ModelWorker.infer, experience.batch, Readouts(last_values=True), CRITIC)
+        batch = experience.batch.with_rows(**{LAST_VALUES: found.last_values_B})
+        return replace(experience, batch=batch.with_columns(**{VALUES: found.values_T}))
 
     def _several_updates(self, experience: Experience) -> bool:
         """A single update is on-policy: its own pass yields the old logprobs."""

@@ -6,18 +6,22 @@ step is the mean over its trained tokens, whatever the number of ranks or micro-
 `target_loss` the number of steps is decided by the training loss alone, and survives a kill too.
 """
 
+import torch
+
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.stages import SFTConfig
-from engines.controller.policy_worker import PolicyWorker
+from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.data.read.examples import SFTExamples
 from engines.data.read.order import ResumableOrder
+from engines.trainers.guards.poison import NUM_POISONED, ROW, PoisonGuard
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.types import TokenBatch
 
 LOSS_AVERAGE = "loss_average"
 LOSS_AVERAGE_DECAY = 0.9
+_NUM_POISONED = "num_poisoned"
 
 
 class SupervisedTrainer:
@@ -40,8 +44,12 @@ class SupervisedTrainer:
         seed: int,
     ) -> None:
         self._config, self._workers = config, workers
-        self._examples, self._progress = examples.examples, progress
+        self._examples, self._rows = examples.examples, examples.indices
+        self._progress = progress
         self._loss_fn = sft_loss_fn()
+        self._guard = PoisonGuard(
+            workers, config.max_num_poisoned_updates, "sft.max_num_poisoned_updates", progress.say
+        )
         self._order = ResumableOrder(
             num_rows=len(self._examples), batch_size=config.batch_size_sequences, seed=seed
         )
@@ -55,45 +63,56 @@ class SupervisedTrainer:
         state = self._progress.resume(self._workers)
         done = state.step
         average = float(state.values[LOSS_AVERAGE]) if LOSS_AVERAGE in state.values else None
+        self._guard.num_poisoned = int(state.values.get(_NUM_POISONED, 0))
         while done < self._config.num_steps and not self._reached_target(average):
             done += 1
-            average = moving_average(average, self.step(done))
+            loss = self.step(done)
+            average = average if loss is None else moving_average(average, loss)
+            values: dict[str, float] = {_NUM_POISONED: self._guard.num_poisoned}
+            if average is not None:
+                values[LOSS_AVERAGE] = average
             self._progress.checkpoint_when_due(
-                done,
-                self._workers,
-                values={LOSS_AVERAGE: average},
-                last=self._reached_target(average),
+                done, self._workers, values=values, last=self._reached_target(average)
             )
         return done
 
-    def step(self, step: int) -> float:
+    def step(self, step: int) -> float | None:
         """One optimizer step.
 
         Args:
             step: 1-based.
 
         Returns:
-            Its loss.
+            Its loss; None where it was left out since that is no finite number.
+
+        Raises:
+            NonFiniteError: one more was left out than `sft.max_num_poisoned_updates`.
         """
         clock = PhaseClock()
+        batch = self.batch(step)
         with clock("train"):
-            update = self._workers.run(
-                PolicyWorker.train_mini_batch, self.batch(step), self._loss_fn
-            )
-        step_s = clock.elapsed_s
+            found = self._workers.run(ModelWorker.train, batch, self._loss_fn)
+        update = self._guard.taken(found, batch, self._name_of)
         metrics = {
-            "train/loss": update.loss,
-            "train/grad_norm": update.grad_norm,
-            "train/lr": update.lr,
-            "train/global_tokens": float(update.num_tokens),
             "training/global_step": float(step),
             "training/epoch": self._order.epoch(step),
-            "timing_s/step": step_s,
-            "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
-            **self._workers.run(PolicyWorker.performance_metrics),
+            NUM_POISONED: float(self._guard.num_poisoned),
+            "timing_s/step": (step_s := clock.elapsed_s),
+            **self._workers.run(ModelWorker.performance_metrics),
         }
+        if update is not None:
+            metrics |= {
+                "train/loss": update.loss,
+                "train/grad_norm": update.grad_norm,
+                "train/lr": update.lr,
+                "train/global_tokens": float(update.num_tokens),
+                "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
+            }
         self._progress.record(step, step, metrics, clock)
-        return update.loss
+        return None if update is None else update.loss
+
+    def _name_of(self, example: int) -> str:
+        return f"row {self._rows[example]} of data.sft"
 
     def _reached_target(self, average: float | None) -> bool:
         target = self._config.target_loss
@@ -101,11 +120,13 @@ class SupervisedTrainer:
 
     def batch(self, step: int) -> TokenBatch:
         """The packed conversations of a step; 1-based."""
-        chosen = [self._examples[index] for index in self._order.batch(step - 1)]
-        return TokenBatch.from_sequences(
+        rows = list(self._order.batch(step - 1))
+        chosen = [self._examples[row] for row in rows]
+        batch = TokenBatch.from_sequences(
             [example.input_ids for example in chosen],
             loss_mask=[example.loss_mask for example in chosen],
         )
+        return batch.with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
 
 
 def moving_average(average: float | None, loss: float) -> float:

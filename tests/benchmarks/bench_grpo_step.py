@@ -24,8 +24,9 @@ from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.trainers.experience import Experience, ScoredSample, pack
+from engines.training.roles import POLICY, ModelSource, RoleSpec
 from engines.types import RolloutRequest, SamplingParams
 
 VOCAB_SIZE, LR, STEPS_PER_TURN = 64, 1e-6, 3
@@ -62,15 +63,14 @@ class Ours:
 
     def __init__(self, hf_dir: Path, workload: Workload) -> None:
         source = ModelSource(hf_dir)
-        self._worker = PolicyWorker(
-            PolicySpec(
-                policy=source,
-                reference=None,
+        self._worker = ModelWorker(
+            WorkerSpec(
+                roles={
+                    POLICY: RoleSpec(
+                        source, TrainingConfig(), OptimizerConfig(lr=LR), total_num_steps=10_000
+                    )
+                },
                 serving_dir=hf_dir,
-                restore_optimizer=False,
-                training=TrainingConfig(),
-                optimizer=OptimizerConfig(lr=LR),
-                total_num_steps=10_000,
                 rollout=RolloutConfig(max_num_sequences=NUM_PROMPTS * GROUP_SIZE),
                 temperature=1.0,
                 platform="cpu",
@@ -122,7 +122,7 @@ class Ours:
         algorithm = AlgorithmConfig()
         experience = Experience(samples, index_B, pack(samples)).with_advantages(algorithm)
         loss_fn = policy_loss_fn(algorithm, self._workload.max_new_tokens)
-        self._worker.train_mini_batch(experience.batch, loss_fn)
+        self._worker.train(experience.batch, loss_fn)
         self._worker.sync_weights(self._step)
 
 

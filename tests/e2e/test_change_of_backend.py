@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rlhf.testing.context import loss_fn, share
 from rlhf.testing.launch import join_group, launch, rank_arguments
 from rlhf.testing.plain_loop import make_batch
 from rlhf.testing.tiny_models import write_tiny_models
+from safetensors.torch import load_file
 
 from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.jobs.critic_source import critic_source
+from engines.jobs.policy_files import policy_source
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
@@ -65,6 +69,21 @@ def test_fsdp2_continues_what_megatron_began(tmp_path: Path) -> None:
     )
     assert update.loss == pytest.approx(loss, abs=1e-5)
     assert update.grad_norm == pytest.approx(norm, rel=1e-4)
+    check_critic(policy, tmp_path)
+
+
+def check_critic(policy: Path, tmp_path: Path) -> None:
+    """A critic starts on those weights, and with a head of 0."""
+    source = critic_source(policy_source(policy), policy, tmp_path)
+    training = TrainingConfig(num_threads=1)
+    critic = create_engine("value_model", source.hf_dir, training, None, 1, CPUPlatform(), seed=0)
+    critic.initialize()
+    found = {name: tensor.clone() for name, tensor in critic.get_per_tensor_param()}
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert not found.pop("score.weight").any()
+    found.pop("score.bias", None)
+    assert merged.keys() - found.keys() <= {"lm_head.weight"}
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in found.items())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_of_two_groups_that_need_every_node_one_waits_and_both_finish(
 
 def test_a_node_that_dies_ends_the_group_by_name(found: dict[str, Any]) -> None:
     killed = found["killed"]
-    assert "of 2 on node 10.77.0.3 failed in train_mini_batch" in killed["error"]
+    assert "of 2 on node 10.77.0.3 failed in train" in killed["error"]
     assert killed["seconds"] < 30.0
 
 

@@ -17,18 +17,19 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import connect_ray, launch_policy_group
-from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.pool import Queueing
 from engines.controller.worker_group import WorkerGroup
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import WorkerError
+from engines.training.roles import POLICY, ModelSource, RoleSpec
 from engines.types import TokenBatch
 
 IDS = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]
 BATCH = TokenBatch.from_sequences(IDS, loss_mask=[[0, 0, *[1] * (len(x) - 2)] for x in IDS])
 
 
-def tiny_policy(root: Path) -> PolicySpec:
+def tiny_policy(root: Path) -> WorkerSpec:
     tokenizer = train_tokenizer(
         TokenizerConfig(), ["0123456789+="], root / "tokenizer", max_length=32, chat_template=None
     )
@@ -36,14 +37,16 @@ def tiny_policy(root: Path) -> PolicySpec:
         hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
     )
     create_random_model(shape, tokenizer, 32, 5, root / "model")
-    return PolicySpec(
-        policy=ModelSource(root / "model"),
-        reference=None,
+    return WorkerSpec(
+        roles={
+            POLICY: RoleSpec(
+                ModelSource(root / "model"),
+                TrainingConfig(num_workers=2),
+                OptimizerConfig(lr=1e-2),
+                total_num_steps=10,
+            )
+        },
         serving_dir=root / "model",
-        restore_optimizer=False,
-        training=TrainingConfig(num_workers=2),
-        optimizer=OptimizerConfig(lr=1e-2),
-        total_num_steps=10,
         rollout=None,
         temperature=1.0,
         platform="cpu",
@@ -52,7 +55,7 @@ def tiny_policy(root: Path) -> PolicySpec:
 
 
 def losses(group: WorkerGroup) -> list[float]:
-    return [group.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn()).loss for _ in range(5)]
+    return [group.run(ModelWorker.train, BATCH, sft_loss_fn()).loss for _ in range(5)]
 
 
 def main() -> None:

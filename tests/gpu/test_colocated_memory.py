@@ -12,7 +12,8 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_with_rollout
-from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.training.roles import POLICY, ModelSource, RoleSpec
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from hardware.base import PlatformBase
 
@@ -26,14 +27,16 @@ BATCH = TokenBatch.from_sequences([list(range(4, 40))] * 4, loss_mask=[[0] + [1]
 def test_phases_hold_what_the_guide_says(
     platform: PlatformBase, model_dir: Path, tmp_path: Path, offload: bool
 ) -> None:
-    spec = PolicySpec(
-        policy=ModelSource(model_dir),
-        reference=None,
+    spec = WorkerSpec(
+        roles={
+            POLICY: RoleSpec(
+                ModelSource(model_dir),
+                TrainingConfig(param_offload=offload, optimizer_offload=offload),
+                OptimizerConfig(lr=1e-2),
+                total_num_steps=10,
+            )
+        },
         serving_dir=model_dir,
-        restore_optimizer=False,
-        training=TrainingConfig(param_offload=offload, optimizer_offload=offload),
-        optimizer=OptimizerConfig(lr=1e-2),
-        total_num_steps=10,
         rollout=RolloutConfig(timeout_s=120.0),
         temperature=1.0,
         platform=platform.vendor_name,
@@ -49,7 +52,7 @@ def test_phases_hold_what_the_guide_says(
             awake_bytes = platform.memory_allocated_bytes()
             rollout.sleep()
             asleep_bytes = platform.memory_allocated_bytes()
-            workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+            workers.run(ModelWorker.train, BATCH, sft_loss_fn())
             trained_bytes = platform.memory_allocated_bytes()
             rollout.publish(version)
             if platform.device_name != "cpu":

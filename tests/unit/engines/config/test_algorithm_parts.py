@@ -4,8 +4,9 @@ import pytest
 
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
-from engines.config.rules import check_algorithm
+from engines.config.rules import check_algorithm, check_critic
 from engines.config.sections import RLConfig
+from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 
 
@@ -39,8 +40,8 @@ def test_a_group_of_one_is_refused_by_a_group_relative_estimator():
         (
             {"adv_estimator": "gae"},
             "rl.algorithm.adv_estimator",
-            "got gae, which reads the column last_values; need the role critic, which this recipe "
-            "lacks; choose one of grpo, ",
+            "got gae, which reads the column last_values; need the role critic (rl.critic), which "
+            "this recipe lacks; add it, or choose one of grpo, ",
         ),
         (
             {"loss_mode": "gspo"},
@@ -68,6 +69,39 @@ def test_what_a_part_needs_and_a_recipe_lacks_is_refused(config, path, words):
     assert caught.value.path.startswith(path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rl", "backend", "words"),
+    [
+        (
+            {"critic": {}},
+            "fsdp2",
+            "rl.critic: got a critic with adv_estimator grpo, which reads no values; need null; "
+            "remove it, or set rl.algorithm.adv_estimator to gae",
+        ),
+        (
+            {"critic": {}, "algorithm": {"adv_estimator": "gae"}},
+            "torchtitan",
+            "rl.critic: got a critic with training.backend torchtitan, which has no value model; "
+            "need one of fsdp, fsdp2, megatron, veomni, automodel; set training.backend to it",
+        ),
+    ],
+)
+def test_a_critic_that_nothing_reads_or_nothing_trains_is_refused(rl, backend, words):
+    with pytest.raises(ConfigError) as caught:
+        check_critic(RLConfig.model_validate(rl), TrainingConfig(backend=backend))
+    assert str(caught.value) == words
+    critic = RLConfig.model_validate({"critic": {}, "algorithm": {"adv_estimator": "gae"}})
+    check_algorithm(critic)
+    check_critic(critic, TrainingConfig())
+    check_critic(RLConfig(), TrainingConfig(backend="torchtitan"))
+
+
+def test_a_reference_that_nothing_reads_is_not_refreshed():
+    with pytest.raises(ConfigError, match="got true, and nothing reads a reference; need false"):
+        check_algorithm(RLConfig(refresh_reference=True))
+    check_algorithm(RLConfig(refresh_reference=True, algorithm=AlgorithmConfig(use_kl_loss=True)))
 
 
 def test_the_shipped_variants_pass():

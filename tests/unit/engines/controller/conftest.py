@@ -10,8 +10,9 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller import launch
-from engines.controller.policy_worker import ModelSource, PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.training.roles import POLICY, ModelSource, RoleSpec
 from infra import env
 from infra.host import servers
 from infra.ray.cluster import ensure_cluster
@@ -31,15 +32,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def policy_spec(model_dir: Path) -> PolicySpec:
-    return PolicySpec(
-        policy=ModelSource(model_dir),
-        reference=None,
+def policy_spec(model_dir: Path) -> WorkerSpec:
+    return WorkerSpec(
+        roles={
+            POLICY: RoleSpec(
+                ModelSource(model_dir),
+                TrainingConfig(num_threads=1),
+                OptimizerConfig(lr=1e-2),
+                total_num_steps=10,
+            )
+        },
         serving_dir=model_dir,
-        restore_optimizer=False,
-        training=TrainingConfig(num_threads=1),
-        optimizer=OptimizerConfig(lr=1e-2),
-        total_num_steps=10,
         rollout=RolloutConfig(),
         temperature=1.0,
         platform="cpu",
@@ -48,11 +51,11 @@ def policy_spec(model_dir: Path) -> PolicySpec:
 
 
 @pytest.fixture
-def start_worker() -> Iterator[Callable[[PolicySpec], PolicyWorker]]:
-    workers: list[PolicyWorker] = []
+def start_worker() -> Iterator[Callable[[WorkerSpec], ModelWorker]]:
+    workers: list[ModelWorker] = []
 
-    def start(spec: PolicySpec) -> PolicyWorker:
-        workers.append(PolicyWorker(spec))
+    def start(spec: WorkerSpec) -> ModelWorker:
+        workers.append(ModelWorker(spec))
         workers[-1].initialize()
         return workers[-1]
 

@@ -128,7 +128,7 @@ def test_replicas_that_diverged_are_named_by_rank() -> None:
     ):
         equal_result("sync_weights", "rank", reports)
     nan = [TrainMetrics(1.0, 1.0, 0.1, 5, {"mismatch/logprob_abs_max": x}) for x in _two_nans()]
-    assert equal_result("train_mini_batch", "rank", nan) is nan[0]
+    assert equal_result("train", "rank", nan) is nan[0]
 
 
 def _two_nans() -> tuple[float, float]:

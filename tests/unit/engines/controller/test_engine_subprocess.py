@@ -13,10 +13,11 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.controller.launch import launch_policy_with_rollout
-from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import RemoteReplica
 from engines.controller.rollout import ServedRollout
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.training.roles import POLICY, ModelSource
 from engines.types import RolloutRequest, SamplingParams
 from infra.job_environments import interpreter_of
 
@@ -67,14 +68,14 @@ def strike(rollout: ServedRollout, victim: psutil.Process) -> None:
 
 @pytest.mark.parametrize("engine", COMPUTES)
 def test_an_engine_whose_subprocess_dies_is_replaced(
-    policy_spec: PolicySpec, wide_model_dir: Path, tmp_path: Path, engine: str
+    policy_spec: WorkerSpec, wide_model_dir: Path, tmp_path: Path, engine: str
 ) -> None:
     """Ray sees a healthy actor, and would send it the same requests for ever (ray#60145)."""
     if interpreter_of(engine) is None:
         pytest.skip(f"needs the job environment {engine}: make env-{engine}")
     spec = replace(
         policy_spec,
-        policy=ModelSource(wide_model_dir),
+        roles={POLICY: replace(policy_spec.policy, source=ModelSource(wide_model_dir))},
         serving_dir=wide_model_dir,
         rollout=RolloutConfig(
             engine=engine, placement="disaggregated", timeout_s=START_S, max_num_restarts=1

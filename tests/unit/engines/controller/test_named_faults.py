@@ -21,14 +21,15 @@ from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.controller.in_process import InProcessGroup
-from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.rollout import LaunchedEngines, ServedRollout
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.mismatch import MismatchGate
-from engines.trainers.probe import WeightProbe, probe_prompt
+from engines.trainers.guards.mismatch import MismatchGate
+from engines.trainers.guards.probe import WeightProbe, probe_prompt
+from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.base import Receipt
 from engines.weight_sync.in_process import InProcessTransport, new_transport
@@ -70,7 +71,7 @@ class Rig:
         asked: names of the requests that the engine was given since.
     """
 
-    trainer: PolicyWorker
+    trainer: ModelWorker
     engine: TransformersEngine
     rollout: ServedRollout
     probe: WeightProbe
@@ -82,14 +83,14 @@ class Rig:
         return self.rollout.publish(version, self.probe).sent
 
 
-def engine_of(spec: PolicySpec, dtype: str = "float32") -> TransformersEngine:
+def engine_of(spec: WorkerSpec, dtype: str = "float32") -> TransformersEngine:
     return TransformersEngine(spec.serving_dir, RolloutConfig(), dtype, CPUPlatform())
 
 
 @contextmanager
-def rig_of(spec: PolicySpec) -> Iterator[Rig]:
+def rig_of(spec: WorkerSpec) -> Iterator[Rig]:
     spec = replace(spec, rollout=None)
-    trainer, engine, spares = PolicyWorker(spec), engine_of(spec), Spares()
+    trainer, engine, spares = ModelWorker(spec), engine_of(spec), Spares()
     trainer.initialize()
     launched = LaunchedEngines(
         [engine],
@@ -107,7 +108,7 @@ def rig_of(spec: PolicySpec) -> Iterator[Rig]:
         rig = Rig(trainer, engine, rollout, probe, first, spares)
         rig.publish(0)
         for _ in range(3):
-            trainer.train_mini_batch(BATCH, sft_loss_fn())
+            trainer.train(BATCH, sft_loss_fn())
         generate = engine.generate
 
         def spy(requests):
@@ -119,26 +120,28 @@ def rig_of(spec: PolicySpec) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def rig(policy_spec: PolicySpec) -> Iterator[Rig]:
+def rig(policy_spec: WorkerSpec) -> Iterator[Rig]:
     with rig_of(policy_spec) as made:
         yield made
 
 
 @pytest.fixture
-def lora(policy_spec: PolicySpec) -> Iterator[Rig]:
+def lora(policy_spec: WorkerSpec) -> Iterator[Rig]:
     training = TrainingConfig(num_threads=1, lora=LoraConfig(rank=4))
-    with rig_of(replace(policy_spec, training=training)) as made:
+    with rig_of(
+        replace(policy_spec, roles={POLICY: replace(policy_spec.policy, training=training)})
+    ) as made:
         yield made
 
 
 def sends(rig: Rig, patch: pytest.MonkeyPatch, tensors: Callable[[], Named]) -> None:
     """What the trainer sends instead."""
 
-    def send(_: PolicyWorker, transport: InProcessTransport) -> Receipt:
+    def send(_: ModelWorker, transport: InProcessTransport) -> Receipt:
         return transport.send(iter(tensors()))
 
-    send.__dict__.update(PolicyWorker.send_weights.__dict__)
-    patch.setattr(PolicyWorker, "send_weights", send)
+    send.__dict__.update(ModelWorker.send_weights.__dict__)
+    patch.setattr(ModelWorker, "send_weights", send)
 
 
 def arrives(rig: Rig, patch: pytest.MonkeyPatch, spoil: Callable[[Named], Named]) -> None:
@@ -261,7 +264,7 @@ def test_an_adapter_is_served_merged(lora: Rig) -> None:
     assert lora.rollout.generate(REQUESTS) != before
 
 
-def test_an_adapter_in_another_dtype_is_cast_or_refused(lora: Rig, policy_spec: PolicySpec) -> None:
+def test_an_adapter_in_another_dtype_is_cast_or_refused(lora: Rig, policy_spec: WorkerSpec) -> None:
     """OpenRLHF#1349's first layer: an adapter in float32 for an engine in bfloat16."""
     from rlhf.testing.rollout_calls import send_weights
 
@@ -292,7 +295,7 @@ def dies(engine: TransformersEngine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "generate", generate)
 
 
-def old_one(rig: Rig, spec: PolicySpec) -> TransformersEngine:
+def old_one(rig: Rig, spec: WorkerSpec) -> TransformersEngine:
     """A replica that came up with the weights of its first life, and would serve them at once."""
     from rlhf.testing.rollout_calls import send_weights
 
@@ -302,7 +305,7 @@ def old_one(rig: Rig, spec: PolicySpec) -> TransformersEngine:
 
 
 def test_a_replica_that_comes_back_with_old_weights_gets_the_new_ones(
-    rig: Rig, policy_spec: PolicySpec, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, policy_spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = rig.rollout.generate(REQUESTS)
     rig.publish(1)
@@ -314,7 +317,7 @@ def test_a_replica_that_comes_back_with_old_weights_gets_the_new_ones(
 
 
 def test_a_replica_that_comes_back_and_keeps_its_old_weights_samples_nothing(
-    rig: Rig, policy_spec: PolicySpec, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, policy_spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.publish(1)
     spare = old_one(rig, policy_spec)

@@ -20,11 +20,12 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.controller.in_process import InProcessGroup
-from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.pool import Queueing, reserve
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.errors import NonFiniteError, WorkerError
+from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra.errors import DeadlineError
 from infra.store.heartbeat import Beat, BeatWatch
@@ -221,24 +222,31 @@ def test_the_store_of_a_group_on_one_node_listens_on_loopback_alone(start: Group
 
 
 def test_two_ranks_train_and_sample_like_one(
-    start: GroupFactory, policy_spec: PolicySpec, tmp_path: Path
+    start: GroupFactory, policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """Losses to 1e-5, the same samples, and each world size loads the other's checkpoint."""
-    spec = replace(policy_spec, training=TrainingConfig(num_threads=1, num_workers=2))
-    two = start(functools.partial(PolicyWorker, spec))
-    worker = PolicyWorker(policy_spec)
+    spec = replace(
+        policy_spec,
+        roles={
+            POLICY: replace(
+                policy_spec.policy, training=TrainingConfig(num_threads=1, num_workers=2)
+            )
+        },
+    )
+    two = start(functools.partial(ModelWorker, spec))
+    worker = ModelWorker(policy_spec)
     worker.initialize()
     one = InProcessGroup(worker)
     ids = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]
     batch = TokenBatch.from_sequences(ids, loss_mask=[[0, 0, *[1] * (len(x) - 2)] for x in ids])
     for _ in range(5):
-        single = one.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn())
-        double = two.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn())
+        single = one.run(ModelWorker.train, batch, sft_loss_fn())
+        double = two.run(ModelWorker.train, batch, sft_loss_fn())
         assert double.loss == pytest.approx(single.loss, abs=1e-5)
         assert double.grad_norm == pytest.approx(single.grad_norm, abs=1e-4)
         assert double.num_tokens == single.num_tokens
-    assert one.run(PolicyWorker.infer_logprobs, batch).tolist() == pytest.approx(
-        two.run(PolicyWorker.infer_logprobs, batch).tolist(), abs=1e-4
+    assert one.run(ModelWorker.infer_logprobs, batch).tolist() == pytest.approx(
+        two.run(ModelWorker.infer_logprobs, batch).tolist(), abs=1e-4
     )
     requests = [
         RolloutRequest(f"p{i}", tuple(range(4, 7 + i)), SamplingParams(6), (i, i + 50))
@@ -246,23 +254,22 @@ def test_two_ranks_train_and_sample_like_one(
     ]
     samples = []
     for group in (one, two):
-        group.run(PolicyWorker.sync_weights, 5)
-        rows = group.run(PolicyWorker.generate, requests)
+        group.run(ModelWorker.sync_weights, 5)
+        rows = group.run(ModelWorker.generate, requests)
         samples.append([completion.token_ids for row in rows for completion in row])
     assert samples[0] == samples[1]
     # A batch with fewer sequences than ranks trains too.
     lone = batch.select([0])
-    assert two.run(PolicyWorker.train_mini_batch, lone, sft_loss_fn()).loss == pytest.approx(
-        one.run(PolicyWorker.train_mini_batch, lone, sft_loss_fn()).loss, abs=1e-5
+    assert two.run(ModelWorker.train, lone, sft_loss_fn()).loss == pytest.approx(
+        one.run(ModelWorker.train, lone, sft_loss_fn()).loss, abs=1e-5
     )
     for writer, reader in ((one, two), (two, one)):
         path = tmp_path / f"by-{writer.world_size}"
         path.mkdir()
-        writer.run(PolicyWorker.save_checkpoint, path, 6)
-        assert reader.run(PolicyWorker.load_checkpoint, path) == 6
+        writer.run(ModelWorker.save_checkpoint, path, 6)
+        assert reader.run(ModelWorker.load_checkpoint, path) == 6
         continued = [
-            group.run(PolicyWorker.train_mini_batch, batch, sft_loss_fn()).loss
-            for group in (writer, reader)
+            group.run(ModelWorker.train, batch, sft_loss_fn()).loss for group in (writer, reader)
         ]
         assert continued[0] == pytest.approx(continued[1], abs=1e-5)
     one.close()

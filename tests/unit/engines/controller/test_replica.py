@@ -18,13 +18,14 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
 from engines.controller.launch import launch_policy_with_rollout, reserve_replicas
-from engines.controller.policy_worker import PolicySpec, PolicyWorker
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import RemoteReplica, ReplicaSpec
 from engines.controller.replica_start import RayReplicas
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.replica_state import ReplicaState
+from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError
@@ -42,7 +43,7 @@ BATCH = TokenBatch.from_sequences(IDS, loss_mask=[[0, 0, *[1] * (len(x) - 2)] fo
 
 @contextmanager
 def launched(
-    spec: PolicySpec, log_dir: Path, **rollout: Any
+    spec: WorkerSpec, log_dir: Path, **rollout: Any
 ) -> Iterator[tuple[WorkerGroup, Rollout]]:
     log_dir.mkdir()
     spec = replace(spec, rollout=RolloutConfig(timeout_s=60.0, **rollout))
@@ -60,7 +61,7 @@ def two_versions(workers: WorkerGroup, rollout: Rollout) -> list[Any]:
         found.append(rollout.publish(version))
         found.append(rollout.generate(REQUESTS))
         rollout.sleep()
-        found.append(workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn()).loss)
+        found.append(workers.run(ModelWorker.train, BATCH, sft_loss_fn()).loss)
     return found
 
 
@@ -70,7 +71,7 @@ def drawn(found: list[Any]) -> list[Any]:
 
 
 def test_engines_beside_the_ranks_sample_what_those_inside_do(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
         expected = two_versions(workers, rollout)
@@ -89,11 +90,11 @@ def test_engines_beside_the_ranks_sample_what_those_inside_do(
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{os.getpid()}-*"))
 
 
-def test_ranks_that_are_actors_send_to_replicas(policy_spec: PolicySpec, tmp_path: Path) -> None:
+def test_ranks_that_are_actors_send_to_replicas(policy_spec: WorkerSpec, tmp_path: Path) -> None:
     with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
         expected = two_versions(workers, rollout)
     training = policy_spec.training.model_copy(update={"num_workers": 2})
-    spec = replace(policy_spec, training=training)
+    spec = replace(policy_spec, roles={POLICY: replace(policy_spec.policy, training=training)})
     with launched(spec, tmp_path / "beside", placement="disaggregated") as parts:
         found = two_versions(*parts)
     assert found[:2] == expected[:2]
@@ -101,13 +102,17 @@ def test_ranks_that_are_actors_send_to_replicas(policy_spec: PolicySpec, tmp_pat
 
 
 def test_weights_that_are_broadcast_are_those_of_shared_memory(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     with launched(policy_spec, tmp_path / "inside") as (workers, rollout):
         expected = two_versions(workers, rollout)
     training = policy_spec.training.model_copy(update={"num_workers": 2})
     options = {"placement": "disaggregated", "transport": "collective", "num_replicas": 2}
-    with launched(replace(policy_spec, training=training), tmp_path / "beside", **options) as parts:
+    with launched(
+        replace(policy_spec, roles={POLICY: replace(policy_spec.policy, training=training)}),
+        tmp_path / "beside",
+        **options,
+    ) as parts:
         found = two_versions(*parts)
     assert found[0] == expected[0]
     with launched(policy_spec, tmp_path / "here", **{**options, "num_replicas": 1}) as parts:
@@ -122,12 +127,12 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
-    policy_spec: PolicySpec, tmp_path: Path, num_workers: int, request: pytest.FixtureRequest
+    policy_spec: WorkerSpec, tmp_path: Path, num_workers: int, request: pytest.FixtureRequest
 ) -> None:
     import ray  # not before the cluster is there: it keeps what it finds of a token
 
     training = policy_spec.training.model_copy(update={"num_workers": num_workers})
-    spec = replace(policy_spec, training=training)
+    spec = replace(policy_spec, roles={POLICY: replace(policy_spec.policy, training=training)})
     with launched(spec, tmp_path / "inside") as (workers, rollout):
         expected = two_versions(workers, rollout)
     request.getfixturevalue("in_processes")
@@ -155,7 +160,7 @@ def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
 
 
 def test_a_replica_lost_while_it_samples_is_up_and_asleep_before_training(
-    policy_spec: PolicySpec, tmp_path: Path, in_processes: None
+    policy_spec: WorkerSpec, tmp_path: Path, in_processes: None
 ) -> None:
     with launched(policy_spec, tmp_path / "log") as (_, rollout):
         assert isinstance(rollout, ServedRollout)
@@ -168,7 +173,7 @@ def test_a_replica_lost_while_it_samples_is_up_and_asleep_before_training(
 
 
 def test_an_engine_that_refuses_its_options_says_so(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     options = {"max_prefill_tokens": 0}
     with (
@@ -179,7 +184,7 @@ def test_an_engine_that_refuses_its_options_says_so(
 
 
 def test_a_replica_beside_other_libraries_than_planned_does_not_start(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """It looks at its own environment, which may be another one on its machine."""
     interpreter = Path(sys.executable)
@@ -208,7 +213,7 @@ def replica_processes(rollout: Rollout) -> list[psutil.Process]:
     return [psutil.Process(one._whereabouts.process.pid) for one in remote if one._whereabouts]
 
 
-def test_a_replica_that_dies_is_named(policy_spec: PolicySpec, tmp_path: Path) -> None:
+def test_a_replica_that_dies_is_named(policy_spec: WorkerSpec, tmp_path: Path) -> None:
     options = {"placement": "disaggregated", "max_num_restarts": 0}
     with launched(policy_spec, tmp_path / "log", **options) as (_, rollout):
         rollout.publish(0)
@@ -236,7 +241,7 @@ def strike(rollout: ServedRollout, victim: psutil.Process, signal_name: str) -> 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
 def test_a_replica_lost_while_it_samples_is_replaced(
-    policy_spec: PolicySpec, tmp_path: Path, signal_name: str
+    policy_spec: WorkerSpec, tmp_path: Path, signal_name: str
 ) -> None:
     """Its share is sampled again from the same weights: bitwise the same batch comes of it."""
     options = {"placement": "disaggregated", "num_replicas": 2, "silence_s": 3.0}
@@ -254,7 +259,7 @@ def test_a_replica_lost_while_it_samples_is_replaced(
         assert rollout.num_restarts == 1
         assert not victim.is_running()
         # The one in its place gets the weights of the time when it is up, and serves them.
-        workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+        workers.run(ModelWorker.train, BATCH, sft_loss_fn())
         rollout.publish(4)
         end = time.monotonic() + 120
         while rollout.states() != [ReplicaState.HEALTHY] * 2:
@@ -264,19 +269,19 @@ def test_a_replica_lost_while_it_samples_is_replaced(
 
 
 def test_a_replica_that_comes_late_gets_no_other_weights(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """The trainer went on: what it holds now is not what was published."""
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (workers, rollout):
         rollout.publish(0)
-        workers.run(PolicyWorker.train_mini_batch, BATCH, sft_loss_fn())
+        workers.run(ModelWorker.train, BATCH, sft_loss_fn())
         replica_processes(rollout)[0].kill()
         with pytest.raises(WeightSyncError, match="version 0 was published as"):
             rollout.generate(REQUESTS)
 
 
 def test_all_replicas_lost_before_a_sync_are_replaced_by_it(
-    policy_spec: PolicySpec, tmp_path: Path
+    policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (_, rollout):
         rollout.publish(0)

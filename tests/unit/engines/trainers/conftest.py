@@ -19,20 +19,21 @@ from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
-from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
+from engines.trainers.guards.probe import probe_prompt
 from engines.trainers.phases import PhaseClock
-from engines.trainers.probe import probe_prompt
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.trained_steps import TrainedSteps
+from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -142,6 +143,20 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
     return run
 
 
+def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
+    source, num_steps = ModelSource(model), config.rl.num_steps_per_round
+    training, critic = config.training, config.rl.critic
+    roles: dict[RoleName, RoleSpec] = {
+        POLICY: RoleSpec(source, training, config.rl.optimizer, total_num_steps=num_steps)
+    }
+    if config.rl.algorithm.needs_reference:
+        roles[REFERENCE] = RoleSpec(source, training)
+    if critic:
+        without_adapter = training.model_copy(update={"lora": None})
+        roles[CRITIC] = RoleSpec(source, without_adapter, critic.optimizer, "value_model")
+    return roles
+
+
 def _run(
     config: RLRoundStageConfig, model: Path, work: Path, before: TrainedSteps
 ) -> list[dict[str, float]]:
@@ -155,14 +170,9 @@ def _run(
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
         )
-        spec = PolicySpec(
-            policy=ModelSource(model),
-            reference=ModelSource(model) if config.rl.algorithm.needs_reference else None,
+        spec = WorkerSpec(
+            roles=_roles(config, model),
             serving_dir=model,
-            restore_optimizer=False,
-            training=config.training,
-            optimizer=config.rl.optimizer,
-            total_num_steps=config.rl.num_steps_per_round,
             rollout=config.rollout,
             temperature=config.rl.sampling.temperature,
             platform="cpu",

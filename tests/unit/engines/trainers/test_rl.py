@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.mismatch import LOGPROB_MEAN
-from engines.trainers.probe import WeightProbe
+from engines.trainers.guards.mismatch import LOGPROB_MEAN
+from engines.trainers.guards.probe import WeightProbe
 from engines.types import Completion
 from engines.weight_sync.base import SyncReport
 from infra.tracking.journal import read_records
@@ -81,7 +81,7 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
     assert first[: first.index("engines/trainers/rl.py") + 1] == [
         "engines/training/backends/transformers/module_engine.py",
         "engines/training/base.py",
-        "engines/controller/policy_worker.py",
+        "engines/controller/model_worker.py",
         "engines/controller/in_process.py",
         "engines/trainers/rl.py",
     ]

@@ -4,21 +4,25 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.rollout import RolloutConfig
 from engines.config.stages import SFTConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
-from engines.controller.policy_worker import ModelSource, PolicySpec
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.read.examples import SFTExamples, sft_examples
 from engines.data.read.rows import Message, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.supervised import LOSS_AVERAGE, SupervisedTrainer, moving_average
+from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.types import PoisonedUpdate, TokenBatch
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -58,14 +62,16 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
             target_loss=target_loss,
             optimizer=OptimizerConfig(lr=1e-2),
         )
-        spec = PolicySpec(
-            policy=ModelSource(tiny_model),
-            reference=None,
+        spec = WorkerSpec(
+            roles={
+                POLICY: RoleSpec(
+                    ModelSource(tiny_model),
+                    TrainingConfig(num_threads=1),
+                    config.optimizer,
+                    total_num_steps=NUM_STEPS,
+                )
+            },
             serving_dir=tiny_model,
-            restore_optimizer=False,
-            training=TrainingConfig(num_threads=1),
-            optimizer=config.optimizer,
-            total_num_steps=NUM_STEPS,
             rollout=RolloutConfig(),
             temperature=1.0,
             platform="cpu",
@@ -85,7 +91,7 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
         losses = {
             record.step: record.values["train/loss"]
             for record in records
-            if record.kind == "metrics" and record.step is not None
+            if record.kind == "metrics" and record.step and "train/loss" in record.values
         }
         return Attempt(done, losses, checkpoints)
 
@@ -169,3 +175,38 @@ def test_the_average_survives_a_kill_bit_for_bit(
 
     assert kept(resumed, 2) == pytest.approx(course[1], rel=1e-12)
     assert kept(resumed, 5) == kept(unbroken, 5)
+
+
+def test_a_spoiled_update_is_left_out_named_and_limited(
+    train: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose loss mask is infinite for one row: the next step starts where this one did."""
+    whole = SupervisedTrainer.batch
+
+    def spoiled(trainer: SupervisedTrainer, step: int) -> TokenBatch:
+        batch = whole(trainer, step)
+        mask_T = batch.columns["loss_mask"].clone()
+        mask_T[batch.cu_seqlens[1] - 1] = torch.inf if step == 2 else 1.0
+        return batch.with_columns(loss_mask=mask_T)
+
+    monkeypatch.setattr(SupervisedTrainer, "batch", spoiled)
+    monkeypatch.setattr(
+        ModelWorker, "train", poisoned_where_the_mask_is_infinite(ModelWorker.train)
+    )
+    attempt = train(tmp_path / "work", num_steps=3)
+    assert sorted(attempt.losses) == [1, 3]
+    told = (tmp_path / "work" / "journal.jsonl").read_text()
+    assert "policy: loss is nan; the update is left out; spoiled by row " in told
+    assert " of data.sft" in told
+    values = attempt.checkpoints.load(3).state.values
+    assert values["num_poisoned"] == 1
+
+
+def poisoned_where_the_mask_is_infinite(train: Callable[..., Any]) -> Callable[..., Any]:
+    def spoiled(worker: ModelWorker, batch: TokenBatch, *args: Any) -> Any:
+        if torch.isinf(batch.columns["loss_mask"]).any():
+            return PoisonedUpdate("loss is nan")
+        return train(worker, batch, *args)
+
+    vars(spoiled).update(vars(train))
+    return spoiled

@@ -84,7 +84,9 @@ STAGES = {
     "hardware/cpu_megatron.py": set(),
     "hardware/cpu_torchtitan.py": set(),
     "engines/training/backends/megatron/weights.py": set(),
-    "engines/checkpoint/export.py": {"merge", *MEASURE},
+    # A round writes the weights that its critic starts on.
+    "engines/checkpoint/export.py": {*RL, "merge", *MEASURE},
+    "engines/algorithms/value_objective.py": RL,
     "engines/rollout/transformers/engine.py": {*RL, *MEASURE},
     "engines/config/sections.py": DEVICE,
     "engines/types.py": TORCH,

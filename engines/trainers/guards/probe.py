@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import WeightSyncError
-from engines.trainers.mismatch import MismatchGate
+from engines.trainers.guards.mismatch import MismatchGate
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 
 NUM_PROMPT_TOKENS = 160
@@ -31,7 +31,7 @@ class WeightProbe:
         prompt_ids: what every engine continues.
         temperature: of the distribution that the trainer's logprobs speak of.
         gate: how far they may be apart.
-        infer_logprobs: of the trainer, as `PolicyWorker.infer_logprobs`.
+        infer_logprobs: of the trainer, as `ModelWorker.infer_logprobs`.
     """
 
     def __init__(

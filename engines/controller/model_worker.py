@@ -1,12 +1,14 @@
-"""One rank of the policy: its share of the trained model, and a rollout engine that serves it.
+"""One rank: its share of every model of a run, and a rollout engine that serves the policy.
 
 Promises: nothing is sampled from weights that were not synced and verified; a rank samples its
 share of the prompts, and since every sample has its own seed the samples do not depend on how
-many ranks there are. The reference model exists only when it was asked for.
+many ranks there are. A role exists only when it was asked for, and a checkpoint holds every role
+that trains, or none of it.
 Does not know: rewards, advantages, data, or where checkpoints are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +17,20 @@ from torch import Tensor
 from engines.checkpoint.background import write_in_background
 from engines.collectives import close_process_group
 from engines.config.rollout import RolloutConfig
-from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.config.training import TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
-from engines.errors import RolloutError
+from engines.errors import NonFiniteError, RolloutError
 from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
+from engines.training.roles import POLICY, REFERENCE, RoleName, RoleSpec, role_checkpoint
 from engines.training.spec import LossFn
 from engines.types import (
+    ONLY_LOGPROBS,
     Completion,
     ModelOutputs,
+    PoisonedUpdate,
     Readouts,
     RolloutRequest,
     TokenBatch,
@@ -38,55 +43,42 @@ from infra import env
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """Weights on disk.
+class WorkerSpec:
+    """What a rank builds.
 
     Attributes:
-        hf_dir: Hugging Face directory; holds the weights unless there is a checkpoint.
-        checkpoint_dir: sharded checkpoint that holds them instead.
-    """
-
-    hf_dir: Path
-    checkpoint_dir: Path | None = None
-
-
-@dataclass(frozen=True)
-class PolicySpec:
-    """What a rank builds; plain data, so that it travels to other processes.
-
-    Attributes:
-        policy: weights to train.
-        reference: frozen weights to stay near to, or None for no reference.
+        roles: by name; `policy` is always there.
         serving_dir: Hugging Face directory that the rollout engine reads its configuration from.
-        restore_optimizer: continue the optimizer of the policy's checkpoint.
-        training: backend and numerics.
-        optimizer: of the policy.
-        total_num_steps: optimizer steps the schedule spans.
         rollout: engine that samples; None where nothing is sampled.
         temperature: of the distribution that logprobs speak of.
         platform: name for `hardware.detection.detect`.
-        seed: of whatever the backend draws.
+        seed: of whatever the backends draw.
         device_kind: of `hardware.detection.check_planned`.
     """
 
-    policy: ModelSource
-    reference: ModelSource | None
+    roles: Mapping[RoleName, RoleSpec]
     serving_dir: Path
-    restore_optimizer: bool
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    total_num_steps: int
     rollout: RolloutConfig | None
     temperature: float
     platform: str
     seed: int
     device_kind: str | None = None
 
+    @property
+    def policy(self) -> RoleSpec:
+        """The role that says how many ranks there are, and on what."""
+        return self.roles[POLICY]
 
-class PolicyWorker:
-    """The worker of a policy group; `initialize` before anything else."""
+    @property
+    def training(self) -> TrainingConfig:
+        """Of the policy."""
+        return self.policy.training
 
-    def __init__(self, spec: PolicySpec) -> None:
+
+class ModelWorker:
+    """The worker of a group; `initialize` before anything else."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._platform, _ = detect(spec.platform)
         if self._platform.device_count() > 1:
@@ -94,8 +86,7 @@ class PolicyWorker:
             index = int(env.LOCAL_RANK.get() or 0)
             self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
-        self._policy = self._create_engine(spec.policy, spec.optimizer)
-        self._reference: BaseEngine | None = None
+        self._engines: dict[RoleName, BaseEngine] = {POLICY: self._create_engine(spec.policy)}
         self._rollout: RolloutService | None = None
 
     def initialize(self) -> None:
@@ -117,24 +108,28 @@ class PolicyWorker:
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
             self._new_transport = new_transport(self._spec.serving_dir, dtype, rollout.timeout_s)
-        _load(self._policy, self._spec.policy, optimizer=self._spec.restore_optimizer)
-        self._policy.leave_device()
-        if self._spec.reference is not None and not self._adapter_off_is_reference:
-            self._reference = self._create_engine(self._spec.reference, None)
-            _load(self._reference, self._spec.reference, optimizer=False)
-            self._reference.leave_device()
+        _load(self._policy, self._spec.policy)
+        for name, role in self._spec.roles.items():
+            if name == POLICY or (name == REFERENCE and self._adapter_off_is_reference):
+                continue
+            self._engines[name] = self._create_engine(role)
+            _load(self._engines[name], role)
+
+    @property
+    def _policy(self) -> BaseEngine:
+        return self._engines[POLICY]
 
     @property
     def _adapter_off_is_reference(self) -> bool:
         """Whether the policy without its adapter is the reference.
 
         A fresh adapter begins on the weights it is given, those of an earlier adapter merged in;
-        a continued one still stands on them.
+        a continued one stands on weights from before the policy that the round starts with.
         """
-        spec = self._spec
-        return spec.training.lora is not None and (
-            spec.restore_optimizer or spec.policy == spec.reference
-        )
+        policy, reference = self._spec.policy, self._spec.roles.get(REFERENCE)
+        if policy.training.lora is None or reference is None:
+            return False
+        return policy.restore_optimizer != (policy.source == reference.source)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -142,34 +137,43 @@ class PolicyWorker:
         return self._policy.data_parallel_rank
 
     @dispatch(Dispatch.SPLIT)
-    def train_mini_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
-        """One optimizer step on the whole batch."""
-        return self._policy.train_batch(batch, loss_fn)
+    def train(
+        self, batch: TokenBatch, loss_fn: LossFn, role: RoleName = POLICY
+    ) -> TrainMetrics | PoisonedUpdate:
+        """One optimizer step of a role on the whole batch.
+
+        Args:
+            batch: with the columns that the loss reads.
+            loss_fn: see `LossFn`.
+            role: one that has an optimizer.
+
+        Returns:
+            Equal on every rank; `PoisonedUpdate` where the loss or the gradient was no finite
+            number, and the weights are as before.
+        """
+        try:
+            return self._engine(role).train_batch(batch, loss_fn)
+        except NonFiniteError as error:
+            return PoisonedUpdate(str(error))
 
     @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
-        """`perf/*` of the optimizer steps since the last call."""
+        """`perf/*` of the policy's optimizer steps since the last call."""
         return self._policy.performance_metrics()
 
     @dispatch(Dispatch.SPLIT)
-    def infer(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        """What the policy says of a batch as it is now, on the CPU."""
-        return self._policy.infer_batch(batch, readouts)
+    def infer(
+        self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS, role: RoleName = POLICY
+    ) -> ModelOutputs:
+        """What a role says of a batch as it is now, on the CPU."""
+        with self._speaking_as(role) as engine:
+            return engine.infer_batch(batch, readouts)
 
     @dispatch(Dispatch.SPLIT)
-    def infer_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Logprobs of the policy as it is now: (T,) float32 on the CPU."""
-        return self._policy.infer_batch(batch).logprobs_T
-
-    @dispatch(Dispatch.SPLIT)
-    def infer_reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Logprobs of the frozen reference: (T,) float32 on the CPU."""
-        if self._spec.reference is not None and self._adapter_off_is_reference:
-            with self._policy.disable_adapter():
-                return self._policy.infer_batch(batch).logprobs_T
-        if self._reference is None:
-            raise ValueError("this worker was built without a reference model")
-        return self._reference.infer_batch(batch).logprobs_T
+    def infer_logprobs(self, batch: TokenBatch, role: RoleName = POLICY) -> Tensor:
+        """Logprobs of a role as it is now: (T,) float32 on the CPU."""
+        with self._speaking_as(role) as engine:
+            return engine.infer_batch(batch).logprobs_T
 
     @dispatch(Dispatch.SPLIT_ALL)
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
@@ -214,20 +218,33 @@ class PolicyWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
-        """Write every rank's shard of weights and optimizer into `path`. Collective."""
-        self._policy.save_checkpoint(path, step)
+        """Write this rank's shards of every role that trains into `path`. Collective."""
+        for directory, engine in self._checkpointed(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            engine.save_checkpoint(directory, step)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, path: Path, step: int) -> None:
-        """Copy every rank's shard and go on; it is written in the background. Collective."""
-        write_in_background(self._policy.begin_checkpoint(path, step), path, self._policy.rank)
+        """Copy this rank's shards and go on; they are written in the background. Collective."""
+        writes: list[Callable[[], None]] = []
+        for directory, engine in self._checkpointed(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            writes.append(engine.begin_checkpoint(directory, step))
+
+        def write() -> None:
+            for each in writes:
+                each()
+
+        write_in_background(write, path, self._policy.rank)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:
-        """Continue from weights and optimizer in `path`; returns their step. Collective."""
-        step = self._policy.load_checkpoint(path, optimizer=True)
-        self._policy.leave_device()
-        return step
+        """Continue every role that trains from `path`; returns their step. Collective."""
+        steps = []
+        for directory, engine in self._checkpointed(path):
+            steps.append(engine.load_checkpoint(directory, optimizer=True))
+            engine.leave_device()
+        return steps[0]
 
     def close(self) -> None:
         """Free the rollout engine and leave the process group; once is enough.
@@ -245,22 +262,43 @@ class PolicyWorker:
             raise RolloutError("this worker was built without a rollout engine")
         return self._rollout
 
-    def _create_engine(self, source: ModelSource, optimizer: OptimizerConfig | None) -> BaseEngine:
-        spec = self._spec
+    def _engine(self, role: RoleName) -> BaseEngine:
+        if role not in self._engines:
+            raise ValueError(f"this worker was built without a {role} model")
+        return self._engines[role]
+
+    @contextmanager
+    def _speaking_as(self, role: RoleName) -> Iterator[BaseEngine]:
+        """The engine of a role; of a reference that is the policy without its adapter, that."""
+        if role == REFERENCE and self._adapter_off_is_reference:
+            with self._policy.disable_adapter():
+                yield self._policy
+        else:
+            yield self._engine(role)
+
+    def _checkpointed(self, path: Path) -> Iterator[tuple[Path, BaseEngine]]:
+        """Where each role that trains is kept, and its engine; the policy first."""
+        for name, engine in self._engines.items():
+            if engine.spec.optimizer is not None:
+                yield role_checkpoint(path, name), engine
+
+    def _create_engine(self, role: RoleSpec) -> BaseEngine:
         return create_engine(
-            "language_model",
-            source.hf_dir,
-            spec.training,
-            optimizer,
-            spec.total_num_steps,
+            role.model_type,
+            role.source.hf_dir,
+            role.training,
+            role.optimizer,
+            role.total_num_steps,
             self._platform,
-            spec.seed,
-            temperature=spec.temperature,
+            self._spec.seed,
+            temperature=self._spec.temperature,
         )
 
 
-def _load(engine: BaseEngine, source: ModelSource, *, optimizer: bool) -> None:
+def _load(engine: BaseEngine, role: RoleSpec) -> None:
     """Build an engine's model and fill it from the directory or the checkpoint."""
+    source = role.source
     engine.initialize(load_weights=source.checkpoint_dir is None)
     if source.checkpoint_dir is not None:
-        engine.load_checkpoint(source.checkpoint_dir, optimizer=optimizer)
+        engine.load_checkpoint(source.checkpoint_dir, optimizer=role.restore_optimizer)
+    engine.leave_device()

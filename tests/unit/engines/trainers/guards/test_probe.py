@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from engines.errors import WeightSyncError
-from engines.trainers.mismatch import MismatchGate
-from engines.trainers.probe import NUM_NEW_TOKENS, NUM_PROMPT_TOKENS, WeightProbe, probe_prompt
+from engines.trainers.guards.mismatch import MismatchGate
+from engines.trainers.guards.probe import (
+    NUM_NEW_TOKENS,
+    NUM_PROMPT_TOKENS,
+    WeightProbe,
+    probe_prompt,
+)
 from engines.types import Completion, TokenBatch
 
 TRAINER = -0.5

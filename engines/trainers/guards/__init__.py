@@ -1,0 +1,1 @@
+"""What stands between a step that went wrong and the run."""
