@@ -90,6 +90,9 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
         source: a model directory.
         target: created; replaced if it exists.
         chat_template: replaces the tokenizer's own.
+
+    Raises:
+        ConfigError: no token ends an answer.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -106,8 +109,13 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
     turn_end = end_of_turn_id(DirectoryTokenizer.load(target))
     if turn_end is not None and turn_end not in ends:
         ends = [*ends, turn_end]
-    if ends:
-        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if not ends:
+        raise ConfigError(
+            "model.path",
+            f"{source} names no token that ends an answer: every one would go on to its limit; "
+            "need eos_token_id; set it in config.json or generation_config.json",
+        )
+    generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     text = json.dumps(generation, indent=2, sort_keys=True)
     path.write_text(text + "\n", encoding="utf-8", newline="")
 

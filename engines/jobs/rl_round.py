@@ -10,6 +10,7 @@ from engines.config.stages import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
+from engines.data.read.tokenizer import check_same_tokens
 from engines.jobs.critic_source import critic_source
 from engines.jobs.policy_files import (
     initial_source,
@@ -119,6 +120,7 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
             total_num_steps=num_steps,
         )
     if reference is not None:
+        check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
     return roles
 

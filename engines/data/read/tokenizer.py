@@ -117,6 +117,12 @@ class DirectoryTokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def tokens(self) -> dict[int, str]:
+        """Every token by its id, added ones included."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return {number: token for token, number in vocabulary.items()}
+
+    @property
     def max_token_id(self) -> int:
         """The largest id, added tokens included."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -164,6 +170,32 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
             "model.path",
             f"got a tokenizer of {num_tokens} tokens; need at most the model's vocabulary of "
             f"{size}; use the tokenizer of these weights, or resize their embeddings",
+        )
+
+
+def check_same_tokens(policy_dir: Path, reference_dir: Path) -> None:
+    """Refuse a reference whose ids mean other tokens: its logprobs would be of another text.
+
+    Args:
+        policy_dir: Hugging Face directory of the policy.
+        reference_dir: of the reference; without a tokenizer.json in both, nothing is compared.
+
+    Raises:
+        ConfigError: names the first id that differs.
+    """
+    if policy_dir == reference_dir:
+        return
+    if not all((each / "tokenizer.json").exists() for each in (policy_dir, reference_dir)):
+        return
+    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in (policy_dir, reference_dir))
+    differ = [number for number in {*ours, *theirs} if ours.get(number) != theirs.get(number)]
+    if differ:
+        first = min(differ)
+        raise ConfigError(
+            "rl.algorithm",
+            f"got a reference whose tokenizer has {theirs.get(first)!r} at id {first}, the "
+            f"policy's has {ours.get(first)!r}; need one tokenizer, or their logprobs speak of "
+            "different texts; use a reference of the policy's family",
         )
 
 

@@ -18,6 +18,9 @@ from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 
 
+TURNS_WITHOUT_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     directory = train_tokenizer(
@@ -88,3 +91,12 @@ def test_a_model_from_scratch_needs_a_dataset_with_a_tokenizer(tmp_path: Path) -
 def test_a_pretrained_model_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model directory: no config.json"):
         initial_source(ModelConfig(path=str(tmp_path)), tmp_path, tmp_path, 0, tmp_path)
+
+
+def test_a_model_without_an_end_of_answers_is_refused(source: Path, tmp_path: Path) -> None:
+    (source / "config.json").write_text("{}", encoding="utf-8")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config.pop("eos_token", None)
+    (source / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model\.path: .*names no token that ends an answer"):
+        write_hf_files(source, tmp_path / "hf", TURNS_WITHOUT_END)

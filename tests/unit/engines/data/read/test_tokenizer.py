@@ -9,7 +9,7 @@ from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import render_prompts, render_sft
 from engines.data.read.rows import Message
-from engines.data.read.tokenizer import DirectoryTokenizer, template_source
+from engines.data.read.tokenizer import DirectoryTokenizer, check_same_tokens, template_source
 from infra.errors import ConfigError
 
 TEXTS = ["12+34=640", "The quick brown fox\n\njumps  over 1,234 dogs. ", "\u00fc\u4e2d\U0001f600"]
@@ -93,3 +93,18 @@ def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
             dicts[:1], tokenize=True, add_generation_prompt=True, return_dict=False
         )
         assert list(render_prompts(ours, [chat[:1]])[0]) == opened
+
+
+def test_a_reference_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    ours = train_tokenizer(TokenizerConfig(), ["0123"], tmp_path / "a", max_length=32)
+    same = train_tokenizer(TokenizerConfig(), ["3210"], tmp_path / "b", max_length=32)
+    other = train_tokenizer(TokenizerConfig(), ["012+"], tmp_path / "c", max_length=32)
+    check_same_tokens(ours, ours)
+    check_same_tokens(ours, same)
+    tokens = [DirectoryTokenizer.load(each).tokens for each in (ours, other)]
+    first = next(i for i in sorted(tokens[0]) if tokens[0][i] != tokens[1].get(i))
+    with pytest.raises(ConfigError) as caught:
+        check_same_tokens(ours, other)
+    assert f"has {tokens[1][first]!r} at id {first}, the policy's has" in str(caught.value)
+    (other / "tokenizer.json").unlink()
+    check_same_tokens(ours, other)
