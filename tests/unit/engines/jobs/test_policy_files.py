@@ -17,7 +17,6 @@ from engines.jobs.policy_files import (
 from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 
-
 TURNS_WITHOUT_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
