@@ -33,13 +33,14 @@ from engines.config.stages import (
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
+from flows.recipe.target import TargetConfig
 from flows.recipe.validation import check_recipe
 from infra import env
 from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
-NOT_IDENTITY = {"location", "progress_deadlines_s"}
+NOT_IDENTITY = {"location", "progress_deadlines_s", "target"}
 """Sections that change no stage."""
 
 
@@ -104,6 +105,8 @@ class Recipe(StrictModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     merge: MergeConfig = MergeConfig()
     promote: PromoteConfig = PromoteConfig()
+    target: TargetConfig | None = None
+    """What a recipe in a published size has to reach; null: nothing was published for it."""
     hardware: HardwareConfig = HardwareConfig()
     progress_deadlines_s: ProgressDeadlines = ProgressDeadlines()
     location: LocationConfig = LocationConfig()
