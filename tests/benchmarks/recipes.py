@@ -44,7 +44,7 @@ class Result:
         recipe: its name.
         seed: of the run.
         commit: of this project, with `+` where files had changed.
-        wall_s: of the whole command.
+        wall_s: of the whole command, and of the stages that it reused when they were run.
         reused: labels of stages that another run had finished.
         before: verdict of each problem, of the start.
         after: of the end.
@@ -170,7 +170,7 @@ def result_of(home: Path, report: dict, name: str, commit: str, wall_s: float) -
         report: `report.json` of the run.
         name: of the recipe.
         commit: that it ran at.
-        wall_s: what it took.
+        wall_s: what the command took.
 
     Returns:
         The result.
@@ -182,12 +182,13 @@ def result_of(home: Path, report: dict, name: str, commit: str, wall_s: float) -
     start, end = (evaluation_rows(home, digests[label]) for label in ("evaluate_sft", "evaluate"))
     if [row[:2] for row in start] != [row[:2] for row in end]:
         raise ValueError(f"{name}: start and end were evaluated on different problems")
+    reused = [stage for stage in report["stages"] if stage["reused"]]
     return Result(
         recipe=name,
         seed=report["seed"],
         commit=commit,
-        wall_s=round(wall_s, 1),
-        reused=tuple(stage["name"] for stage in report["stages"] if stage["reused"]),
+        wall_s=round(wall_s + sum(stage["seconds"] for stage in reused), 1),
+        reused=tuple(stage["name"] for stage in reused),
         before=tuple(row[2] for row in start),
         after=tuple(row[2] for row in end),
     )

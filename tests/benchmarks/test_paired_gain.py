@@ -86,9 +86,9 @@ def write_evaluation(home: Path, digest: str, right: list[bool], first: int = 0)
 REPORT = {
     "seed": 3,
     "stages": [
-        {"name": "sft", "digest": "s", "reused": True},
-        {"name": "evaluate_sft", "digest": "a", "reused": True},
-        {"name": "evaluate", "digest": "b", "reused": False},
+        {"name": "sft", "digest": "s", "reused": True, "seconds": 20.0},
+        {"name": "evaluate_sft", "digest": "a", "reused": True, "seconds": 2.0},
+        {"name": "evaluate", "digest": "b", "reused": False, "seconds": 4.0},
     ],
 }
 
@@ -99,6 +99,7 @@ def test_a_result_pairs_start_and_end_and_is_found_again(tmp_path: Path) -> None
     result = recipes.result_of(tmp_path, REPORT, "grpo", "abc", 12.5)
     assert (result.before, result.after) == ((True, False, False), (True, True, False))
     assert result.reused == ("sft", "evaluate_sft")
+    assert result.wall_s == 12.5 + 20.0 + 2.0
     assert recipes.kept_result(tmp_path, "grpo", 3) is None
     path = recipes.result_path(tmp_path, "grpo", 3)
     path.parent.mkdir()
