@@ -20,7 +20,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-vllm rollout-matrix races contracts contracts-rollout lint format types bench lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -107,6 +107,9 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## ours and the peer in one run, as ratios
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+recipes: $(STAMP)  ## every CPU recipe with three seeds against its start; hours, goes on where it stopped
+	$(BIN)/python tests/benchmarks/recipes.py $(ARGS)
 
 lock:  ## resolve pyproject.toml anew and rewrite the lock
 	$(PYTHON) -m venv .venv-lock

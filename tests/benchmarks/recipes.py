@@ -1,0 +1,263 @@
+"""Do the CPU recipes improve their start? `python tests/benchmarks/recipes.py [names]`.
+
+Each run is `rlhf run <recipe> --seed <seed>` in one home, so that what recipes share is computed
+once. The start is the policy after SFT, the end is the merged model, both greedy on the same
+held-out problems. A finished run is kept as JSON below `<home>/results`, by the name of the run:
+the next call goes on where this one stopped, and a changed recipe is run again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from measure import machine
+from paired_gain import CONFIDENCE, NUM_DRAWS, PairedVerdicts, paired_gain
+
+from flows.recipe.recipe import load_recipe
+from infra import env
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = (
+    "ppo", "grpo", "dr_grpo", "dapo", "vapo", "gspo", "rloo", "reinforce_plus_plus", "remax",
+    "pf_ppo", "lora_grpo",
+)  # fmt: skip
+MAX_WALL_S = 240.0
+"""What a recipe may take on two otherwise idle cores."""
+DEADLINE_S = 3600.0
+HEADINGS = (
+    "recipe", "seeds", "problems", "start", "end", f"gain ({CONFIDENCE:.0%} interval)",
+    "worse seeds", "longest run, s", "commit", "holds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run.
+
+    Attributes:
+        recipe: its name.
+        seed: of the run.
+        commit: of this project, with `+` where files had changed.
+        wall_s: of the whole command, and of the stages that it reused when they were run.
+        reused: labels of stages that another run had finished.
+        before: verdict of each problem, of the start.
+        after: of the end.
+    """
+
+    recipe: str
+    seed: int
+    commit: str
+    wall_s: float
+    reused: tuple[str, ...]
+    before: tuple[bool, ...]
+    after: tuple[bool, ...]
+
+    @property
+    def verdicts(self) -> PairedVerdicts:
+        """As the statistics take them."""
+        return PairedVerdicts(self.before, self.after)
+
+
+def main() -> int:
+    """Run what is missing and print the table; 1 if a recipe does not hold what it must."""
+    parser = argparse.ArgumentParser(
+        description="Run the CPU recipes and compare with their start."
+    )
+    parser.add_argument("names", nargs="*", metavar="recipe", help=", ".join(RECIPES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--home", type=Path, default=ROOT / ".rlhf" / "recipes")
+    parser.add_argument("--set", action="append", default=[], metavar="key=value", dest="changes")
+    parser.add_argument("--only-table", action="store_true", help="run nothing")
+    chosen = parser.parse_args()
+    unknown = [name for name in chosen.names if name not in RECIPES]
+    if unknown:
+        parser.error(f"got {unknown[0]!r}; need some of {', '.join(RECIPES)}")
+    home = chosen.home.resolve()
+    print(machine(), flush=True)
+    rows, complete = [], True
+    for name in chosen.names or RECIPES:
+        results = []
+        for seed in chosen.seeds:
+            result = kept_result(home, name, seed, chosen.changes)
+            if result is None and not chosen.only_table:
+                result = run_recipe(home, name, seed, chosen.changes)
+            if result is not None:
+                results.append(result)
+                print(line_of(result), flush=True)
+        complete &= len(results) == len(chosen.seeds)
+        if results:
+            rows.append(row_of(results))
+    print("\n" + table_of(rows))
+    return int(not complete or any(row[-1] != "yes" for row in rows))
+
+
+def result_path(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -> Path:
+    """Where a result is kept; the run's name has a digest of the recipe with its changes."""
+    return home / "results" / f"{load_recipe(name, changes, seed=seed).run_name}.json"
+
+
+def kept_result(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -> Result | None:
+    """The result of an earlier call; None where the recipe, as it is now, was not run."""
+    path = result_path(home, name, seed, changes)
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    lists = {key: tuple(values[key]) for key in ("reused", "before", "after")}
+    return Result(**{**values, **lists})
+
+
+def run_recipe(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -> Result:
+    """Run one recipe to its end and keep the result.
+
+    Args:
+        home: where runs and results are kept.
+        name: of a recipe that ships.
+        seed: of the run.
+        changes: `key=value`, of the recipe.
+
+    Returns:
+        The result.
+
+    Raises:
+        RuntimeError: the run did not reach its end; names its log.
+    """
+    path = result_path(home, name, seed, changes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    started, commit = time.time(), commit_now()
+    before = time.monotonic()
+    log = path.with_suffix(".log")
+    command = ["run", name, "--seed", str(seed)]
+    command += [word for change in changes for word in ("--set", change)]
+    with log.open("wb") as file:
+        subprocess.run(
+            [sys.executable, "-m", "flows.commands.cli", *command],
+            cwd=ROOT,
+            env=env.child_environment(RLHF_HOME=str(home)),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=DEADLINE_S,
+            check=False,  # a model below its gate is a result, too
+        )
+    wall_s = time.monotonic() - before
+    report = report_since(home, load_recipe(name).name, seed, started)
+    if report is None:
+        raise RuntimeError(f"{name}, seed {seed}: no report; see {log}")
+    result = result_of(home, report, name, commit, wall_s)
+    path.write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+    return result
+
+
+def report_since(home: Path, name: str, seed: int, started: float) -> dict | None:
+    """The newest report of a recipe and seed that was written after a time (`time.time`)."""
+    paths = list((home / "runs").glob(f"{name}-seed{seed}-*/report.json"))
+    newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or newest.stat().st_mtime < started:
+        return None
+    return json.loads(newest.read_text(encoding="utf-8"))
+
+
+def result_of(home: Path, report: dict, name: str, commit: str, wall_s: float) -> Result:
+    """Compare the start and the end of a run, problem by problem.
+
+    Args:
+        home: of the run.
+        report: `report.json` of the run.
+        name: of the recipe.
+        commit: that it ran at.
+        wall_s: what the command took.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: start and end were not evaluated on the same problems.
+    """
+    digests = {stage["name"]: stage["digest"] for stage in report["stages"]}
+    start, end = (evaluation_rows(home, digests[label]) for label in ("evaluate_sft", "evaluate"))
+    if [row[:2] for row in start] != [row[:2] for row in end]:
+        raise ValueError(f"{name}: start and end were evaluated on different problems")
+    reused = [stage for stage in report["stages"] if stage["reused"]]
+    return Result(
+        recipe=name,
+        seed=report["seed"],
+        commit=commit,
+        wall_s=round(wall_s + sum(stage["seconds"] for stage in reused), 1),
+        reused=tuple(stage["name"] for stage in reused),
+        before=tuple(row[2] for row in start),
+        after=tuple(row[2] for row in end),
+    )
+
+
+def evaluation_rows(home: Path, digest: str) -> list[tuple[int, str, bool]]:
+    """Number, prompt and greedy verdict of every problem of an evaluation."""
+    path = home / "store" / "artifacts" / "evaluation" / digest / "rows.parquet"
+    rows = pq.read_table(path, columns=["index", "prompt", "greedy"]).to_pylist()
+    return [(row["index"], row["prompt"], row["greedy"]["correct"]) for row in rows]
+
+
+def commit_now() -> str:
+    """Short hash of the commit that is checked out, with `+` where tracked files have changed."""
+    options = ("describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=7")
+    found = subprocess.run(["git", *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return found.stdout.strip() or "unknown"
+
+
+def line_of(result: Result) -> str:
+    """One run in words."""
+    verdicts = result.verdicts
+    num_lost, _, num_won = verdicts.num_changes
+    return (
+        f"{result.recipe}, seed {result.seed}: {verdicts.accuracy_before:.1%} -> "
+        f"{verdicts.accuracy_after:.1%} ({num_won} won, {num_lost} lost) in {result.wall_s:.0f} s"
+        f"{', reused ' + ', '.join(result.reused) if result.reused else ''}"
+    )
+
+
+def row_of(results: Sequence[Result]) -> tuple[str, ...]:
+    """The table's row of one recipe, over its seeds."""
+    seeds = [result.verdicts for result in results]
+    gain, longest_s = paired_gain(seeds), max(result.wall_s for result in results)
+    share = [sum(values) / len(values) for values in zip(*map(accuracies, seeds), strict=True)]
+    return (
+        results[0].recipe,
+        ", ".join(str(result.seed) for result in results),
+        str(sum(len(each.before) for each in seeds)),
+        f"{share[0]:.1%}",
+        f"{share[1]:.1%}",
+        f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+        str(gain.num_worse_seeds),
+        f"{longest_s:.0f}",
+        ", ".join(sorted({result.commit for result in results})),
+        verdict_of(gain.holds, longest_s),
+    )
+
+
+def accuracies(seed: PairedVerdicts) -> tuple[float, float]:
+    """Of the start and of the end."""
+    return seed.accuracy_before, seed.accuracy_after
+
+
+def verdict_of(gains: bool, longest_s: float) -> str:
+    """Whether a recipe holds what it must, or what it lacks."""
+    lacks = [
+        *([] if gains else ["no gain"]),
+        *([] if longest_s <= MAX_WALL_S else [f"above {MAX_WALL_S:.0f} s"]),
+    ]
+    return ", ".join(lacks) or "yes"
+
+
+def table_of(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; shares in percent, gains in percentage points."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+    note = f"Percentile bootstrap of paired verdicts, {NUM_DRAWS:,} draws."
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
