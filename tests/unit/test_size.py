@@ -17,11 +17,10 @@ before any engine; 100 with environments of replicas, which are compared with th
 and rollout engines in `rlhf engines`; 100 with engines that sleep on the ranks' devices; 200 with
 adapters that are sent alone and engines whose workers share a model; 900 with ten advantage
 estimators and eleven policy losses, each a function and a row, and the columns that they read; 200
-with models as roles: a critic, its loss and its files, and updates that are left out by name; 10 with what a
-recipe has to reach.
-What is
-added is paid for by what it replaces or makes needless. A part of a new kind may raise it, in a
-commit that says by how much and why."""
+with models as roles: a critic, its loss and its files, and updates that are left out by name; 10
+with what a recipe has to reach.
+What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
+in a commit that says by how much and why."""
 
 
 def test_the_project_stays_as_small_as_it_is() -> None:
