@@ -32,8 +32,6 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
@@ -94,6 +92,7 @@ def outputs_of(model: torch.nn.Module, batch: TokenBatch) -> ModelOutputs:
     return ModelOutputs(torch.cat(logprobs), torch.cat(entropies))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_loss_has_the_gradient_of_plain_transformers(
     layout: str,
@@ -123,6 +122,7 @@ def test_every_loss_has_the_gradient_of_plain_transformers(
     assert max(errors.values()) <= TOLERANCE, errors
 
 
+@pytest.mark.stacks
 def test_many_micro_batches_in_bfloat16_cost_no_accuracy(
     program: ModuleType, models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
