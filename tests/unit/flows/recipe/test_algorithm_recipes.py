@@ -27,7 +27,6 @@ PUBLISHED = (
 KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
 """What a preflight would have found; a plan needs no device of that kind."""
 
-PPO_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 DAPO_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # arXiv:1707.06347, arXiv:1506.02438: a critic, and no group.
@@ -55,7 +54,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "use_kl_loss": False,
         "filter_groups.enable": True,
         "overlong.enable": True,
-        "overlong.penalty_factor": 1.0,
         **DAPO_CLIP,
     },
     # arXiv:2504.05118 sec. 4.
@@ -126,6 +124,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         "rl.mini_batch_size_prompts": 32,
         "rl.sampling.max_new_tokens": 20480,
         "rl.algorithm.overlong.buffer_length": 4096,
+        "rl.algorithm.overlong.penalty_factor": 0.5,  # of scores 0 and 1; 1.0 of -1 and 1
         "target.value": 0.50,
     },
     # arXiv:2504.05118 sec. 4 and 5.
