@@ -136,6 +136,23 @@ REWARDS = PluginTable(
             # A power tower in an answer must end in MemoryError, not take the machine down.
             memory_limit_bytes=4 * 2**30,
         ),
+        RewardRow(
+            name="gsm8k",
+            target="engines.rewards.answers.gsm8k:compute_score",
+            options="engines.rewards.options:Gsm8kOptions",
+            in_process=True,
+        ),
+        RewardRow(
+            name="math_boxed",
+            target="engines.rewards.answers.math_boxed:compute_score",
+            in_process=True,
+        ),
+        RewardRow(
+            name="math_dapo",
+            target="engines.rewards.answers.math_dapo:compute_score",
+            options="engines.rewards.options:MathDapoOptions",
+            in_process=True,
+        ),
     ],
     RewardRow,
     other_forms=("path/to/file.py:name",),

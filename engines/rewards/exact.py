@@ -7,6 +7,8 @@ the caller's process.
 from collections.abc import Mapping
 from typing import Any
 
+from engines.rewards.answers.extraction import truth_text
+
 
 def compute_score(
     data_source: str,
@@ -37,7 +39,7 @@ def compute_score(
     answer = solution_str.rpartition(delimiter)[2] if delimiter else solution_str
     accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [_text(truth) for truth in accepted]
-    if not texts or not all(texts):
+    if not texts:
         raise ValueError("the ground truth is empty")
     given = " ".join(answer.split())
     if ignore_case:
@@ -46,6 +48,4 @@ def compute_score(
 
 
 def _text(truth: object) -> str:
-    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
-        raise ValueError(f"the ground truth is a {type(truth).__name__}; need text or a number")
-    return " ".join(str(truth).split())
+    return " ".join(truth_text(truth).split())

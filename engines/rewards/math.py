@@ -14,6 +14,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from engines.rewards.answers.extraction import EXTRACTIONS, Extraction, truth_text
+
 # It warns once per process that its time limits are off, which is what we want.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -24,6 +26,7 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
     *,
+    extraction: Extraction = "any",
     num_decimals: int = 6,
 ) -> float:
     """Compare the completion's final answer with the ground truth.
@@ -33,6 +36,8 @@ def compute_score(
         solution_str: the completion; without an answer that can be parsed it earns 0.
         ground_truth: LaTeX or a plain expression, with or without `\\boxed{}`.
         extra_info: not used.
+        extraction: where the answer stands: in a box, behind `####`, behind `Answer:`, the last
+            number; `any` takes a box before anything else that can be parsed.
         num_decimals: decimals to which two floating-point numbers must agree.
 
     Returns:
@@ -43,7 +48,7 @@ def compute_score(
         Exception: what a comparison raised, when no other comparison found the answer right.
     """
     truths = _parse_ground_truth(ground_truth)
-    answers = parse(solution_str, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answers = _answers(solution_str, extraction)
     failure: Exception | None = None
     for truth, answer in product(truths, answers):
         try:
@@ -64,13 +69,28 @@ def compute_score(
     return 0.0
 
 
+def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
+    """What the completion answers, parsed; empty where there is nothing."""
+    if extraction == "any":
+        return _parse(solution_str)
+    found = EXTRACTIONS[extraction](solution_str)
+    return _parse_answer(found.strip()) if found and found.strip() else []
+
+
 def _parse_ground_truth(ground_truth: object) -> list[Any]:
-    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
-        raise ValueError(f"the ground truth is a {type(ground_truth).__name__}; need text")
-    text = str(ground_truth).strip()
-    boxed = text if "\\boxed" in text or not text else f"\\boxed{{{text}}}"
-    for form in dict.fromkeys((boxed, text)):
-        parsed = parse(form, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        if parsed:
-            return list(parsed)
-    raise ValueError(f"the ground truth {text[:80]!r} cannot be parsed")
+    text = truth_text(ground_truth)
+    parsed = _parse_answer(text)
+    if not parsed:
+        raise ValueError(f"the ground truth {text[:80]!r} cannot be parsed")
+    return parsed
+
+
+def _parse_answer(text: str) -> list[Any]:
+    """Parse a text that is nothing but an answer."""
+    boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
+    forms = dict.fromkeys((boxed, text))
+    return next((parsed for parsed in map(_parse, forms) if parsed), [])
+
+
+def _parse(text: str) -> list[Any]:
+    return list(parse(text, parsing_timeout=None))  # pyright: ignore[reportArgumentType]

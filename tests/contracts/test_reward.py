@@ -27,6 +27,12 @@ DEFAULT_CASES: list[dict[str, Any]] = [
     {"right": "42", "wrong": "41", "ground_truth": "42"},
     {"right": "7", "wrong": "no idea", "ground_truth": "7"},
 ]
+OWN_CASES: dict[str, list[dict[str, Any]]] = {
+    "gsm8k": [{"right": "#### 42", "wrong": "#### 41", "ground_truth": "42"}],
+    "math_boxed": [{"right": "\\boxed{42}", "wrong": "\\boxed{41}", "ground_truth": "42"}],
+    "math_dapo": [{"right": "Answer: 42", "wrong": "42", "ground_truth": "42"}],
+}
+"""Of this project's rewards that a bare number does not please."""
 ODD_COMPLETIONS = [
     "", " \n\t", "\x00", "\\boxed{", "}" * 50, "$" * 50, "(" * 200, "\u4e2d\U0001f600 \u202e abc",
     "9" * 400, "-inf", "nan", "{'score': 1}", "word " * 2000,
@@ -48,10 +54,10 @@ def scorer(reward: str) -> Iterator[RewardScorer]:
 
 
 @pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def cases(request: pytest.FixtureRequest, reward: str) -> list[dict[str, Any]]:
     path = request.config.getoption("--reward-cases", default=None)
     if path is None:
-        return DEFAULT_CASES
+        return OWN_CASES.get(reward, DEFAULT_CASES)
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 

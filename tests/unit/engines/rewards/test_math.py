@@ -2,6 +2,7 @@
 
 import pytest
 
+from engines.rewards.answers.extraction import Extraction
 from engines.rewards.math import compute_score
 
 RIGHT = [
@@ -42,3 +43,25 @@ def test_wrong_and_unreadable_answers_earn_zero(solution: str, truth: str) -> No
 def test_an_unreadable_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
     with pytest.raises(ValueError, match="ground truth"):
         compute_score("d", "\\boxed{4}", truth)
+
+
+@pytest.mark.parametrize(
+    ("extraction", "solution", "score"),
+    [
+        ("boxed", "18, no: \\boxed{17}", 0.0),
+        ("boxed", "\\boxed{\\frac{36}{2}} and 17", 1.0),
+        ("boxed", "18", 0.0),
+        ("boxed", "\\boxed{}", 0.0),
+        ("hash", "\\boxed{17}\n#### 18.0", 1.0),
+        ("hash", "18", 0.0),
+        ("answer", "17\nAnswer: $\\frac{36}{2}$\n17", 1.0),
+        ("answer", "\\boxed{18}", 0.0),
+        ("last_number", "17 and then 18.", 1.0),
+        ("last_number", "18 and then 17", 0.0),
+        ("any", "17, no: \\boxed{18}", 1.0),
+    ],
+)
+def test_an_answer_counts_where_it_is_asked_for(
+    extraction: Extraction, solution: str, score: float
+) -> None:
+    assert compute_score("d", solution, "18", extraction=extraction) == score

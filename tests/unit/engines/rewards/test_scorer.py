@@ -50,7 +50,7 @@ def test_math_separates_wrong_answers_from_broken_rows() -> None:
     with RewardScorer(config) as scorer:
         results = scorer.score(requests)
     assert [r.value for r in results if isinstance(r, Score)] == [1.0, 0.0, 1.0]
-    assert results[2] == Unscored("raised ValueError: the ground truth '' cannot be parsed")
+    assert results[2] == Unscored("raised ValueError: the ground truth is empty")
     assert isinstance(results[4], Unscored)
 
 

@@ -1,0 +1,60 @@
+"""Reward `gsm8k`: verl's rule for `openai/gsm8k`, the number as text.
+
+Promises: the scores that users of verl know, their strictness included: `#### 5.` is not 5.
+Does not promise: to see equal numbers in other spellings; reward `math` does.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from engines.rewards.answers.extraction import truth_text
+
+_NUM_CHARACTERS = 300
+"""The answer is looked for in the last ones only."""
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[0-9.,]+")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, float]:
+    """Compare the last number with the ground truth.
+
+    Args:
+        data_source: not used.
+        solution_str: the completion.
+        ground_truth: a number, in text or not.
+        extra_info: not used.
+        method: `strict` takes the last number behind `#### ` without its commas, `flexible` the
+            last number as it stands.
+        format_score: of a wrong number.
+        score: of the right one.
+
+    Returns:
+        The score, 0 without a number; `acc` says whether it is right.
+
+    Raises:
+        ValueError: the ground truth is empty or of another type.
+    """
+    del data_source, extra_info
+    truth = truth_text(ground_truth)
+    answer = _answer(solution_str[-_NUM_CHARACTERS:], method)
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0}
+    right = answer == truth
+    return {"score": score if right else format_score, "acc": float(right)}
+
+
+def _answer(text: str, method: str) -> str | None:
+    if method == "strict":
+        found = _STRICT.findall(text)
+        return found[-1].replace(",", "") if found else None
+    return next((each for each in reversed(_FLEXIBLE.findall(text)) if each != "."), None)

@@ -1,0 +1,31 @@
+"""DAPO's rule: `Answer:`, 1 or -1."""
+
+import pytest
+
+from engines.rewards.answers.math_dapo import compute_score
+
+RIGHT = {"score": 1.0, "acc": 1.0}
+WRONG = {"score": -1.0, "acc": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "score"),
+    [
+        ("Answer: 34", "34", RIGHT),
+        ("answer : $34$", 34, RIGHT),
+        ("Answer: x = 1,034", "1034", RIGHT),
+        ("Answer: 33\nAnswer: 34", "34", RIGHT),
+        (r"\boxed{34}", "34", WRONG),
+        ("Answer: 34" + "\n" * 300, "34", WRONG),
+        ("Answer: [INVALID]", "34", WRONG),
+        ("", "34", WRONG),
+    ],
+)
+def test_scores(solution: str, truth: object, score: dict[str, float]) -> None:
+    assert compute_score("d", solution, truth) == score
+
+
+def test_a_strict_box_is_compared_as_text() -> None:
+    assert compute_score("d", r"\boxed{34}", "34", strict_box_verify=True) == RIGHT
+    assert compute_score("d", r"\boxed{34.0}", "34", strict_box_verify=True) == WRONG
+    assert compute_score("d", r"\boxed{34}" + "x" * 100, "34", strict_box_verify=True) == WRONG
