@@ -124,8 +124,8 @@ class RewardConfig(StrictModel):
     """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
     function: str = "exact"
-    """A registered name (`exact`, `math`) or `path/to/file.py:name`; without a name: the file's
-    `compute_score`.
+    """A registered name (`exact`, `math`, ...) or `path/to/file.py:name`; without a name: the
+    file's `compute_score`.
 
     A file counts with the modules beside it that it imports, and runs from a copy in the store.
     Data files that it opens are not copied: give their absolute paths in `kwargs`.

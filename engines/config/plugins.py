@@ -137,6 +137,17 @@ REWARDS = PluginTable(
             memory_limit_bytes=4 * 2**30,
         ),
         RewardRow(
+            name="format",
+            target="engines.rewards.format:compute_score",
+            options="engines.rewards.options:FormatOptions",
+        ),
+        RewardRow(
+            name="length",
+            target="engines.rewards.length:score",
+            options="engines.rewards.options:LengthOptions",
+            in_process=True,
+        ),
+        RewardRow(
             name="gsm8k",
             target="engines.rewards.answers.gsm8k:compute_score",
             options="engines.rewards.options:Gsm8kOptions",

@@ -27,7 +27,7 @@ from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.errors import RewardError
-from engines.rewards.base import ScoreRequest, Unscored
+from engines.rewards.base import SampledTokens, ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
@@ -240,6 +240,8 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
         solution_str=truth if isinstance(truth, str) else json.dumps(truth),
         ground_truth=truth,
         extra_info=row.extra_info if row else {},
+        # Its text was not sampled; a reward that reads tokens sees one of each.
+        tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
     )
     alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
     try:

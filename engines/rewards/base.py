@@ -5,9 +5,10 @@ A reward function is called with keywords, and may be `async`:
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
         -> float | {"score": float, ...}
 
-Other numbers of a returned mapping are reported next to the score. A sample without a usable
-score is `Unscored`, which is not a score of 0: a wrong answer is the model's fault and earns 0, a
-broken reward, a missed deadline or an unreadable ground truth is not and must not train it.
+`engines.rewards.forms` has the other forms. Other numbers of a returned mapping are reported next
+to the score. A sample without a usable score is `Unscored`, which is not a score of 0: a wrong
+answer is the model's fault and earns 0, a broken reward, a missed deadline or an unreadable ground
+truth is not and must not train it.
 """
 
 import math
@@ -21,6 +22,25 @@ _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
+class SampledTokens:
+    """What the policy sampled, token by token; T tokens.
+
+    Attributes:
+        prompt_ids: of the prompt.
+        token_ids: (T,) the completion; the token that ended it is the last one.
+        logprobs: (T,) of each of them under the sampling distribution, in nats.
+        finish_reason: `stop` or `length`.
+        num_turns: answers of the policy in this sample.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    num_turns: int = 1
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """One completion to judge.
 
@@ -29,12 +49,14 @@ class ScoreRequest:
         solution_str: the completion's text, without special tokens.
         ground_truth: of the row; any JSON value.
         extra_info: of the row; a JSON object.
+        tokens: of the completion; None for a text that was not sampled.
     """
 
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tokens: SampledTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """`rl.reward.kwargs` of this project's rewards: the arguments that they take. No torch."""
 
+import re
 from typing import Literal
+
+from pydantic import Field, model_validator
 
 from engines.config.base import StrictModel
 
@@ -40,3 +43,42 @@ class MathDapoOptions(StrictModel):
 
     strict_box_verify: bool = False
     """The answer is what the last box holds, and has to be the same text."""
+
+
+class FormatOptions(StrictModel):
+    """Of `format`."""
+
+    tags: tuple[str, ...] = ("think", "answer")
+    """`<tag>text</tag>` of each, in this order, with white space alone around them."""
+    pattern: str | None = None
+    """A regular expression that the whole completion has to match, in the place of the tags."""
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> "FormatOptions":
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"pattern: got {self.pattern!r}; need a regular expression ({error}); repair it"
+            ) from None
+        return self
+
+
+class LengthOptions(StrictModel):
+    """Of `length`."""
+
+    max_tokens: int = Field(ge=1)
+    """From here on a completion earns 0."""
+    free_tokens: int = Field(default=0, ge=0)
+    """Up to here it earns 1."""
+    shape: Literal["linear", "cosine"] = "linear"
+    """How it falls between them."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "LengthOptions":
+        if self.free_tokens >= self.max_tokens:
+            raise ValueError(
+                f"free_tokens: got {self.free_tokens}; need less than max_tokens "
+                f"{self.max_tokens}; lower it"
+            )
+        return self

@@ -19,6 +19,7 @@ from typing import Any
 
 from engines.rewards import worker
 from engines.rewards.base import Score, ScoreRequest, Unscored
+from engines.rewards.forms import Form
 from infra.redact import environment_of_user_code
 
 _START_DEADLINE_S = 120.0
@@ -74,6 +75,7 @@ class ScoringProcess:
         self.index: int | None = None
         self._outgoing = memoryview(b"")
         self._incoming = b""
+        self._form: Form = "text"
         self._ended = False
         self._broken: str | None = None
         self._results: list[tuple[int, Score | Unscored]] = []
@@ -89,14 +91,7 @@ class ScoringProcess:
         """Hand over a request; it must be idle. `index` comes back with the result."""
         self.index = index
         self._deadline = time.monotonic() + self._timeout_s
-        self._send(
-            {
-                "data_source": request.data_source,
-                "solution_str": request.solution_str,
-                "ground_truth": request.ground_truth,
-                "extra_info": dict(request.extra_info),
-            }
-        )
+        self._send(worker.message_of(request, self._form))
 
     def seconds_left(self) -> float:
         """Until the deadline of what it is doing; infinite while idle."""
@@ -184,6 +179,7 @@ class ScoringProcess:
             self._broken = reply["failed"]
         elif "ready" in reply:
             self.was_ready = True
+            self._form = reply["form"]
         elif self.index is not None:
             unscored = reply.get("unscored")
             result = Score(reply["score"], reply["extras"]) if unscored is None else None

@@ -11,7 +11,8 @@ from typing import Self
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
-from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe, interpret
+from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe
+from engines.rewards.forms import Form, arguments, form_of, result
 from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
 from engines.rewards.resolve import load, resolve
@@ -33,9 +34,11 @@ class RewardScorer:
         self._config = config
         function = resolve(config)
         self._function: ComputeScore | None = None
+        self._form: Form = "text"
         self._pool: ScoringPool | None = None
         if function.in_process:
             self._function = load(function.target)
+            self._form = form_of(self._function)
         else:
             setup = WorkerSetup(
                 function.target, config.kwargs, config.timeout_s,
@@ -77,15 +80,8 @@ class RewardScorer:
     def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
         assert self._function is not None  # noqa: S101 - no pool means a function
         try:
-            return interpret(
-                self._function(
-                    data_source=sample.data_source,
-                    solution_str=sample.solution_str,
-                    ground_truth=sample.ground_truth,
-                    extra_info=sample.extra_info,
-                    **self._config.kwargs,
-                )
-            )
+            given = arguments(self._form, sample)
+            return result(self._form, self._function(**given, **self._config.kwargs))
         except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
             return Unscored(describe(error))
 

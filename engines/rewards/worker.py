@@ -14,9 +14,11 @@ import json
 import os
 import resource
 import sys
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
-from engines.rewards.base import ComputeScore, ScoreRequest, Unscored, describe, interpret
+from engines.rewards.base import ComputeScore, SampledTokens, ScoreRequest, Unscored, describe
+from engines.rewards.forms import Form, arguments, form_of, result
 from engines.rewards.resolve import load
 
 GRACE_S = 2.0
@@ -32,14 +34,15 @@ def main() -> int:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         function = load(setup["target"])
-        _check_arguments(function, setup["kwargs"])
+        form = form_of(function)
+        _check_arguments(function, form, setup["kwargs"])
     except BaseException as error:  # noqa: BLE001 - process boundary: reported to the parent
         _reply(replies, {"failed": describe(error)})
         return 1
-    _reply(replies, {"ready": True})
+    _reply(replies, {"ready": True, "form": form})
     for line in requests:
         faulthandler.dump_traceback_later(setup["timeout_s"] + GRACE_S, exit=True)
-        reply = _score(function, json.loads(line), setup["kwargs"])
+        reply = _score(function, form, _request_of(json.loads(line)), setup["kwargs"])
         faulthandler.cancel_dump_traceback_later()
         _reply(replies, reply)
     return 0
@@ -55,9 +58,39 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _check_arguments(function: ComputeScore, kwargs: dict[str, Any]) -> None:
+def message_of(request: ScoreRequest, form: Form) -> dict[str, Any]:
+    """A request as it travels to a function of a form: ids and logprobs only where they are read.
+
+    Args:
+        request: what is to be judged.
+        form: of the function, as its process said.
+
+    Returns:
+        Plain JSON values.
+    """
+    message = {name: getattr(request, name) for name in ScoreRequest.__dataclass_fields__}
+    tokens = request.tokens
+    if tokens is not None and form != "sample":
+        tokens = SampledTokens((), (), (), tokens.finish_reason, tokens.num_turns)
+    return {
+        **message,
+        "extra_info": dict(request.extra_info),
+        "tokens": asdict(tokens) if tokens else None,
+    }
+
+
+def _request_of(message: dict[str, Any]) -> ScoreRequest:
+    tokens = message["tokens"]
+    if tokens is None:
+        return ScoreRequest(**message)
+    lists = {name: tuple(tokens[name]) for name in ("prompt_ids", "token_ids", "logprobs")}
+    return ScoreRequest(**{**message, "tokens": SampledTokens(**{**tokens, **lists})})
+
+
+def _check_arguments(function: ComputeScore, form: Form, kwargs: dict[str, Any]) -> None:
     """Refuse a function that no sample can be given to, before there is one: `TypeError`."""
-    named = dict.fromkeys(ScoreRequest.__dataclass_fields__)
+    some = ScoreRequest("", "", "", tokens=SampledTokens((), (), (), "stop"))
+    named = arguments(form, some)
     try:
         with contextlib.suppress(ValueError):  # a builtin may hide its signature
             inspect.signature(function).bind(**named, **kwargs)
@@ -66,18 +99,18 @@ def _check_arguments(function: ComputeScore, kwargs: dict[str, Any]) -> None:
 
 
 def _score(
-    function: ComputeScore, request: dict[str, Any], kwargs: dict[str, Any]
+    function: ComputeScore, form: Form, request: ScoreRequest, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        returned = function(**request, **kwargs)
+        returned = function(**arguments(form, request), **kwargs)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait_for(returned))
-        result = interpret(returned)
+        found = result(form, returned)
     except BaseException as error:  # noqa: BLE001 - process boundary: one sample, reported
         return {"unscored": describe(error)}
-    if isinstance(result, Unscored):
-        return {"unscored": result.reason}
-    return {"score": result.value, "extras": dict(result.extras)}
+    if isinstance(found, Unscored):
+        return {"unscored": found.reason}
+    return {"score": found.value, "extras": dict(found.extras)}
 
 
 async def _wait_for(awaitable: Any) -> Any:

@@ -12,17 +12,17 @@ from engines.algorithms.overlong import overlong_penalty
 from engines.config.algorithm import OverlongConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.rewards.base import Score, ScoreRequest
+from engines.rewards.base import SampledTokens, Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import PromptBatch
 from engines.trainers.samples import ScoredBatch, ScoredSample
-from engines.types import Completion
+from engines.types import Completion, RolloutRequest
 
 NO_SHAPING = OverlongConfig()
 
 
 class CompletionScorer:
-    """Judges completions by their text.
+    """Judges completions: their text, and for rewards that ask what was sampled.
 
     Args:
         rewards: the configured reward function.
@@ -48,13 +48,17 @@ class CompletionScorer:
         return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
     def judge(
-        self, rows: Sequence[RLRow], completions: Sequence[Sequence[Completion]]
+        self,
+        rows: Sequence[RLRow],
+        completions: Sequence[Sequence[Completion]],
+        requests: Sequence[RolloutRequest],
     ) -> list[list[Score | None]]:
         """Score every completion.
 
         Args:
             rows: one per prompt.
             completions: of each prompt.
+            requests: that asked for them.
 
         Returns:
             In the same layout; None where there is no score.
@@ -68,17 +72,12 @@ class CompletionScorer:
             for sample, completion in enumerate(samples)
             if completion.finish_reason != "abort"
         ]
-        requests = [
-            ScoreRequest(
-                data_source=rows[row].data_source,
-                solution_str=self.decode(completions[row][sample]),
-                ground_truth=rows[row].reward_model.ground_truth,
-                extra_info=rows[row].extra_info,
-            )
+        samples = [
+            self._request(rows[row], completions[row][sample], requests[row])
             for row, sample in places
         ]
         scores: list[list[Score | None]] = [[None] * len(samples) for samples in completions]
-        for (row, sample), result in zip(places, self._rewards.score(requests), strict=True):
+        for (row, sample), result in zip(places, self._rewards.score(samples), strict=True):
             scores[row][sample] = result if isinstance(result, Score) else None
         return scores
 
@@ -94,7 +93,7 @@ class CompletionScorer:
         Returns:
             The samples that have a score and, where there are greedy answers, a scored one.
         """
-        scores = self.judge(prompts.asked_rows, completions)
+        scores = self.judge(prompts.asked_rows, completions, prompts.all_requests)
         num_prompts = len(prompts.requests)
         greedy = [
             self._reward(row[0], of_row[0])
@@ -126,6 +125,20 @@ class CompletionScorer:
             num_generated=len(everything),
             num_unscored=len(everything) - num_aborted - len(samples),
             num_aborted=num_aborted,
+        )
+
+    def _request(self, row: RLRow, completion: Completion, asked: RolloutRequest) -> ScoreRequest:
+        return ScoreRequest(
+            data_source=row.data_source,
+            solution_str=self.decode(completion),
+            ground_truth=row.reward_model.ground_truth,
+            extra_info=row.extra_info,
+            tokens=SampledTokens(
+                asked.prompt_ids,
+                completion.token_ids,
+                completion.logprobs,
+                completion.finish_reason,
+            ),
         )
 
     def _reward(self, completion: Completion, score: Score | None) -> float | None:

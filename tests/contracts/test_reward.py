@@ -28,6 +28,13 @@ DEFAULT_CASES: list[dict[str, Any]] = [
     {"right": "7", "wrong": "no idea", "ground_truth": "7"},
 ]
 OWN_CASES: dict[str, list[dict[str, Any]]] = {
+    "format": [
+        {
+            "right": "<think>6 x 7</think> <answer>42</answer>",
+            "wrong": "<answer>42</answer>",
+            "ground_truth": "42",
+        }
+    ],
     "gsm8k": [{"right": "#### 42", "wrong": "#### 41", "ground_truth": "42"}],
     "math_boxed": [{"right": "\\boxed{42}", "wrong": "\\boxed{41}", "ground_truth": "42"}],
     "math_dapo": [{"right": "Answer: 42", "wrong": "42", "ground_truth": "42"}],
@@ -43,7 +50,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One reward by `--reward`, else every registered one."""
     if "reward" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--reward", default=None)
-        metafunc.parametrize("reward", [asked] if asked else REWARDS.names(), scope="module")
+        # `length` judges tokens, of which these texts have none: tests/unit has its table.
+        names = [name for name in REWARDS.names() if name != "length"]
+        metafunc.parametrize("reward", [asked] if asked else names, scope="module")
 
 
 @pytest.fixture(scope="module")

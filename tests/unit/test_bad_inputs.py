@@ -119,8 +119,8 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=exakt"],
-        "rl.reward.function: no 'exakt'; known: exact, gsm8k, math, math_boxed, math_dapo, "
-        "path/to/file.py:name; did you mean exact?",
+        "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, length, math, math_boxed, "
+        "math_dapo, path/to/file.py:name; did you mean exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],

@@ -156,7 +156,7 @@ class Evaluator:
             for prompt in prompts
         ]
         completions = generate(requests)
-        results = self._scorer.judge([prompt.row for prompt in prompts], completions)
+        results = self._scorer.judge([prompt.row for prompt in prompts], completions, requests)
         return [
             [
                 self._answer(completion, result)
