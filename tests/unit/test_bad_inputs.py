@@ -26,6 +26,10 @@ BASE = [
     "rl.sampling.max_new_tokens=8",
 ]
 
+SHIPPED = ", ".join(
+    sorted(path.stem for path in (Path(__file__).parents[2] / "flows" / "recipes").glob("*.yaml"))
+)
+
 # The path of every bad input, and the exact line the user gets.
 OVERRIDES = [
     # Row 1: unknown and misspelt keys.
@@ -245,8 +249,8 @@ def test_rl_settings_do_not_matter_without_rl() -> None:
         ("1: a\n", "r.yaml:1: key 1 is not text; quote it"),
         (
             "extends: quickstar\n",
-            "recipe: no 'quickstar'; known: gsm8k_qwen2.5_0.5b, quickstart, "
-            "path/to/recipe.yaml; did you mean quickstart?",
+            f"recipe: no 'quickstar'; known: {SHIPPED}, path/to/recipe.yaml; did you mean "
+            "quickstart?",
         ),
         ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
