@@ -50,6 +50,8 @@ class CriticConfig(StrictModel):
     """RL steps, over all rounds, in which the critic alone is trained."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
     """How far a value may move from that of before the step and still count; null: any."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes of the critic over each batch; null: as many as the policy's, `rl.num_epochs`."""
 
 
 class RLConfig(StrictModel):

@@ -191,23 +191,29 @@ class RLTrainer:
                 self.kl_coef = next_coefficient(control, self.kl_coef, kl, num_samples)
         if config.critic is not None:
             loss_fn = ValueObjective(config.critic.cliprange_value)
+            num_epochs = config.critic.num_epochs or config.num_epochs
             with clock("update_critic"):
-                self._update(CRITIC, experience, loss_fn, updates)
+                self._update(CRITIC, experience, loss_fn, num_epochs, updates)
             fault("rl.critic_updated")
             if global_step <= config.critic.num_warmup_steps:
                 return experience, updates
         with clock("update_actor"):
-            self._update(POLICY, experience, self.loss_fn, updates)
+            self._update(POLICY, experience, self.loss_fn, config.num_epochs, updates)
         self.gate.check([update.metrics for update in updates.policy])
         return experience, updates
 
     def _update(
-        self, role: RoleName, experience: Experience, loss_fn: LossFn, updates: Updates
+        self,
+        role: RoleName,
+        experience: Experience,
+        loss_fn: LossFn,
+        num_epochs: int,
+        updates: Updates,
     ) -> None:
         """Every mini-batch of every epoch for one role; those that were taken are noted."""
         numbers = torch.arange(len(experience.samples))
         numbered = experience.with_rows(**{ROW: numbers})
-        for batch in numbered.mini_batches(self.config.prompts_per_update, self.config.num_epochs):
+        for batch in numbered.mini_batches(self.config.prompts_per_update, num_epochs):
             found = self.workers.run(ModelWorker.train, batch, loss_fn, role)
             update = self.guard.taken(found, batch, experience.name_of, role)
             if update is not None:
