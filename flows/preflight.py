@@ -69,7 +69,7 @@ def _check_engine(recipe: Recipe) -> None:
 
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
-    own = recipe.rl.reward.function in {row.name for row in REWARDS.rows}
+    own = {*recipe.rl.reward.functions} <= {row.name for row in REWARDS.rows}
     if own and recipe.model.path is None and recipe.data.arithmetic is not None:
         return None
     return Look(

@@ -1,5 +1,6 @@
 """The RL algorithm: estimators and losses by the names that users of verl know."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -7,6 +8,8 @@ from pydantic import Field, model_validator
 
 from engines.config.base import NotIdentity, StrictModel
 
+MIXTURE = "mixture"
+"""Name of the reward that is made of components."""
 _PYTHON = ".py"
 
 LossAggMode = Literal[
@@ -120,8 +123,8 @@ class MismatchConfig(StrictModel):
     """Of one token; null is 0.01 in float32 and 10 in bfloat16, which rounds single tokens away."""
 
 
-class RewardConfig(StrictModel):
-    """The reward function: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+class RewardFunction(StrictModel):
+    """A function that judges answers: `compute_score(data_source, solution_str, ...)`."""
 
     function: str = "exact"
     """A registered name (`exact`, `math`, ...) or `path/to/file.py:name`; without a name: the
@@ -132,16 +135,6 @@ class RewardConfig(StrictModel):
     """
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
-    environment: tuple[str, ...] = ()
-    """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
-    may see; every other one is withheld from it."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
-    stage's identity, as no other deadline does: what is unscored does not train."""
-    max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
-    """Share of unscored samples in a step above which the run stops."""
-    num_workers: Annotated[int, NotIdentity] = Field(default=1, ge=1)
-    """Scoring processes."""
 
     @property
     def file(self) -> Path | None:
@@ -161,3 +154,86 @@ class RewardConfig(StrictModel):
         """Of a file, the name of the function in it."""
         function = self.function_in_file if self.file else self.function
         return {**super().identity_values(), "function": function}
+
+
+class RewardComponent(RewardFunction):
+    """One of the functions of a mixture."""
+
+    weight: float = 1.0
+    """Of its score in the sum."""
+
+
+class RewardConfig(RewardFunction):
+    """The reward: one function, or a weighted sum of several, by `data_source` if asked."""
+
+    components: dict[str, RewardComponent] = {}
+    """Of `function: mixture`, by a name of your choice. The score is the sum of weight times score;
+    each score is reported under its name: a metric, and a component for GDPO. A sample that one of
+    its components leaves unscored is unscored."""
+    routes: dict[str, tuple[str, ...]] = {}
+    """Which components judge the rows of a `data_source`; `"*"` stands for every other one. Empty:
+    all components judge all rows."""
+    accuracy: tuple[str, ...] = ()
+    """The components that say whether an answer is right, one for each route: by the `acc` that it
+    reports, else by a score of 1 or more. A sum says nothing of that."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
+    may see; every other one is withheld from it."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
+    stage's identity, as no other deadline does: what is unscored does not train."""
+    max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
+    """Share of unscored samples in a step above which the run stops."""
+    num_workers: Annotated[int, NotIdentity] = Field(default=1, ge=1)
+    """Scoring processes: how many samples are judged at once."""
+    cache_size: Annotated[int, NotIdentity] = Field(default=0, ge=0)
+    """Scores kept for samples that come again, within a stage; for a function that always judges a
+    sample alike, and costs much."""
+
+    @property
+    def parts(self) -> dict[str, RewardFunction]:
+        """Every function that judges, by its setting in a recipe."""
+        if not self.components:
+            return {"rl.reward": self}
+        return {f"rl.reward.components.{name}": part for name, part in self.components.items()}
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """What the parts are called, and the mixture itself."""
+        parts = (part.function for part in self.parts.values())
+        return tuple(dict.fromkeys((self.function, *parts)))
+
+    def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
+        """The same with other functions, by the setting of their part."""
+        components = {
+            name: part.model_copy(
+                update={"function": functions.get(f"rl.reward.components.{name}", part.function)}
+            )
+            for name, part in self.components.items()
+        }
+        function = functions.get("rl.reward", self.function)
+        return self.model_copy(update={"function": function, "components": components})
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> "RewardConfig":
+        if bool(self.components) != (self.function == MIXTURE):
+            got = "components" if self.components else "none"
+            raise ValueError(
+                f"components: got {got} with function {self.function}; need function {MIXTURE} "
+                "with one component or more, or neither"
+            )
+        routes = self.routes or ({"*": tuple(self.components)} if self.components else {})
+        asked = {*self.accuracy, *(name for names in routes.values() for name in names)}
+        if unknown := sorted(asked - self.components.keys()):
+            raise ValueError(
+                f"components: none is called {unknown[0]!r}; need one of "
+                f"{', '.join(self.components) or 'none'}"
+            )
+        for source, names in routes.items():
+            if len({*names} & {*self.accuracy}) != 1:
+                raise ValueError(
+                    f"accuracy: got {', '.join(self.accuracy) or 'none'}; need one of "
+                    f"{', '.join(names) or 'the components'}, which judge data_source {source!r}; "
+                    "name the one that says whether an answer is right"
+                )
+        return self

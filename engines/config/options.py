@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engines.config.algorithm import AlgorithmConfig, RewardConfig
+from engines.config.algorithm import AlgorithmConfig, RewardConfig, RewardFunction
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig, SourceConfig
@@ -149,15 +149,31 @@ def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
 
 
 def check_reward(reward: RewardConfig) -> RewardRow | None:
-    """The row of the reward, its arguments checked; None for a file, which must exist."""
-    file = reward.file
-    if file is None:
-        row = REWARDS.find(reward.function)
-        check_options(reward.kwargs, [row], "rl.reward.kwargs")
+    """The row of the reward, all arguments checked; None for a file, which must exist."""
+    rows = [check_reward_function(part, path) for path, part in reward.parts.items()]
+    return REWARDS.find(reward.function) if reward.components else rows[0]
+
+
+def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
+    """The row of one function, its arguments checked; None for a file, which must exist.
+
+    Args:
+        part: the reward, or a component of it.
+        path: its place in the configuration.
+
+    Returns:
+        The row.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if part.file is None:
+        row = REWARDS.find(part.function, f"{path}.function")
+        check_options(part.kwargs, [row], f"{path}.kwargs")
         return row
-    if not file.expanduser().is_file():
-        problem = f"{file} does not exist (cwd is {Path.cwd()})"
-        raise ConfigError(REWARDS.setting, problem)
+    if not part.file.expanduser().is_file():
+        problem = f"{part.file} does not exist (cwd is {Path.cwd()})"
+        raise ConfigError(f"{path}.function", problem)
     return None
 
 

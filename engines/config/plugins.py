@@ -138,12 +138,12 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="format",
-            target="engines.rewards.format:compute_score",
+            target="engines.rewards.form.format:compute_score",
             options="engines.rewards.options:FormatOptions",
         ),
         RewardRow(
             name="length",
-            target="engines.rewards.length:score",
+            target="engines.rewards.form.length:score",
             options="engines.rewards.options:LengthOptions",
             in_process=True,
         ),
@@ -164,6 +164,12 @@ REWARDS = PluginTable(
             options="engines.rewards.options:MathDapoOptions",
             in_process=True,
         ),
+        RewardRow(
+            name="http",
+            target="engines.rewards.http:compute_score",
+            options="engines.rewards.options:HttpOptions",
+        ),
+        RewardRow(name="mixture", target="engines.rewards.mixture:score"),
     ],
     RewardRow,
     other_forms=("path/to/file.py:name",),

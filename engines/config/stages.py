@@ -270,7 +270,8 @@ class RLRoundStageConfig(TrainingStageConfig):
         algorithm = self.rl.algorithm
         yield from super().plugins()
         yield "rollout", self.rollout.engine
-        yield "reward", self.rl.reward.function
+        for name in self.rl.reward.functions:
+            yield "reward", name
         yield "adv_estimator", algorithm.adv_estimator
         yield "loss_mode", algorithm.loss_mode
         yield "kl_loss_type", algorithm.kl_loss_type.removesuffix("+")
@@ -359,7 +360,8 @@ class EvaluateStageConfig(ComputingStageConfig):
         if self.backend:
             yield "backend", self.backend
         yield "rollout", self.rollout.engine
-        yield "reward", self.reward.function
+        for name in self.reward.functions:
+            yield "reward", name
 
     def plugin_modules(self) -> tuple[str, ...]:
         """And what the backend needs on this platform."""
@@ -397,6 +399,9 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 
 
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
-    """The user's reward file."""
-    file = reward.file
-    return {"reward": ExternalInput(file, "rl.reward.function", is_script=True)} if file else {}
+    """The user's reward files."""
+    return {
+        path.removeprefix("rl."): ExternalInput(part.file, f"{path}.function", is_script=True)
+        for path, part in reward.parts.items()
+        if part.file
+    }

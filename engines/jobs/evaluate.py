@@ -23,6 +23,7 @@ from engines.jobs.policy_files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
+from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.service import RolloutService
 from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, Generate
@@ -51,8 +52,10 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             )
             served = served_model(context)
             tokenizer = policy_tokenizer(served.hf_dir)
+            rows = load_dataset(context.input("dataset")).evaluation_rows()
+            check_data_sources(config.reward, (row.data_source for row in rows))
             prompts = prompts_within(
-                load_dataset(context.input("dataset")).evaluation_rows(),
+                rows,
                 tokenizer,
                 context_length(served.hf_dir),
                 config.evaluation.answer_length,

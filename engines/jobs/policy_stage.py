@@ -67,18 +67,20 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """The reward with its file, if it is one, copied into the store as it was planned.
+    """The reward with its files, if it has some, copied into the store as they were planned.
 
     Scoring processes start at any time of the stage: they must not read what the user edits.
     """
-    artifact = context.spec.inputs.get("reward")
-    if artifact is None:
-        return reward
-    copy = context.attempt_dir / "reward"
-    copy_script(artifact, copy, "rl.reward.function")
-    stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
-    function = f"{stored / Path(artifact.uri).name}:{reward.function_in_file}"
-    return reward.model_copy(update={"function": function})
+    functions: dict[str, str] = {}
+    for path, part in reward.parts.items():
+        name = path.removeprefix("rl.")
+        if (artifact := context.spec.inputs.get(name)) is None:
+            continue
+        copy = context.attempt_dir / name
+        copy_script(artifact, copy, f"{path}.function")
+        stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
+        functions[path] = f"{stored / Path(artifact.uri).name}:{part.function_in_file}"
+    return reward.with_functions(functions)
 
 
 def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:

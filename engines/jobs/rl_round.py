@@ -28,6 +28,7 @@ from engines.jobs.policy_stage import (
 )
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
+from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt
 from engines.trainers.prompts import PromptSource
@@ -50,6 +51,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 computes=config.driver_computes,
             )
             dataset = load_dataset(context.input("dataset"))
+            check_data_sources(rl.reward, (row.data_source for row in dataset.rl_rows()))
             roles = _roles(context)
             hf_dir = context.attempt_dir / "hf"
             write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)

@@ -10,8 +10,9 @@ Promises: whatever its form, a function judges one sample a call, under that sam
 of `lists` gets lists of one.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from engines.rewards.base import Score, ScoreRequest, Unscored, interpret
@@ -70,6 +71,30 @@ def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
         return one
     names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
     return {name: [value] for name, value in zip(names, one.values(), strict=True)}
+
+
+def judge(
+    function: Callable[..., object], form: Form, request: ScoreRequest, kwargs: Mapping[str, Any]
+) -> Score | Unscored:
+    """Call a function once; it may be `async`.
+
+    Args:
+        function: a reward function.
+        form: of the function.
+        request: what it shall judge.
+        kwargs: its own options.
+
+    Returns:
+        The score, or why there is none; what the function raises, it raises.
+    """
+    returned = function(**arguments(form, request), **kwargs)
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_wait_for(returned))
+    return result(form, returned)
+
+
+async def _wait_for(awaitable: Awaitable[object]) -> object:
+    return await awaitable
 
 
 def result(form: Form, returned: object) -> Score | Unscored:

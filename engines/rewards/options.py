@@ -82,3 +82,18 @@ class LengthOptions(StrictModel):
                 f"{self.max_tokens}; lower it"
             )
         return self
+
+
+class HttpOptions(StrictModel):
+    """Of `http`."""
+
+    url: str = Field(pattern=r"^https?://[^\s@]+$")
+    """That takes the POST; without a user or a password in it."""
+    token_variable: str | None = None
+    """Environment variable with a bearer token, which `rl.reward.environment` names too."""
+    max_num_retries: int = Field(default=3, ge=0)
+    """After the first try, of a request that failed on the way or was answered 429 or 5xx."""
+    backoff_s: float = Field(default=0.5, ge=0)
+    """Pause before the first repetition; each further one is twice as long."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """For a connection to stand; the answer has until `rl.reward.timeout_s`."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
+from engines.rewards.forms import Form
 from engines.rewards.process import ScoringProcess, WorkerSetup
 
 _POLL_S = 0.2
@@ -61,6 +62,14 @@ class ScoringPool:
                 self._finalizer()
                 raise
             return batch.results()
+
+    @property
+    def form(self) -> Form:
+        """Of the function; until a process has said it, the one that sees most."""
+        for process in self._processes:
+            if process.form is not None:
+                return process.form
+        return "sample"
 
     def close(self) -> None:
         """End every process. May be called twice."""

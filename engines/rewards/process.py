@@ -53,6 +53,11 @@ class ScoringProcess:
     Args:
         setup: what it is told first.
         selector: watches its pipes; the key's data is this object.
+
+    Attributes:
+        form: of the function; None until it is ready.
+        was_ready: it has loaded the function.
+        index: of the request in flight.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
@@ -75,7 +80,7 @@ class ScoringProcess:
         self.index: int | None = None
         self._outgoing = memoryview(b"")
         self._incoming = b""
-        self._form: Form = "text"
+        self.form: Form | None = None
         self._ended = False
         self._broken: str | None = None
         self._results: list[tuple[int, Score | Unscored]] = []
@@ -91,7 +96,7 @@ class ScoringProcess:
         """Hand over a request; it must be idle. `index` comes back with the result."""
         self.index = index
         self._deadline = time.monotonic() + self._timeout_s
-        self._send(worker.message_of(request, self._form))
+        self._send(worker.message_of(request, self.form or "text"))
 
     def seconds_left(self) -> float:
         """Until the deadline of what it is doing; infinite while idle."""
@@ -179,7 +184,7 @@ class ScoringProcess:
             self._broken = reply["failed"]
         elif "ready" in reply:
             self.was_ready = True
-            self._form = reply["form"]
+            self.form = reply["form"]
         elif self.index is not None:
             unscored = reply.get("unscored")
             result = Score(reply["score"], reply["extras"]) if unscored is None else None

@@ -6,11 +6,14 @@ code runs to find that out.
 
 import ast
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
-from engines.config.algorithm import RewardConfig
-from engines.config.options import check_reward
+from engines.config.algorithm import RewardConfig, RewardFunction
+from engines.config.options import check_reward, check_reward_function
 from engines.config.plugins import REWARDS, RewardRow
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
@@ -19,14 +22,27 @@ from infra.plugins import load_target
 _FIELD = REWARDS.setting
 
 
-def resolve(config: RewardConfig) -> RewardRow:
+@dataclass(frozen=True)
+class ResolvedReward:
+    """A configured reward, checked.
+
+    Attributes:
+        function: where it is, and how it may be run.
+        kwargs: its keyword arguments; of a mixture, where its components are.
+    """
+
+    function: RewardRow
+    kwargs: Mapping[str, Any]
+
+
+def resolve(config: RewardConfig) -> ResolvedReward:
     """The function that a configuration names, checked without running it.
 
     Args:
-        config: its `function` and `kwargs`.
+        config: names the function, or the components of a mixture.
 
     Returns:
-        Where the function is, and how it may be run; of a file, `/absolute/file.py:function`.
+        Of a file, with the target `/absolute/file.py:function`.
 
     Raises:
         UnknownPluginError: no function has that name.
@@ -34,11 +50,30 @@ def resolve(config: RewardConfig) -> RewardRow:
             unknown.
     """
     row = check_reward(config)
+    parts = {path: _resolve_part(part, path) for path, part in config.parts.items()}
+    if row is None or not config.components:
+        return ResolvedReward(parts["rl.reward"], config.kwargs)
+    rows = [parts[f"rl.reward.components.{name}"] for name in config.components]
+    components = {
+        name: {"target": of_part.target, "kwargs": part.kwargs, "weight": part.weight}
+        for (name, part), of_part in zip(config.components.items(), rows, strict=True)
+    }
+    limits = [each.memory_limit_bytes for each in rows if each.memory_limit_bytes is not None]
+    # A file of the user's may need more memory than any of ours.
+    is_limited = limits and not any(part.file for part in config.components.values())
+    return ResolvedReward(
+        replace(row, memory_limit_bytes=max(limits) if is_limited else None),
+        {"components": components, "routes": config.routes, "accuracy": config.accuracy},
+    )
+
+
+def _resolve_part(part: RewardFunction, path: str) -> RewardRow:
+    row = check_reward_function(part, path)
     if row is not None:
         return row
-    assert config.file is not None  # noqa: S101 - no row means a file
-    name = config.function_in_file
-    return RewardRow(name=config.function, target=f"{_check_file(config.file, name)}:{name}")
+    assert part.file is not None  # noqa: S101 - no row means a file
+    name = part.function_in_file
+    return RewardRow(name=part.function, target=f"{_check_file(part.file, name)}:{name}")
 
 
 def load(target: str) -> ComputeScore:

@@ -12,7 +12,8 @@ from typing import Self
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe
-from engines.rewards.forms import Form, arguments, form_of, result
+from engines.rewards.cache import ScoreCache
+from engines.rewards.forms import Form, form_of, judge
 from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
 from engines.rewards.resolve import load, resolve
@@ -32,7 +33,9 @@ class RewardScorer:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        function = resolve(config)
+        reward = resolve(config)
+        function, self._kwargs = reward.function, reward.kwargs
+        self._cache = ScoreCache(config.cache_size) if config.cache_size else None
         self._function: ComputeScore | None = None
         self._form: Form = "text"
         self._pool: ScoringPool | None = None
@@ -41,7 +44,7 @@ class RewardScorer:
             self._form = form_of(self._function)
         else:
             setup = WorkerSetup(
-                function.target, config.kwargs, config.timeout_s,
+                function.target, self._kwargs, config.timeout_s,
                 function.memory_limit_bytes, config.environment,
             )  # fmt: skip
             self._pool = ScoringPool(setup, config.num_workers)
@@ -59,10 +62,11 @@ class RewardScorer:
             RewardError: the function cannot be loaded, or more than `max_unscored_frac` of the
                 samples could not be scored.
         """
-        if self._pool is not None:
-            results = self._pool.score(samples)
+        if self._cache is not None:
+            form = self._form if self._pool is None else self._pool.form
+            results = self._cache.score(samples, form, self._judge)
         else:
-            results = [self._score_here(sample) for sample in samples]
+            results = self._judge(samples)
         check_unscored(results, self._config.max_unscored_frac)
         return results
 
@@ -77,11 +81,15 @@ class RewardScorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _judge(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
+        if self._pool is not None:
+            return self._pool.score(samples)
+        return [self._score_here(sample) for sample in samples]
+
     def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
         assert self._function is not None  # noqa: S101 - no pool means a function
         try:
-            given = arguments(self._form, sample)
-            return result(self._form, self._function(**given, **self._config.kwargs))
+            return judge(self._function, self._form, sample, self._kwargs)
         except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
             return Unscored(describe(error))
 

@@ -6,7 +6,6 @@ ends itself shortly after a sample's deadline even if the function never returns
 timer, independent of the interpreter lock). Not a sandbox: the function has the rights of the user.
 """
 
-import asyncio
 import contextlib
 import faulthandler
 import inspect
@@ -18,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from engines.rewards.base import ComputeScore, SampledTokens, ScoreRequest, Unscored, describe
-from engines.rewards.forms import Form, arguments, form_of, result
+from engines.rewards.forms import Form, arguments, form_of, judge
 from engines.rewards.resolve import load
 
 GRACE_S = 2.0
@@ -102,19 +101,12 @@ def _score(
     function: ComputeScore, form: Form, request: ScoreRequest, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        returned = function(**arguments(form, request), **kwargs)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait_for(returned))
-        found = result(form, returned)
+        found = judge(function, form, request, kwargs)
     except BaseException as error:  # noqa: BLE001 - process boundary: one sample, reported
         return {"unscored": describe(error)}
     if isinstance(found, Unscored):
         return {"unscored": found.reason}
     return {"score": found.value, "extras": dict(found.extras)}
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:

@@ -250,9 +250,12 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
         }
     )
     reward = recipe.rl.reward
-    if reward.file is not None:
-        function = f"{_absolute(str(reward.file))}:{reward.function_in_file}"
-        reward = reward.model_copy(update={"function": function})
+    files = {
+        path: f"{_absolute(str(part.file))}:{part.function_in_file}"
+        for path, part in reward.parts.items()
+        if part.file is not None
+    }
+    reward = reward.with_functions(files)
     rl = recipe.rl.model_copy(update={"reward": reward})
     return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
 

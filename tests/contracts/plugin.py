@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--preprocessor", help="layout of raw rows (test_preprocessor)")
     group.addoption("--rows", help="JSON lines of raw rows (same)")
     group.addoption("--store", help="an empty store (test_store); by default a local one")
+    group.addoption("--reward-kwargs", help="JSON object of its arguments (same)")
     group.addoption("--reward-cases", help="JSON lines of right, wrong, ground_truth (same)")
 
 

@@ -123,12 +123,17 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=exakt"],
-        "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, length, math, math_boxed, "
-        "math_dapo, path/to/file.py:name; did you mean exact?",
+        "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, http, length, math, "
+        "math_boxed, math_dapo, mixture, path/to/file.py:name; did you mean exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],
         f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
+    ),
+    (
+        ["rl.reward.function=mixture"],
+        "rl.reward.components: got none with function mixture; need function mixture with one "
+        "component or more, or neither",
     ),
     # RL settings that would only fail, or quietly mislead, in the job.
     (

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def keep_the_contract(directory: Path, command: str, *options: str, register: st
             "-q",
             "-p",
             "no:cacheprovider",
-            *command.split(),
+            *shlex.split(command),
             *options,
         ],
         capture_output=True,

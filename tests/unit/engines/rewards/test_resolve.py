@@ -30,8 +30,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_registered_names() -> None:
     assert {"exact", "math"} <= set(REWARDS.names())
-    assert resolve(config("exact", ignore_case=True)).in_process
-    assert not resolve(config("math")).in_process
+    assert resolve(config("exact", ignore_case=True)).function.in_process
+    assert not resolve(config("math")).function.in_process
     with pytest.raises(
         UnknownPluginError, match=r"function: no 'exacd'; .*file\.py:name; .*exact\?"
     ):
@@ -42,7 +42,7 @@ def test_registered_names() -> None:
 
 def test_files_are_checked_and_not_run(file: Path) -> None:
     for name, found in (("", "compute_score"), (":judge", "judge"), (":alias", "alias")):
-        assert resolve(config(f"{file}{name}")).target == f"{file}:{found}"
+        assert resolve(config(f"{file}{name}")).function.target == f"{file}:{found}"
     with pytest.raises(ConfigError, match="does not define 'other'; it defines: alias, compute"):
         resolve(config(f"{file}:other"))
     with pytest.raises(ConfigError, match=r"none\.py does not exist \(cwd is"):
@@ -56,7 +56,7 @@ def test_paths_are_those_of_the_working_directory(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(file.parent)
-    assert resolve(config("mine.py:judge")).target == f"{file}:judge"
+    assert resolve(config("mine.py:judge")).function.target == f"{file}:judge"
 
 
 def test_load(tmp_path: Path) -> None:
@@ -70,11 +70,11 @@ def test_a_name_belongs_to_one_function(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("RLHF_USE_EXTERNAL_MODULES", raising=False)
     monkeypatch.setattr("infra.plugins._registered", [])
     register_plugin("reward", "mine", "elsewhere:f")
-    assert resolve(config("mine")).target == "elsewhere:f"
+    assert resolve(config("mine")).function.target == "elsewhere:f"
     assert "mine" in REWARDS.names()
     register_plugin("reward", "mine", "elsewhere:g")
     register_plugin("reward", "exact", "elsewhere:f")
     for name in ("mine", "exact"):
         with pytest.raises(ConfigError, match=f"{name}' is registered by both .*elsewhere:f"):
             resolve(config(name))
-    assert resolve(config("math", num_decimals=3)).memory_limit_bytes
+    assert resolve(config("math", num_decimals=3)).function.memory_limit_bytes

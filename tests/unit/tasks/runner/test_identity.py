@@ -245,10 +245,23 @@ rl: {{num_rounds: 2, sampling: {{max_new_tokens: 8}}}}
     assert run(load_recipe(str(recipe_path)), storage, tmp_path).ran == ALL
 
 
-def test_a_custom_reward_counts_by_its_content(storage: LocalStorage, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rl.reward.function={}:score",),
+        (
+            "rl.reward.function=mixture",
+            "rl.reward.components={{a: {{function: exact}}, b: {{function: '{}:score'}}}}",
+            "rl.reward.accuracy=[a]",
+        ),
+    ],
+)
+def test_a_custom_reward_counts_by_its_content(
+    settings: tuple[str, ...], storage: LocalStorage, tmp_path: Path
+) -> None:
     reward = tmp_path / "score.py"
     reward.write_text("def score(*args): return 1.0\n")
-    recipe = two_rounds(f"rl.reward.function={reward}:score")
+    recipe = two_rounds(*(setting.format(reward) for setting in settings))
     run(recipe, storage, tmp_path)
     assert run(recipe, storage, tmp_path).ran == []
     reward.write_text("def score(*args): return 0.5\n")

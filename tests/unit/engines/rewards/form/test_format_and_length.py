@@ -5,8 +5,8 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.config.options import check_reward
 from engines.rewards.base import SampledTokens, ScoreRequest
-from engines.rewards.format import compute_score
-from engines.rewards.length import score
+from engines.rewards.form.format import compute_score
+from engines.rewards.form.length import score
 from infra.errors import ConfigError
 
 

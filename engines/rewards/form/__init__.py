@@ -1,0 +1,1 @@
+"""Rewards of how an answer is written, whatever it says."""
