@@ -73,7 +73,7 @@ def main() -> None:
             found["error"] = str(error)
     found["said"] = said
     found["logs"] = [(root / f"rank-{rank}.log").read_text() for rank in range(2)]
-    alone = replace(spec, training=TrainingConfig())
+    alone = replace(spec, roles={POLICY: replace(spec.policy, training=TrainingConfig())})
     with closing(launch_policy_group(alone, root)) as group:
         found["alone"] = losses(group)
     (root / "result.json").write_text(json.dumps(found))
