@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.config.model import ArchitectureConfig, ModelConfig
+from engines.config.model import ArchitectureConfig, ModelConfig, RewardModelConfig
 from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
@@ -29,6 +29,8 @@ _INDEX = "model.safetensors.index.json"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_SCORE_HEAD = "score.weight"
+"""What transformers calls the head of a sequence classification model."""
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -108,7 +110,7 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def resolve_model(model: ModelConfig) -> Path:
+def resolve_model(model: ModelConfig | RewardModelConfig) -> Path:
     """The checked local directory of a pretrained model, downloaded when it is a hub id.
 
     Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
@@ -160,6 +162,30 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(
             _FIELD, f"{path} has no tokenizer; copy tokenizer.json beside the weights"
+        )
+
+
+def check_reward_model(path: Path, *, max_length: int) -> None:
+    """Refuse a directory that does not hold a model of one score per conversation.
+
+    Args:
+        path: a Hugging Face model directory.
+        max_length: context that will be needed.
+
+    Raises:
+        ConfigError: as `check_model_directory`; or there is no head, or one of several outputs.
+    """
+    check_model_directory(path, max_length=max_length)
+    shapes = {
+        name: value["shape"] for f in _weight_files(path) for name, value in _header(f).items()
+    }
+    shape = shapes.get(_SCORE_HEAD)
+    if shape is None or shape[0] != 1:
+        held = "no such tensor" if shape is None else f"one of shape {shape}"
+        raise ConfigError(
+            _FIELD,
+            f"{path} holds {held} as {_SCORE_HEAD}; need a head of one output; give a sequence "
+            "classification model with num_labels 1",
         )
 
 

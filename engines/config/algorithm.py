@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config.base import NotIdentity, StrictModel
+from engines.config.model import RewardModelConfig
 
 MIXTURE = "mixture"
 """Name of the reward that is made of components."""
@@ -176,6 +177,9 @@ class RewardConfig(RewardFunction):
     accuracy: tuple[str, ...] = ()
     """The components that say whether an answer is right, one for each route: by the `acc` that it
     reports, else by a score of 1 or more. A sum says nothing of that."""
+    model: RewardModelConfig | None = None
+    """A model that judges each answer before any function does: the role `reward`. The function
+    `model` returns what it said; functions that see the whole sample read `sample.model_score`."""
     environment: tuple[str, ...] = ()
     """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
     may see; every other one is withheld from it."""

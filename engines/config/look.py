@@ -3,7 +3,7 @@
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
-from engines.config.model import ModelConfig
+from engines.config.model import ModelConfig, RewardModelConfig
 from engines.config.training import LoraConfig
 
 
@@ -15,6 +15,7 @@ class Look(StrictModel):
     lora: LoraConfig | None = None
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
+    reward_model: RewardModelConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}

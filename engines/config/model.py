@@ -68,3 +68,22 @@ class ModelConfig(StrictModel):
         if self.init == "random" and self.path:
             raise ValueError(f"path: {self.path!r} contradicts init: random; remove one of the two")
         return self
+
+
+class RewardModelConfig(StrictModel):
+    """A model that gives each answer one number: a Hugging Face sequence classification model."""
+
+    path: str
+    """A model directory or a hub id, with a head of one output (`num_labels: 1`)."""
+    revision: str | None = None
+    """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens of a conversation with its answer, in the model's own chat template; of a longer one
+    there is no number, and what reads it leaves the sample unscored."""
+    chat_template: str | None = None
+    """Jinja template that replaces the tokenizer's own."""
+
+    def identity_values(self) -> dict[str, Any]:
+        """A hub id counts, with its commit; a local path does not."""
+        values = super().identity_values()
+        return {**values, "path": None} if local_path(self.path) else values

@@ -41,10 +41,12 @@ class RewardRow(Row):
     Attributes:
         in_process: it is pure, fast and cannot hang, so it needs no process of its own.
         memory_limit_bytes: address space of its process; None sets no limit.
+        reads_model: it reads what the role `reward` said of the answer.
     """
 
     in_process: bool = False
     memory_limit_bytes: int | None = None
+    reads_model: bool = False
 
     @property
     def counted(self) -> str:
@@ -168,6 +170,13 @@ REWARDS = PluginTable(
             name="http",
             target="engines.rewards.http:compute_score",
             options="engines.rewards.options:HttpOptions",
+        ),
+        RewardRow(
+            name="model",
+            target="engines.rewards.model:score",
+            options="engines.rewards.options:ModelOptions",
+            in_process=True,
+            reads_model=True,
         ),
         RewardRow(name="mixture", target="engines.rewards.mixture:score"),
     ],

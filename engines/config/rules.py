@@ -6,9 +6,10 @@ do. Does not promise: anything about data, models or devices.
 
 from collections.abc import Mapping
 
+from engines.config.algorithm import RewardConfig
 from engines.config.backends import BACKENDS
 from engines.config.options import check_parts
-from engines.config.plugins import ROLLOUT_ENGINES, structured_output_engines
+from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, structured_output_engines
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.config.sections import RLConfig
@@ -128,15 +129,14 @@ _MADE_BY: Mapping[str, str] = {
 }
 
 
-def check_critic(rl: RLConfig, training: TrainingConfig) -> None:
-    """Refuse a critic that nothing reads, or that the backend cannot train.
+def check_critic(rl: RLConfig) -> None:
+    """Refuse a critic that nothing reads, or that would start as a model that is not there.
 
     Args:
         rl: of a recipe or a round.
-        training: names the backend.
 
     Raises:
-        ConfigError: names `rl.critic`.
+        ConfigError: names the field.
     """
     if rl.critic is None:
         return
@@ -148,13 +148,67 @@ def check_critic(rl: RLConfig, training: TrainingConfig) -> None:
             f"got a critic with adv_estimator {estimator.name}, which reads no values; need null; "
             f"remove it, or set rl.algorithm.adv_estimator to {' or '.join(readers)}",
         )
-    backend = BACKENDS.get(training.backend)
-    if backend is not None and backend.value_model is None:
-        able = [name for name, other in BACKENDS.items() if other.value_model is not None]
+    if rl.critic.start == "reward_model" and rl.reward.model is None:
         raise ConfigError(
-            "rl.critic",
-            f"got a critic with training.backend {training.backend}, which has no value model; "
-            f"need one of {', '.join(able)}; set training.backend to it",
+            "rl.critic.start",
+            "got reward_model, and this recipe lacks the role reward (rl.reward.model); need that "
+            "model; set rl.reward.model.path, or start from policy",
+        )
+
+
+def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:
+    """Refuse a critic or a reward model that the backend cannot hold.
+
+    Args:
+        rl: of a recipe or a round.
+        training: names the backend.
+
+    Raises:
+        ConfigError: names the model's setting.
+    """
+    asked = {"rl.critic": rl.critic, "rl.reward.model": rl.reward.model}
+    backend = BACKENDS.get(training.backend)
+    if backend is None or backend.value_model is not None:
+        return
+    able = [name for name, other in BACKENDS.items() if other.value_model is not None]
+    for setting, model in asked.items():
+        if model is not None:
+            raise ConfigError(
+                setting,
+                f"got one with training.backend {training.backend}, which has no value model; "
+                f"need one of {', '.join(able)}; set training.backend to it",
+            )
+
+
+def check_reward_model(reward: RewardConfig) -> None:
+    """Refuse a function that reads a reward model where there is none, and one that nothing reads.
+
+    Args:
+        reward: of a recipe or a stage.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    parts = {path: part for path, part in reward.parts.items() if part.file is None}
+    reading = [
+        path
+        for path, part in parts.items()
+        if REWARDS.find(part.function, f"{path}.function").reads_model
+    ]
+    if reading and reward.model is None:
+        raise ConfigError(
+            f"{reading[0]}.function",
+            f"got {parts[reading[0]].function}, which reads what the role reward says; need "
+            "rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
+            "classification model",
+        )
+    # A function in a file may read it: nobody runs it to find out.
+    if reward.model is not None and not reading and len(parts) == len(reward.parts):
+        able = " or ".join(row.name for row in REWARDS.rows if row.reads_model)
+        raise ConfigError(
+            "rl.reward.model",
+            "got a model, and nothing reads what it says; need null, or a function or component "
+            f"{able}; remove it, or add one",
         )
 
 

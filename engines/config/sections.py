@@ -1,6 +1,6 @@
 """Sections of a recipe that are about stages: how each trains, measures, keeps and promotes."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,8 +43,11 @@ class SFTConfig(StrictModel):
 
 
 class CriticConfig(StrictModel):
-    """The value model of PPO; in the first round it starts on the policy's weights."""
+    """The value model of PPO."""
 
+    start: Literal["policy", "reward_model"] = "policy"
+    """Whose weights the critic of the first round has: the policy's, under a head of 0, or those of
+    `rl.reward.model` with its head (arXiv:2203.02155 app. C.4), which needs the policy's tokens."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     num_warmup_steps: int = Field(default=0, ge=0)
     """RL steps, over all rounds, in which the critic alone is trained."""

@@ -30,8 +30,10 @@ from engines.config.rules import (
     check_answer_length,
     check_critic,
     check_divides,
+    check_reward_model,
     check_sampling,
     check_structured_output,
+    check_value_models,
 )
 from engines.config.sections import (
     CheckpointConfig,
@@ -279,7 +281,7 @@ class RLRoundStageConfig(TrainingStageConfig):
             yield "kl_loss_type", algorithm.kl_penalty
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """A reward file, and the model where the round or its reference starts from it."""
+        """What the reward reads, and the model where the round or its reference starts from it."""
         from_model = "policy" not in given or (
             self.rl.algorithm.needs_reference and "reference" not in given
         )
@@ -294,7 +296,9 @@ class RLRoundStageConfig(TrainingStageConfig):
         adapter_travels(self.training, self.rollout)
         check_sampling(self.rl)
         check_algorithm(self.rl)
-        check_critic(self.rl, self.training)
+        check_critic(self.rl)
+        check_value_models(self.rl, self.training)
+        check_reward_model(self.rl.reward)
         check_answer_length(
             "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
         )
@@ -368,7 +372,7 @@ class EvaluateStageConfig(ComputingStageConfig):
         return (*super().plugin_modules(), *repair_modules(self.hardware.platform, self.backend))
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """A reward file."""
+        """What the reward reads."""
         del given
         return _reward(self.reward)
 
@@ -377,6 +381,7 @@ class EvaluateStageConfig(ComputingStageConfig):
         check_structured_output(
             "evaluation.structured_output", self.evaluation.structured_output, self.rollout
         )
+        check_reward_model(self.reward)
 
 
 class PromoteStageConfig(StageConfig):
@@ -399,9 +404,12 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 
 
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
-    """The user's reward files."""
-    return {
+    """The user's reward files, and the directory of the reward model."""
+    files = {
         path.removeprefix("rl."): ExternalInput(part.file, f"{path}.function", is_script=True)
         for path, part in reward.parts.items()
         if part.file
     }
+    directory = local_path(reward.model.path) if reward.model else None
+    model = {"reward.model": ExternalInput(directory, "rl.reward.model.path")} if directory else {}
+    return {**files, **model}

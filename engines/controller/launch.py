@@ -149,15 +149,48 @@ def launch_policy_with_rollout(
     return workers, ServedRollout(engines, workers)
 
 
-def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
-    """The places of replicas that serve nobody's ranks.
+def launch_served_model(
+    spec: ReplicaSpec, judge: WorkerSpec | None = None, queueing: Queueing = NO_NEWS
+) -> tuple[LaunchedEngines, WorkerGroup | None, Pool]:
+    """Start the engines of a model that nobody trains, and the rank of a model that judges.
+
+    Args:
+        spec: of the engines.
+        judge: of one rank; in this process where an engine is, too. None: nothing judges.
+        queueing: how to wait for room.
+
+    Returns:
+        The engines, the rank's group, and their places; the caller closes them, the places last.
+
+    Raises:
+        ConfigError: as `launch_engines`.
+        DeadlineError: as `reserve`.
+        ReplicaLostError: as `launch_engines`.
+    """
+    if is_embedded(spec.rollout):
+        engines = launch_engines(spec)
+        return engines, None if judge is None else _group_here(judge, None), Pool(None, ())
+    num_judges = int(judge is not None)
+    pool = reserve_replicas(spec, queueing, num_judges)
+    try:
+        engines = launch_engines(spec, pool.places(num_judges, spec.rollout.num_replicas))
+        group = None if judge is None else _group_of_actors(judge, spec.log_dir, pool)
+    except BaseException:
+        pool.close()
+        raise
+    return engines, group, pool
+
+
+def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS, num_ranks: int = 0) -> Pool:
+    """The places of replicas that no ranks share or send to.
 
     Args:
         spec: of the replicas.
         queueing: how to wait for room.
+        num_ranks: of a group beside them, whose places come first.
 
     Returns:
-        One place per replica, none for an engine in this process; the caller closes it.
+        One place each, none for an engine in this process; the caller closes it.
 
     Raises:
         DeadlineError: as `reserve`.
@@ -165,9 +198,9 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS) -> Pool:
     if is_embedded(spec.rollout):
         return Pool(None, ())
     connect_ray()
-    options = planned(spec.platform).ray_resource_options(spec.rollout.num_workers_per_replica)
-    bundles = [options] * spec.rollout.num_replicas
-    return reserve(bundles, queueing)
+    options = planned(spec.platform).ray_resource_options
+    of_replica = options(spec.rollout.num_workers_per_replica)
+    return reserve([options(1)] * num_ranks + [of_replica] * spec.rollout.num_replicas, queueing)
 
 
 def launch_engines(

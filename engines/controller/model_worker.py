@@ -47,7 +47,7 @@ class WorkerSpec:
     """What a rank builds.
 
     Attributes:
-        roles: by name; `policy` is always there.
+        roles: by name: the policy and what stands beside it, or one model that is never trained.
         serving_dir: Hugging Face directory that the rollout engine reads its configuration from.
         rollout: engine that samples; None where nothing is sampled.
         temperature: of the distribution that logprobs speak of.
@@ -65,14 +65,19 @@ class WorkerSpec:
     device_kind: str | None = None
 
     @property
+    def leading(self) -> RoleName:
+        """The role that is built first and says how many ranks there are, and on what."""
+        return POLICY if POLICY in self.roles else next(iter(self.roles))
+
+    @property
     def policy(self) -> RoleSpec:
-        """The role that says how many ranks there are, and on what."""
+        """Of a worker that has one."""
         return self.roles[POLICY]
 
     @property
     def training(self) -> TrainingConfig:
-        """Of the policy."""
-        return self.policy.training
+        """Of the leading role."""
+        return self.roles[self.leading].training
 
 
 class ModelWorker:
@@ -86,7 +91,10 @@ class ModelWorker:
             index = int(env.LOCAL_RANK.get() or 0)
             self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
-        self._engines: dict[RoleName, BaseEngine] = {POLICY: self._create_engine(spec.policy)}
+        leading = spec.leading
+        self._engines: dict[RoleName, BaseEngine] = {
+            leading: self._create_engine(spec.roles[leading])
+        }
         self._rollout: RolloutService | None = None
 
     def initialize(self) -> None:
@@ -108,16 +116,17 @@ class ModelWorker:
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
             self._new_transport = new_transport(self._spec.serving_dir, dtype, rollout.timeout_s)
-        _load(self._policy, self._spec.policy)
+        leading = self._spec.leading
+        _load(self._engines[leading], self._spec.roles[leading])
         for name, role in self._spec.roles.items():
-            if name == POLICY or (name == REFERENCE and self._adapter_off_is_reference):
+            if name == leading or (name == REFERENCE and self._adapter_off_is_reference):
                 continue
             self._engines[name] = self._create_engine(role)
             _load(self._engines[name], role)
 
     @property
     def _policy(self) -> BaseEngine:
-        return self._engines[POLICY]
+        return self._engine(POLICY)
 
     @property
     def _adapter_off_is_reference(self) -> bool:
@@ -126,15 +135,16 @@ class ModelWorker:
         A fresh adapter begins on the weights it is given, those of an earlier adapter merged in;
         a continued one stands on weights from before the policy that the round starts with.
         """
-        policy, reference = self._spec.policy, self._spec.roles.get(REFERENCE)
-        if policy.training.lora is None or reference is None:
+        reference = self._spec.roles.get(REFERENCE)
+        if reference is None or self._spec.policy.training.lora is None:
             return False
+        policy = self._spec.policy
         return policy.restore_optimizer != (policy.source == reference.source)
 
     @property
     def data_parallel_rank(self) -> int:
         """Which share of a split call this rank takes."""
-        return self._policy.data_parallel_rank
+        return self._engine(self._spec.leading).data_parallel_rank
 
     @dispatch(Dispatch.SPLIT)
     def train(

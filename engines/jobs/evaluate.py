@@ -10,17 +10,21 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from safetensors import safe_open
 from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages import EvaluateStageConfig
-from engines.controller.launch import launch_engines, reserve_replicas
+from engines.config.training import TrainingConfig
+from engines.controller.launch import launch_served_model
+from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy_files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
+from engines.jobs.reward_role import reward_judge, reward_role
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
@@ -30,10 +34,11 @@ from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, Generat
 from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
+from engines.training.roles import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
-DEFAULT_DTYPE = "float32"
+DEFAULT_DTYPE: Literal["float32"] = "float32"
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
 
@@ -69,20 +74,44 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 num_threads=config.num_threads,
                 log_dir=context.attempt_dir,
             )
-            pool = reserve_replicas(replica, queueing(context, config.hardware))
+            judge = reward_role(context, config.reward, _of_judge(config))
+            engines, judges, pool = launch_served_model(
+                replica,
+                None if judge is None else _judge_worker(config, judge, spec.seed),
+                queueing(context, config.hardware),
+            )
             stack.enter_context(closing(pool))
-            engines = launch_engines(replica, pool.places(0, config.rollout.num_replicas))
+            if judges is not None:
+                stack.enter_context(closing(judges))
             service = stack.enter_context(closing(engines.service()))
             service.sync(
                 engines.new_transport, lambda to: to.send(served.weights()), served.num_steps
             )
-        scorer = CompletionScorer(rewards, tokenizer)
+        asked = reward_judge(config.reward, judge, judges)
+        scorer = CompletionScorer(rewards, tokenizer, reward_model=asked)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
         evaluation = _run(context, partial(_finished, service), evaluator)
     metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in metrics.items()})
     return JobOutput("evaluation", metrics)
+
+
+def _of_judge(config: EvaluateStageConfig) -> TrainingConfig:
+    """How the reward model of an evaluation is held: by one rank, whatever trained the policy."""
+    return TrainingConfig(num_threads=config.num_threads, dtype=DEFAULT_DTYPE)
+
+
+def _judge_worker(config: EvaluateStageConfig, judge: RoleSpec, seed: int) -> WorkerSpec:
+    return WorkerSpec(
+        roles={REWARD: judge},
+        serving_dir=judge.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
 
 
-def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
+def policy_tokenizer(hf_dir: Path, chat_template: str | None = None) -> ChatTokenizer:
     """The tokenizer of a model directory, without transformers where that is possible.
 
     Args:
         hf_dir: of the model.
+        chat_template: replaces its own.
 
     Returns:
         The tokenizer.
@@ -35,10 +36,10 @@ def policy_tokenizer(hf_dir: Path) -> ChatTokenizer:
         ConfigError: it has more tokens than the model's vocabulary.
     """
     if (hf_dir / "tokenizer.json").exists():
-        tokenizer: ChatTokenizer = DirectoryTokenizer.load(hf_dir)
+        tokenizer: ChatTokenizer = DirectoryTokenizer.load(hf_dir, chat_template)
     else:
         # transformers' fast tokenizers have what the protocol asks; their annotations say less.
-        tokenizer = cast(ChatTokenizer, load_tokenizer(hf_dir))
+        tokenizer = cast(ChatTokenizer, load_tokenizer(hf_dir, chat_template))
     check_vocabulary(hf_dir, len(tokenizer))
     return tokenizer
 

@@ -13,12 +13,16 @@ import json
 import sys
 from typing import TypeVar
 
-from engines.checkpoint.model_directory import check_model_directory, stored_tensor_names
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    check_reward_model,
+    stored_tensor_names,
+)
 from engines.config.algorithm import RewardConfig
 from engines.config.base import local_path
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.look import Answer, Look
-from engines.config.model import ModelConfig
+from engines.config.model import ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
@@ -33,7 +37,7 @@ from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
 from infra.plugins import Row, load_row
 
-OnHub = TypeVar("OnHub", ModelConfig, SourceConfig)
+OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, SourceConfig)
 
 _LINEAR_SUFFIX = ".weight"
 
@@ -56,8 +60,11 @@ def look(at: Look) -> Look:
     row = look_at_data(at.data)
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
+    row = row or generated_row(at.data)
+    if at.reward_model is not None:
+        look_at_reward_model(at.reward_model, row)
     if at.reward is not None:
-        look_at_reward(at.reward, row or generated_row(at.data))
+        look_at_reward(at.reward, row)
     return with_commits(at)
 
 
@@ -91,7 +98,10 @@ def with_commits(at: Look) -> Look:
         for split in ("sft", "rl", "evaluation")
     }
     data, model = at.data.model_copy(update=sources), resolved(at.model, "model", "model")
-    return at.model_copy(update={"data": data, "model": model})
+    found = {"data": data, "model": model}
+    if at.reward_model is not None:
+        found["reward_model"] = resolved(at.reward_model, "model", "rl.reward.model")
+    return at.model_copy(update=found)
 
 
 def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryTokenizer | None:
@@ -119,6 +129,30 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
     check_vocabulary(directory, tokenizer.max_token_id + 1)
     return tokenizer
+
+
+def look_at_reward_model(model: RewardModelConfig, row: RLRow | None) -> None:
+    """Check a local reward model by its headers, and its template by one prompt.
+
+    Args:
+        model: of the recipe; of a hub id nothing is known yet.
+        row: with a prompt; None checks no template.
+
+    Raises:
+        ConfigError: names the setting below `rl.reward.model`.
+    """
+    directory = local_path(model.path)
+    if directory is None:
+        return
+    try:
+        check_reward_model(directory, max_length=model.max_length)
+        if (directory / "tokenizer.json").exists():
+            tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
+            check_vocabulary(directory, tokenizer.max_token_id + 1)
+            if row is not None:
+                look_at_prompt(row, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"rl.reward.{error.path}", error.problem) from None
 
 
 def look_at_stop_tokens(at: Look) -> None:

@@ -26,6 +26,7 @@ from engines.jobs.policy_stage import (
     queueing,
     stage_progress,
 )
+from engines.jobs.reward_role import reward_judge, reward_role
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
@@ -34,7 +35,15 @@ from engines.trainers.guards.probe import probe_prompt
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
-from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.training.roles import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    ModelSource,
+    RoleName,
+    RoleSpec,
+)
 from infra.errors import ConfigError
 
 
@@ -81,7 +90,13 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             workers,
             rollout,
             PromptSource(prompts, config, spec.seed),
-            CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens),
+            CompletionScorer(
+                rewards,
+                tokenizer,
+                rl.algorithm.overlong,
+                num_new_tokens,
+                reward_judge(rl.reward, roles.get(REWARD), workers),
+            ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
             trained_steps(before) if before else None,
@@ -91,7 +106,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
-    """The policy, a critic where there is one, the reference where a KL needs it."""
+    """The policy, and beside it what the recipe asks for: a critic, a reward model, a reference."""
     config, rl = context.config, context.config.rl
     num_steps, restore = config.round * rl.num_steps_per_round, config.round > 1
     policy, reference = _sources(context)
@@ -104,8 +119,16 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
             total_num_steps=num_steps,
         )
     }
+    judge = reward_role(context, rl.reward, config.training)
+    if judge is not None:
+        roles[REWARD] = judge
     if rl.critic is not None:
-        source = critic_source(policy, context.optional_input("policy"), context.attempt_dir)
+        source = critic_source(
+            policy,
+            context.optional_input("policy"),
+            context.attempt_dir,
+            judge.source if judge and rl.critic.start == "reward_model" else None,
+        )
         if restore and source.checkpoint_dir is None:
             raise ConfigError(
                 "rl.critic",

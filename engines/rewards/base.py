@@ -50,6 +50,7 @@ class ScoreRequest:
         ground_truth: of the row; any JSON value.
         extra_info: of the row; a JSON object.
         tokens: of the completion; None for a text that was not sampled.
+        model_score: of the reward model; None where there is none, or it did not read the answer.
     """
 
     data_source: str
@@ -57,6 +58,7 @@ class ScoreRequest:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tokens: SampledTokens | None = None
+    model_score: float | None = None
 
 
 @dataclass(frozen=True)

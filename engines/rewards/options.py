@@ -27,6 +27,13 @@ class MathOptions(StrictModel):
     """Decimals to which two floating-point numbers must agree."""
 
 
+class ModelOptions(StrictModel):
+    """Of `model`."""
+
+    threshold: float = 0.0
+    """An answer with a larger score counts as right where accuracies are reported."""
+
+
 class Gsm8kOptions(StrictModel):
     """Of `gsm8k`."""
 

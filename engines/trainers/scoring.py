@@ -5,6 +5,7 @@ stays what the reward function said, and shaping (the overlong punishment) is ad
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import SampledTokens, Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.judges.reward_model import RewardModelJudge
 from engines.trainers.prompts import PromptBatch
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import Completion, RolloutRequest
@@ -29,6 +31,7 @@ class CompletionScorer:
         tokenizer: of the policy.
         overlong: punishment of long answers; evaluation has none.
         max_new_tokens: length limit that the punishment refers to.
+        reward_model: judges every answer before the reward function does; None: there is none.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class CompletionScorer:
         tokenizer: ChatTokenizer,
         overlong: OverlongConfig = NO_SHAPING,
         max_new_tokens: int = 1,
+        reward_model: RewardModelJudge | None = None,
     ) -> None:
         self._rewards = rewards
         self.tokenizer = tokenizer
         self._overlong = overlong
         self._max_new_tokens = max_new_tokens
+        self._reward_model = reward_model
 
     def decode(self, completion: Completion) -> str:
         """Text of a completion, without special tokens."""
@@ -76,6 +81,7 @@ class CompletionScorer:
             self._request(rows[row], completions[row][sample], requests[row])
             for row, sample in places
         ]
+        samples = self._with_model_scores(samples, [rows[row] for row, _ in places])
         scores: list[list[Score | None]] = [[None] * len(samples) for samples in completions]
         for (row, sample), result in zip(places, self._rewards.score(samples), strict=True):
             scores[row][sample] = result if isinstance(result, Score) else None
@@ -140,6 +146,17 @@ class CompletionScorer:
                 completion.finish_reason,
             ),
         )
+
+    def _with_model_scores(
+        self, samples: Sequence[ScoreRequest], rows: Sequence[RLRow]
+    ) -> Sequence[ScoreRequest]:
+        if self._reward_model is None:
+            return samples
+        answers = [sample.solution_str for sample in samples]
+        found = self._reward_model.scores([row.prompt for row in rows], answers)
+        return [
+            replace(sample, model_score=score) for sample, score in zip(samples, found, strict=True)
+        ]
 
     def _reward(self, completion: Completion, score: Score | None) -> float | None:
         return None if score is None else score.value + self._shaping(completion)

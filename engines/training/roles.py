@@ -18,6 +18,8 @@ REFERENCE: RoleName = "reference"
 """The frozen model that the policy stays near to."""
 CRITIC: RoleName = "critic"
 """A value model of what the policy's answers will earn."""
+REWARD: RoleName = "reward"
+"""A frozen value model; what it says behind the last token of a conversation is its score."""
 
 ROLES_DIR = "roles"
 """In a checkpoint: directories of the roles beside the policy, whose files stand at the top."""

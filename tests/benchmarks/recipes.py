@@ -2,12 +2,16 @@
 
 Each run is `rlhf run <recipe> --seed <seed>` in one home, so that what recipes share is computed
 once. The start is the policy after SFT, the end is the merged model, both greedy on the same
-held-out problems. A finished run is kept as JSON below `<home>/results`, by the name of the run:
-the next call goes on where this one stopped, and a changed recipe is run again.
+held-out problems. Of a critic the table has the share of the outcome's variance that its values
+explain, ``1 - var(R - V) / var(R)`` over the answer tokens of a step's batch, which it has not been
+trained on yet: the median over the steps behind its warm-up. A finished run is kept as JSON below
+`<home>/results`, by the name of the run: the next call goes on where this one stopped, and a
+changed recipe is run again.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -29,10 +33,13 @@ RECIPES = (
 )  # fmt: skip
 MAX_WALL_S = 240.0
 """What a recipe may take on two otherwise idle cores."""
+MIN_EXPLAINED = {"ppo": 0.5}
+"""Share of the variance that a critic has to explain."""
+EXPLAINED = "critic/vf_explained_var"
 DEADLINE_S = 3600.0
 HEADINGS = (
     "recipe", "seeds", "problems", "start", "end", f"gain ({CONFIDENCE:.0%} interval)",
-    "worse seeds", "longest run, s", "commit", "holds",
+    "worse seeds", "critic explains", "longest run, s", "commit", "holds",
 )  # fmt: skip
 
 
@@ -48,6 +55,7 @@ class Result:
         reused: labels of stages that another run had finished.
         before: verdict of each problem, of the start.
         after: of the end.
+        explained: by a critic, of each step behind its warm-up.
     """
 
     recipe: str
@@ -57,6 +65,7 @@ class Result:
     reused: tuple[str, ...]
     before: tuple[bool, ...]
     after: tuple[bool, ...]
+    explained: tuple[float, ...] = ()
 
     @property
     def verdicts(self) -> PairedVerdicts:
@@ -108,7 +117,7 @@ def kept_result(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -
     if not path.exists():
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
-    lists = {key: tuple(values[key]) for key in ("reused", "before", "after")}
+    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     return Result(**{**values, **lists})
 
 
@@ -191,7 +200,23 @@ def result_of(home: Path, report: dict, name: str, commit: str, wall_s: float) -
         reused=tuple(stage["name"] for stage in reused),
         before=tuple(row[2] for row in start),
         after=tuple(row[2] for row in end),
+        explained=explained_by_critic(home, report, name),
     )
+
+
+def explained_by_critic(home: Path, report: dict, name: str) -> tuple[float, ...]:
+    """`critic/vf_explained_var` of every step behind the warm-up; none without a critic."""
+    critic = load_recipe(name).rl.critic
+    if critic is None:
+        return ()
+    by_step: dict[int, float] = {}
+    for stage in report["stages"]:
+        work = home / "store" / "work" / stage["fingerprint"]
+        for journal in sorted(work.glob("attempt-*/journal.jsonl")):
+            for record in map(json.loads, journal.read_text(encoding="utf-8").splitlines()):
+                if (value := record.get("values", {}).get(EXPLAINED)) is not None:
+                    by_step[record["step"]] = value
+    return tuple(by_step[step] for step in sorted(by_step) if step > critic.num_warmup_steps)
 
 
 def evaluation_rows(home: Path, digest: str) -> list[tuple[int, str, bool]]:
@@ -223,6 +248,7 @@ def row_of(results: Sequence[Result]) -> tuple[str, ...]:
     """The table's row of one recipe, over its seeds."""
     seeds = [result.verdicts for result in results]
     gain, longest_s = paired_gain(seeds), max(result.wall_s for result in results)
+    explained = median_of([value for result in results for value in result.explained])
     share = [sum(values) / len(values) for values in zip(*map(accuracies, seeds), strict=True)]
     return (
         results[0].recipe,
@@ -232,10 +258,16 @@ def row_of(results: Sequence[Result]) -> tuple[str, ...]:
         f"{share[1]:.1%}",
         f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
         str(gain.num_worse_seeds),
+        "" if explained is None else f"{explained:.2f}",
         f"{longest_s:.0f}",
         ", ".join(sorted({result.commit for result in results})),
-        verdict_of(gain.holds, longest_s),
+        verdict_of(gain.holds, longest_s, explained, MIN_EXPLAINED.get(results[0].recipe)),
     )
+
+
+def median_of(values: Sequence[float]) -> float | None:
+    """None of no values."""
+    return statistics.median(values) if values else None
 
 
 def accuracies(seed: PairedVerdicts) -> tuple[float, float]:
@@ -243,10 +275,14 @@ def accuracies(seed: PairedVerdicts) -> tuple[float, float]:
     return seed.accuracy_before, seed.accuracy_after
 
 
-def verdict_of(gains: bool, longest_s: float) -> str:
+def verdict_of(
+    gains: bool, longest_s: float, explained: float | None, min_explained: float | None
+) -> str:
     """Whether a recipe holds what it must, or what it lacks."""
+    blind = min_explained is not None and (explained is None or explained <= min_explained)
     lacks = [
         *([] if gains else ["no gain"]),
+        *(["blind critic"] if blind else []),
         *([] if longest_s <= MAX_WALL_S else [f"above {MAX_WALL_S:.0f} s"]),
     ]
     return ", ".join(lacks) or "yes"

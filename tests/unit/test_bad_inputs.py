@@ -124,7 +124,7 @@ OVERRIDES = [
     (
         ["rl.reward.function=exakt"],
         "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, http, length, math, "
-        "math_boxed, math_dapo, mixture, path/to/file.py:name; did you mean exact?",
+        "math_boxed, math_dapo, mixture, model, path/to/file.py:name; did you mean exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],

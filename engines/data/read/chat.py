@@ -66,6 +66,25 @@ def render_prompts(
     return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
 
 
+def render_whole(
+    tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
+) -> list[tuple[int, ...]]:
+    """Token ids of whole conversations: what `apply_chat_template` of transformers gives.
+
+    Args:
+        tokenizer: with a chat template.
+        conversations: the last message of each from the assistant.
+
+    Returns:
+        Ids of each conversation.
+
+    Raises:
+        ConfigError: there is no chat template, or it fails.
+    """
+    texts = [_render(tokenizer, messages).text for messages in conversations]
+    return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
+
+
 def render_sft(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> RenderedConversation:
     """Token ids and loss mask of a conversation.
 

@@ -173,29 +173,33 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
         )
 
 
-def check_same_tokens(policy_dir: Path, reference_dir: Path) -> None:
-    """Refuse a reference whose ids mean other tokens: its logprobs would be of another text.
+def check_same_tokens(
+    policy_dir: Path, other_dir: Path, setting: str = "rl.algorithm", name: str = "a reference"
+) -> None:
+    """Refuse a model whose ids mean other tokens: what it says would be of another text.
 
     Args:
         policy_dir: Hugging Face directory of the policy.
-        reference_dir: of the reference; without a tokenizer.json in both, nothing is compared.
+        other_dir: of the other model; without a tokenizer.json in both, nothing is compared.
+        setting: what asks for the model.
+        name: what the model is there.
 
     Raises:
         ConfigError: names the first id that differs.
     """
-    if policy_dir == reference_dir:
+    if policy_dir == other_dir:
         return
-    if not all((each / "tokenizer.json").exists() for each in (policy_dir, reference_dir)):
+    if not all((each / "tokenizer.json").exists() for each in (policy_dir, other_dir)):
         return
-    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in (policy_dir, reference_dir))
+    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in (policy_dir, other_dir))
     differ = [number for number in {*ours, *theirs} if ours.get(number) != theirs.get(number)]
     if differ:
         first = min(differ)
         raise ConfigError(
-            "rl.algorithm",
-            f"got a reference whose tokenizer has {theirs.get(first)!r} at id {first}, the "
-            f"policy's has {ours.get(first)!r}; need one tokenizer, or their logprobs speak of "
-            "different texts; use a reference of the policy's family",
+            setting,
+            f"got {name} whose tokenizer has {theirs.get(first)!r} at id {first}, the "
+            f"policy's has {ours.get(first)!r}; need one tokenizer, or they speak of different "
+            "texts; use a model of the policy's family",
         )
 
 

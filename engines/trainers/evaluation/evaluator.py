@@ -183,8 +183,9 @@ def summarize(problems: Sequence[EvaluatedProblem], config: EvaluationConfig) ->
         config: confidence and the values of k.
 
     Returns:
-        `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), lengths, counts, and
-        `pass@k` with `pass@k_stderr` for every k. Where nothing could be scored, no accuracy.
+        `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), `reward/mean` of the greedy
+        answers, lengths, counts, and `pass@k` with `pass@k_stderr` for every k. Where nothing could
+        be scored, neither of the first two.
     """
     verdicts = [p.greedy.correct for p in problems if p.greedy.correct is not None]
     metrics = {
@@ -193,6 +194,9 @@ def summarize(problems: Sequence[EvaluatedProblem], config: EvaluationConfig) ->
         "response_length/mean": fmean(p.greedy.num_tokens for p in problems),
         "response_length/clip_ratio": fmean(p.greedy.finish_reason == "length" for p in problems),
     }
+    scores = [p.greedy.score for p in problems if p.greedy.score is not None]
+    if scores:
+        metrics["reward/mean"] = fmean(scores)
     if verdicts:
         low, high = wilson_interval(sum(verdicts), len(verdicts), config.confidence)
         metrics |= {

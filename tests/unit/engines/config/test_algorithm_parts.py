@@ -2,9 +2,14 @@
 
 import pytest
 
-from engines.config.algorithm import AlgorithmConfig
+from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.options import check_parts
-from engines.config.rules import check_algorithm, check_critic
+from engines.config.rules import (
+    check_algorithm,
+    check_critic,
+    check_reward_model,
+    check_value_models,
+)
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -72,41 +77,79 @@ def test_what_a_part_needs_and_a_recipe_lacks_is_refused(config, path, words):
 
 
 @pytest.mark.parametrize(
-    ("rl", "backend", "words"),
+    ("rl", "words"),
     [
         (
             {"critic": {}},
-            "fsdp2",
             "rl.critic: got a critic with adv_estimator grpo, which reads no values; need null; "
             "remove it, or set rl.algorithm.adv_estimator to gae",
         ),
         (
-            {"critic": {}, "algorithm": {"adv_estimator": "gae"}},
-            "torchtitan",
-            "rl.critic: got a critic with training.backend torchtitan, which has no value model; "
-            "need one of fsdp, fsdp2, megatron, veomni, automodel; set training.backend to it",
+            {"critic": {"start": "reward_model"}, "algorithm": {"adv_estimator": "gae"}},
+            "rl.critic.start: got reward_model, and this recipe lacks the role reward "
+            "(rl.reward.model); need that model; set rl.reward.model.path, or start from policy",
         ),
     ],
 )
-def test_a_critic_that_nothing_reads_or_nothing_trains_is_refused(rl, backend, words):
+def test_a_critic_that_nothing_reads_or_that_starts_as_nothing_is_refused(rl, words):
     with pytest.raises(ConfigError) as caught:
-        check_critic(RLConfig.model_validate(rl), TrainingConfig(backend=backend))
+        check_critic(RLConfig.model_validate(rl))
     assert str(caught.value) == words
     critic = RLConfig.model_validate({"critic": {}, "algorithm": {"adv_estimator": "gae"}})
     check_algorithm(critic)
-    check_critic(critic, TrainingConfig())
-    check_critic(RLConfig(), TrainingConfig(backend="torchtitan"))
+    check_critic(critic)
+    check_critic(RLConfig())
 
 
-def test_a_reference_that_nothing_reads_is_not_refreshed():
-    with pytest.raises(ConfigError, match="got true, and nothing reads a reference; need false"):
-        check_algorithm(RLConfig(refresh_reference=True))
-    check_algorithm(RLConfig(refresh_reference=True, algorithm=AlgorithmConfig(use_kl_loss=True)))
-
-
-def test_the_shipped_variants_pass():
-    check_algorithm(RLConfig(group_size=8))
-    check_parts(
-        AlgorithmConfig(norm_adv_by_std_in_grpo=False, loss_agg_mode="seq-mean-token-sum-norm")
+@pytest.mark.parametrize(
+    ("rl", "setting"),
+    [
+        ({"critic": {}, "algorithm": {"adv_estimator": "gae"}}, "rl.critic"),
+        ({"reward": {"function": "model", "model": {"path": "judge"}}}, "rl.reward.model"),
+    ],
+)
+def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
+    asked = RLConfig.model_validate(rl)
+    with pytest.raises(ConfigError) as caught:
+        check_value_models(asked, TrainingConfig(backend="torchtitan"))
+    assert str(caught.value) == (
+        f"{setting}: got one with training.backend torchtitan, which has no value model; need one "
+        "of fsdp, fsdp2, megatron, veomni, automodel; set training.backend to it"
     )
-    check_parts(AlgorithmConfig(use_kl_loss=True, kl_loss_type="k3+"))
+    check_value_models(asked, TrainingConfig())
+    check_value_models(RLConfig(), TrainingConfig(backend="torchtitan"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (
+            {"function": "model"},
+            "rl.reward.function: got model, which reads what the role reward says; need "
+            "rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
+            "classification model",
+        ),
+        (
+            {
+                "function": "mixture",
+                "components": {"a": {"function": "exact"}, "b": {"function": "model"}},
+                "accuracy": ["a"],
+            },
+            "rl.reward.components.b.function: got model, which reads what the role reward says; "
+            "need rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
+            "classification model",
+        ),
+        (
+            {"function": "exact", "model": {"path": "judge"}},
+            "rl.reward.model: got a model, and nothing reads what it says; need null, or a "
+            "function or component model; remove it, or add one",
+        ),
+    ],
+)
+def test_a_reward_model_is_there_if_and_only_if_it_is_read(reward, words):
+    with pytest.raises(ConfigError) as caught:
+        check_reward_model(RewardConfig.model_validate(reward))
+    assert str(caught.value) == words
+    for function in ("model", "score.py:score"):
+        config = {"function": function, "model": {"path": "judge"}}
+        check_reward_model(RewardConfig.model_validate(config))

@@ -1,0 +1,1 @@
+"""Models that judge answers before a reward function does."""

@@ -1,0 +1,65 @@
+"""A reward model in the whole pipeline: it judges, and a critic starts as it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_pipeline import Home, settings
+from transformers import AutoModelForSequenceClassification
+
+from engines.checkpoint.model_directory import create_random_model
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.data.prepare.tokenizer_training import train_tokenizer
+
+SHAPE = ArchitectureConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=64
+)
+
+
+def write_models(root: Path) -> tuple[Path, Path]:
+    """A policy, and a reward model of the same tokens."""
+    tokenizer = train_tokenizer(
+        TokenizerConfig(), ["0123456789+="], root / "tokenizer", max_length=64, chat_template=None
+    )
+    policy, judge = root / "policy", root / "judge"
+    create_random_model(SHAPE, tokenizer, 64, 5, policy)
+    create_random_model(SHAPE, tokenizer, 64, 6, judge)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(7))
+    (judge / "model.safetensors").unlink()
+    model.save_pretrained(judge)
+    return policy, judge
+
+
+@pytest.mark.slow
+def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
+    policy, judge = write_models(tmp_path)
+    home = Home(tmp_path / "run")
+    asked = (
+        f"model={{init: pretrained, path: {policy}, max_length: 64}}",
+        f"rl.reward={{function: model, model: {{path: {judge}, max_length: 64}}}}",
+        "rl.algorithm={adv_estimator: gae, options: {lam: 0.95}}",
+        "rl.critic={start: reward_model, optimizer: {lr: 1.0e-2}}",
+        "sft=null",
+    )
+    report = home.run(*asked, "rl.num_rounds=2")
+    by_name = {stage["name"]: stage for stage in report["stages"]}
+    assert {"evaluate_rl_round_1", "rl_round_2"} <= by_name.keys()
+    scores = home.values("critic/score/mean")
+    assert len(scores) == 4
+    assert len({round(score, 6) for score in scores}) == 4
+    # A head of 0 would have explained nothing of the first step.
+    assert home.values("critic/vf_explained_var")[0] != 0.0
+    assert by_name["evaluate"]["metrics"]["reward/mean"] != 0.0
+    # The model is an input: other files are another stage.
+    assert status(home.rlhf("plan", *settings(*asked)), "rl_round_1") == "hit"
+    with (judge / "config.json").open("a") as file:
+        file.write("\n")
+    assert status(home.rlhf("plan", *settings(*asked)), "rl_round_1") == "miss"
+
+
+def status(planned: str, stage: str) -> str:
+    """What a plan says of a stage."""
+    [line] = [line for line in planned.splitlines() if line.split()[:1] == [stage]]
+    return line.split()[2]
