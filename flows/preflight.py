@@ -51,7 +51,8 @@ def preflight(recipe: Recipe) -> Recipe:
     answer = ask(Answer, what, DEADLINE_S, command, look.model_dump_json())
     if answer.look is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
-    reward = recipe.rl.reward.model_copy(update={"model": answer.look.reward_model})
+    judges = {"model": answer.look.reward_model, "judge": answer.look.judge}
+    reward = recipe.rl.reward.model_copy(update=judges)
     rl = recipe.rl.model_copy(update={"reward": reward})
     found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
     return recipe.model_copy(update=found)
@@ -73,15 +74,16 @@ def _check_engine(recipe: Recipe) -> None:
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
     own = {*recipe.rl.reward.functions} <= {row.name for row in REWARDS.rows}
-    judge = recipe.rl.reward.model
-    if own and judge is None and recipe.model.path is None and recipe.data.arithmetic is not None:
+    reward, is_made = recipe.rl.reward, recipe.model.path is None
+    if own and not reward.models and is_made and recipe.data.arithmetic is not None:
         return None
     return Look(
         model=recipe.model,
         data=recipe.data,
         lora=recipe.training.lora,
         reward=None if own else recipe.rl.reward,
-        reward_model=judge,
+        reward_model=reward.model,
+        judge=reward.judge,
         rollout_engine=recipe.rollout.engine,
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,

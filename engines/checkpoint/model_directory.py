@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.config.model import ArchitectureConfig, ModelConfig, RewardModelConfig
+from engines.config.model import ArchitectureConfig, JudgingModelConfig, ModelConfig
 from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
@@ -110,7 +110,7 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def resolve_model(model: ModelConfig | RewardModelConfig) -> Path:
+def resolve_model(model: ModelConfig | JudgingModelConfig) -> Path:
     """The checked local directory of a pretrained model, downloaded when it is a hub id.
 
     Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
@@ -187,6 +187,27 @@ def check_reward_model(path: Path, *, max_length: int) -> None:
             f"{path} holds {held} as {_SCORE_HEAD}; need a head of one output; give a sequence "
             "classification model with num_labels 1",
         )
+
+
+@contextmanager
+def model_of_section(section: str) -> Iterator[None]:
+    """Scope in which an error that names `model` means the model of another section.
+
+    Args:
+        section: of the recipe, `rl.reward.model`.
+
+    Yields:
+        None: nothing.
+
+    Raises:
+        ConfigError: what was raised inside, with the other name.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first, dot, field = error.path.partition(".")
+        path = f"{section}{dot}{field}" if first == "model" else section
+        raise ConfigError(path, error.problem) from None
 
 
 def vision_model_type(path: Path) -> str | None:

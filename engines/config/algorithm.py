@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config.base import NotIdentity, StrictModel
-from engines.config.model import RewardModelConfig
+from engines.config.model import JudgeConfig, JudgingModelConfig, RewardModelConfig
 
 MIXTURE = "mixture"
 """Name of the reward that is made of components."""
@@ -180,6 +180,9 @@ class RewardConfig(RewardFunction):
     model: RewardModelConfig | None = None
     """A model that judges each answer before any function does: the role `reward`. The function
     `model` returns what it said; functions that see the whole sample read `sample.model_score`."""
+    judge: JudgeConfig | None = None
+    """A language model that is asked about each answer before any function is. The function `judge`
+    returns the number in what it wrote; the whole sample has it as `sample.judgement`."""
     environment: tuple[str, ...] = ()
     """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
     may see; every other one is withheld from it."""
@@ -200,6 +203,12 @@ class RewardConfig(RewardFunction):
         if not self.components:
             return {"rl.reward": self}
         return {f"rl.reward.components.{name}": part for name, part in self.components.items()}
+
+    @property
+    def models(self) -> dict[str, JudgingModelConfig]:
+        """The models that are asked before the functions, by their field."""
+        asked: dict[str, JudgingModelConfig | None] = {"model": self.model, "judge": self.judge}
+        return {name: model for name, model in asked.items() if model is not None}
 
     @property
     def functions(self) -> tuple[str, ...]:

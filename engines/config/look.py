@@ -3,7 +3,7 @@
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
-from engines.config.model import ModelConfig, RewardModelConfig
+from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.training import LoraConfig
 
 
@@ -16,6 +16,7 @@ class Look(StrictModel):
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
     reward_model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}

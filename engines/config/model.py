@@ -1,10 +1,11 @@
 """Which language model is trained: a Hugging Face one, or one made from scratch."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel, local_path
+from engines.config.base import Execution, StrictModel, local_path
+from engines.config.rollout import SamplingConfig
 
 
 class ArchitectureConfig(StrictModel):
@@ -70,16 +71,16 @@ class ModelConfig(StrictModel):
         return self
 
 
-class RewardModelConfig(StrictModel):
-    """A model that gives each answer one number: a Hugging Face sequence classification model."""
+class JudgingModelConfig(StrictModel):
+    """A model that judges answers; never trained."""
 
     path: str
-    """A model directory or a hub id, with a head of one output (`num_labels: 1`)."""
+    """A model directory or a hub id."""
     revision: str | None = None
     """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
     max_length: int = Field(default=2048, ge=8)
-    """Tokens of a conversation with its answer, in the model's own chat template; of a longer one
-    there is no number, and what reads it leaves the sample unscored."""
+    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
+    it says nothing, and what reads it leaves the sample unscored."""
     chat_template: str | None = None
     """Jinja template that replaces the tokenizer's own."""
 
@@ -87,3 +88,31 @@ class RewardModelConfig(StrictModel):
         """A hub id counts, with its commit; a local path does not."""
         values = super().identity_values()
         return {**values, "path": None} if local_path(self.path) else values
+
+
+class RewardModelConfig(JudgingModelConfig):
+    """A sequence classification model with one output, which gives each answer a number."""
+
+
+class JudgeConfig(JudgingModelConfig):
+    """A language model that is asked about each answer; the recipe's rollout engine serves it."""
+
+    prompt: str = Field(min_length=1)
+    """Jinja text of what is asked: `{{ question }}` is the last message of the prompt,
+    `{{ answer }}` what the policy wrote, `{{ ground_truth }}`, `{{ data_source }}` and
+    `{{ extra_info }}` are the row's."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=64)
+    """How it answers; at a temperature of 0 it says the same of the same."""
+    num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
+    """Engines on devices of their own; one beside the policy where that is in the job's process."""
+    options: dict[str, Any] = {}
+    """Options of the rollout engine, instead of the recipe's."""
+
+    @model_validator(mode="after")
+    def _check_room(self) -> "JudgeConfig":
+        if self.sampling.max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "
+                f"max_length {self.max_length}, so that there is room for the question; lower it"
+            )
+        return self

@@ -41,12 +41,12 @@ class RewardRow(Row):
     Attributes:
         in_process: it is pure, fast and cannot hang, so it needs no process of its own.
         memory_limit_bytes: address space of its process; None sets no limit.
-        reads_model: it reads what the role `reward` said of the answer.
+        reads: the field of `rl.reward` whose model said something of the answer that it reads.
     """
 
     in_process: bool = False
     memory_limit_bytes: int | None = None
-    reads_model: bool = False
+    reads: Literal["model", "judge"] | None = None
 
     @property
     def counted(self) -> str:
@@ -173,10 +173,17 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="model",
-            target="engines.rewards.model:score",
+            target="engines.rewards.judges.model:score",
             options="engines.rewards.options:ModelOptions",
             in_process=True,
-            reads_model=True,
+            reads="model",
+        ),
+        RewardRow(
+            name="judge",
+            target="engines.rewards.judges.judgement:score",
+            # A pattern of the user's may take for ever.
+            options="engines.rewards.options:JudgeOptions",
+            reads="judge",
         ),
         RewardRow(name="mixture", target="engines.rewards.mixture:score"),
     ],

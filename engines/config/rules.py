@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import BACKENDS
-from engines.config.options import check_parts
+from engines.config.options import check_options, check_parts
 from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, structured_output_engines
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
@@ -180,8 +180,16 @@ def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:
             )
 
 
-def check_reward_model(reward: RewardConfig) -> None:
-    """Refuse a function that reads a reward model where there is none, and one that nothing reads.
+_SAID_BY: Mapping[str, str] = {
+    "model": "the role reward says; need rl.reward.model, which this recipe lacks; set "
+    "rl.reward.model.path to a sequence classification model",
+    "judge": "a judge writes; need rl.reward.judge, which this recipe lacks; set "
+    "rl.reward.judge.path and rl.reward.judge.prompt",
+}
+
+
+def check_reward_models(reward: RewardConfig) -> None:
+    """Refuse a function that reads a model that is not there, and a model that nothing reads.
 
     Args:
         reward: of a recipe or a stage.
@@ -190,26 +198,41 @@ def check_reward_model(reward: RewardConfig) -> None:
         ConfigError: names the setting.
     """
     parts = {path: part for path, part in reward.parts.items() if part.file is None}
-    reading = [
-        path
-        for path, part in parts.items()
-        if REWARDS.find(part.function, f"{path}.function").reads_model
-    ]
-    if reading and reward.model is None:
-        raise ConfigError(
-            f"{reading[0]}.function",
-            f"got {parts[reading[0]].function}, which reads what the role reward says; need "
-            "rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
-            "classification model",
-        )
+    rows = {path: REWARDS.find(part.function, f"{path}.function") for path, part in parts.items()}
+    for path, row in rows.items():
+        if row.reads is not None and row.reads not in reward.models:
+            raise ConfigError(
+                f"{path}.function",
+                f"got {row.name}, which reads what {_SAID_BY[row.reads]}",
+            )
     # A function in a file may read it: nobody runs it to find out.
-    if reward.model is not None and not reading and len(parts) == len(reward.parts):
-        able = " or ".join(row.name for row in REWARDS.rows if row.reads_model)
+    if len(parts) < len(reward.parts):
+        return
+    for name in sorted(reward.models.keys() - {row.reads for row in rows.values()}):
+        able = " or ".join(row.name for row in REWARDS.rows if row.reads == name)
         raise ConfigError(
-            "rl.reward.model",
+            f"rl.reward.{name}",
             "got a model, and nothing reads what it says; need null, or a function or component "
             f"{able}; remove it, or add one",
         )
+
+
+def check_judge(reward: RewardConfig, rollout: RolloutConfig) -> None:
+    """Refuse a judge that the recipe's rollout engine cannot be asked for.
+
+    Args:
+        reward: of a recipe or a stage.
+        rollout: its engine serves the judge.
+
+    Raises:
+        ConfigError: names the field below `rl.reward.judge`.
+    """
+    if reward.judge is None:
+        return
+    section, form = "rl.reward.judge", reward.judge.sampling.structured_output
+    check_structured_output(f"{section}.sampling.structured_output", form, rollout)
+    engine = ROLLOUT_ENGINES.find(rollout.engine)
+    check_options(reward.judge.options, [engine], f"{section}.options")
 
 
 def _check_needs(rl: RLConfig) -> None:

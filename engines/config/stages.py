@@ -30,7 +30,8 @@ from engines.config.rules import (
     check_answer_length,
     check_critic,
     check_divides,
-    check_reward_model,
+    check_judge,
+    check_reward_models,
     check_sampling,
     check_structured_output,
     check_value_models,
@@ -298,7 +299,8 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_algorithm(self.rl)
         check_critic(self.rl)
         check_value_models(self.rl, self.training)
-        check_reward_model(self.rl.reward)
+        check_reward_models(self.rl.reward)
+        check_judge(self.rl.reward, self.rollout)
         check_answer_length(
             "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
         )
@@ -381,7 +383,8 @@ class EvaluateStageConfig(ComputingStageConfig):
         check_structured_output(
             "evaluation.structured_output", self.evaluation.structured_output, self.rollout
         )
-        check_reward_model(self.reward)
+        check_reward_models(self.reward)
+        check_judge(self.reward, self.rollout)
 
 
 class PromoteStageConfig(StageConfig):
@@ -404,12 +407,15 @@ def _model(model: ModelConfig) -> dict[str, ExternalInput]:
 
 
 def _reward(reward: RewardConfig) -> dict[str, ExternalInput]:
-    """The user's reward files, and the directory of the reward model."""
+    """The user's reward files, and the directories of the models that judge."""
     files = {
         path.removeprefix("rl."): ExternalInput(part.file, f"{path}.function", is_script=True)
         for path, part in reward.parts.items()
         if part.file
     }
-    directory = local_path(reward.model.path) if reward.model else None
-    model = {"reward.model": ExternalInput(directory, "rl.reward.model.path")} if directory else {}
-    return {**files, **model}
+    models = {
+        f"reward.{name}": ExternalInput(directory, f"rl.reward.{name}.path")
+        for name, model in reward.models.items()
+        if (directory := local_path(model.path))
+    }
+    return {**files, **models}

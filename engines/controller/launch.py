@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
+from engines.config.rollout import RolloutConfig
 from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve, this_node
@@ -42,6 +43,23 @@ RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
 MARGIN_S = 120.0
 """A rank reports its own time-out; the group waits this much longer for it."""
+
+
+@dataclass(frozen=True)
+class LaunchedModel:
+    """A model that is served and not trained, and what judges it.
+
+    Attributes:
+        engines: without weights.
+        reward_model: the group of the role `reward`, if there is one.
+        judge: engines without weights, if there are some.
+        pool: places of all that runs elsewhere; closed last.
+    """
+
+    engines: LaunchedEngines
+    reward_model: WorkerGroup | None
+    judge: LaunchedEngines | None
+    pool: Pool = field(default_factory=lambda: Pool(None, ()))
 
 
 def trains_here(spec: WorkerSpec) -> bool:
@@ -88,54 +106,63 @@ def launch_policy_group(
 def launch_policy_with_rollout(
     spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> tuple[WorkerGroup, Rollout]:
-    """Start the ranks of a policy and the engines that sample from it.
+    """As `launch_judged_policy`, of a policy that no language model judges."""
+    workers, rollout, _ = launch_judged_policy(spec, None, log_dir, queueing)
+    return workers, rollout
+
+
+def launch_judged_policy(
+    spec: WorkerSpec, judge: ReplicaSpec | None, log_dir: Path, queueing: Queueing = NO_NEWS
+) -> tuple[WorkerGroup, Rollout, LaunchedEngines | None]:
+    """Start the ranks of a policy, the engines that sample from it, and those of a judge.
 
     Args:
         spec: what each rank builds; `rollout` says how to sample.
+        judge: engines of a model that nobody trains; embedded only where the policy's are in this
+            process, too. None: there is none.
         log_dir: as for `launch_policy_group`.
         queueing: as well.
 
     Returns:
-        Both, ready for calls; the caller closes them, the rollout first: places of both are given
-        back with the group.
+        All of them, ready for calls; the caller closes them, the ranks last: places of all are
+        given back with the group.
 
     Raises:
-        ConfigError: the rollout engine cannot serve that model, dtype or those options.
+        ConfigError: a rollout engine cannot serve its model, dtype or those options.
         WorkerError: a rank died while it started.
-        DeadlineError: the ranks did not fit into the cluster or did not meet in time.
+        DeadlineError: they did not fit into the cluster together or did not meet in time.
     """
     rollout, training = spec.rollout, spec.training
     if rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
-    if is_embedded(rollout) and training.num_workers > 1:
-        workers = launch_policy_group(spec, log_dir, queueing)
-        return workers, RankRollout(workers)
-    replica = ReplicaSpec(
-        serving_dir=spec.serving_dir,
-        rollout=rollout,
-        dtype=rollout.dtype or training.dtype,
-        platform=spec.platform,
-        device_kind=spec.device_kind,
-        num_threads=training.num_threads,
-        log_dir=log_dir,
-        shares_devices=rollout.placement == "colocated",
-        adapter=training.lora if adapter_travels(training, rollout) else None,
-    )
-    if is_embedded(rollout):
+    here, num_ranks, is_here = trains_here(spec), training.num_workers, is_embedded(rollout)
+    replica = policy_replica(spec, rollout, log_dir)
+    if is_here and here:
         engines = launch_engines(replica)  # first, because it may refuse
+        judges = None if judge is None else launch_engines(judge)
         workers = _group_here(replace(spec, rollout=None), None)
-        return workers, ServedRollout(engines, workers)
-    here, num_ranks, num_replicas = trains_here(spec), training.num_workers, rollout.num_replicas
-    first = num_ranks
-    if replica.shares_devices:
-        first, num_replicas = 0, num_ranks
+        return workers, ServedRollout(engines, workers), judges
     connect_ray()
-    # Ranks and replicas together: two runs that each had half of it would wait for ever.
+    first, num_replicas = num_ranks, rollout.num_replicas
+    if is_here:
+        num_replicas = 0
+    elif replica.shares_devices:
+        first, num_replicas = 0, num_ranks
+    # All together: two runs that each had half of it would wait for ever.
     options = planned(spec.platform).ray_resource_options
     bundles = [options(1)] * first + [options(rollout.num_workers_per_replica)] * num_replicas
-    num_sharing = 2 if replica.shares_devices and not here else 1
+    num_sharing = [2 if first == 0 and not here else 1] * len(bundles)
+    if judge is not None:
+        bundles += [options(judge.rollout.num_workers_per_replica)] * judge.rollout.num_replicas
     pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
     try:
+        judges = None
+        if judge is not None:
+            places = pool.places(len(num_sharing), judge.rollout.num_replicas)
+            judges = launch_engines(judge, places)
+        if is_here:
+            workers = _group_of_actors(spec, log_dir, pool)
+            return workers, RankRollout(workers), judges
         sender, places = pool.places(0, num_ranks)[0], pool.places(first, num_replicas)
         # Collectives of devices do not join two processes on one device.
         has_device = not here and not replica.shares_devices
@@ -146,21 +173,50 @@ def launch_policy_with_rollout(
     except BaseException:
         pool.close()
         raise
-    return workers, ServedRollout(engines, workers)
+    return workers, ServedRollout(engines, workers), judges
+
+
+def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> ReplicaSpec:
+    """An engine that serves the policy of some ranks.
+
+    Args:
+        spec: of the ranks.
+        rollout: of the engine.
+        log_dir: where it writes its log, if it has one.
+
+    Returns:
+        What it builds.
+    """
+    training = spec.training
+    return ReplicaSpec(
+        serving_dir=spec.serving_dir,
+        rollout=rollout,
+        dtype=rollout.dtype or training.dtype,
+        platform=spec.platform,
+        device_kind=spec.device_kind,
+        num_threads=training.num_threads,
+        log_dir=log_dir,
+        shares_devices=rollout.placement == "colocated",
+        adapter=training.lora if adapter_travels(training, rollout) else None,
+    )
 
 
 def launch_served_model(
-    spec: ReplicaSpec, judge: WorkerSpec | None = None, queueing: Queueing = NO_NEWS
-) -> tuple[LaunchedEngines, WorkerGroup | None, Pool]:
-    """Start the engines of a model that nobody trains, and the rank of a model that judges.
+    spec: ReplicaSpec,
+    reward_model: WorkerSpec | None = None,
+    judge: ReplicaSpec | None = None,
+    queueing: Queueing = NO_NEWS,
+) -> LaunchedModel:
+    """Start the engines of a model that nobody trains, and the models that judge it.
 
     Args:
         spec: of the engines.
-        judge: of one rank; in this process where an engine is, too. None: nothing judges.
+        reward_model: of one rank. None: there is none.
+        judge: of its engines, which are embedded if and only if the others are. None: likewise.
         queueing: how to wait for room.
 
     Returns:
-        The engines, the rank's group, and their places; the caller closes them, the places last.
+        All of them; in this process where the engines are embedded.
 
     Raises:
         ConfigError: as `launch_engines`.
@@ -169,25 +225,39 @@ def launch_served_model(
     """
     if is_embedded(spec.rollout):
         engines = launch_engines(spec)
-        return engines, None if judge is None else _group_here(judge, None), Pool(None, ())
-    num_judges = int(judge is not None)
-    pool = reserve_replicas(spec, queueing, num_judges)
+        group = None if reward_model is None else _group_here(reward_model, None)
+        return LaunchedModel(engines, group, None if judge is None else launch_engines(judge))
+    num_ranks = int(reward_model is not None)
+    pool = reserve_replicas(spec, queueing, num_ranks, judge)
+    num_replicas = spec.rollout.num_replicas
     try:
-        engines = launch_engines(spec, pool.places(num_judges, spec.rollout.num_replicas))
-        group = None if judge is None else _group_of_actors(judge, spec.log_dir, pool)
+        engines = launch_engines(spec, pool.places(num_ranks, num_replicas))
+        judges = None
+        if judge is not None:
+            first = num_ranks + num_replicas
+            judges = launch_engines(judge, pool.places(first, judge.rollout.num_replicas))
+        group = None
+        if reward_model is not None:
+            group = _group_of_actors(reward_model, spec.log_dir, pool)
     except BaseException:
         pool.close()
         raise
-    return engines, group, pool
+    return LaunchedModel(engines, group, judges, pool)
 
 
-def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS, num_ranks: int = 0) -> Pool:
+def reserve_replicas(
+    spec: ReplicaSpec,
+    queueing: Queueing = NO_NEWS,
+    num_ranks: int = 0,
+    judge: ReplicaSpec | None = None,
+) -> Pool:
     """The places of replicas that no ranks share or send to.
 
     Args:
         spec: of the replicas.
         queueing: how to wait for room.
         num_ranks: of a group beside them, whose places come first.
+        judge: further replicas, whose places come last.
 
     Returns:
         One place each, none for an engine in this process; the caller closes it.
@@ -199,8 +269,12 @@ def reserve_replicas(spec: ReplicaSpec, queueing: Queueing = NO_NEWS, num_ranks:
         return Pool(None, ())
     connect_ray()
     options = planned(spec.platform).ray_resource_options
-    of_replica = options(spec.rollout.num_workers_per_replica)
-    return reserve([options(1)] * num_ranks + [of_replica] * spec.rollout.num_replicas, queueing)
+    bundles = [options(1)] * num_ranks
+    for each in (spec, judge):
+        if each is not None:
+            of_replica = options(each.rollout.num_workers_per_replica)
+            bundles += [of_replica] * each.rollout.num_replicas
+    return reserve(bundles, queueing)
 
 
 def launch_engines(

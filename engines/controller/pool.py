@@ -115,7 +115,7 @@ def reserve(
     bundles: Sequence[Options],
     queueing: Queueing = NO_NEWS,
     on_this_node: int | None = None,
-    num_sharing: int = 1,
+    num_sharing: Sequence[int] = (),
 ) -> Pool:
     """Reserve one bundle for each place, all of them at once. Ray must be connected.
 
@@ -123,7 +123,8 @@ def reserve(
         bundles: what each place needs, as keyword arguments of `ray.remote`.
         queueing: how to wait.
         on_this_node: number of the bundle that stands for this process itself.
-        num_sharing: actors that will stand in every place, on the same devices.
+        num_sharing: actors that will stand in each of the first places, on the same devices; one in
+            those behind them.
 
     Returns:
         The pool; the caller closes it.
@@ -139,7 +140,9 @@ def reserve(
     group = ray.util.placement_group(wanted, strategy="PACK")
     try:
         _wait(group, wanted, queueing)
-        return Pool(group, _places(group, [_share(bundle, num_sharing) for bundle in bundles]))
+        numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
+        shares = [_share(*each) for each in zip(bundles, numbers, strict=True)]
+        return Pool(group, _places(group, shares))
     except BaseException:
         ray.util.remove_placement_group(group)
         raise

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from safetensors import safe_open
 from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
@@ -22,9 +21,9 @@ from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
+from engines.jobs.judges import asked_judges, judge_source, reward_role, stored_tensors
 from engines.jobs.policy_files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
-from engines.jobs.reward_role import reward_judge, reward_role
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
@@ -74,21 +73,30 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 num_threads=config.num_threads,
                 log_dir=context.attempt_dir,
             )
-            judge = reward_role(context, config.reward, _of_judge(config))
-            engines, judges, pool = launch_served_model(
+            role = reward_role(context, config.reward.model, _of_reward_model(config))
+            judge = judge_source(
+                context, config.reward.judge, replica, embedded=config.driver_computes
+            )
+            launched = launch_served_model(
                 replica,
-                None if judge is None else _judge_worker(config, judge, spec.seed),
+                None if role is None else _reward_worker(config, role, spec.seed),
+                judge.replica if judge else None,
                 queueing(context, config.hardware),
             )
-            stack.enter_context(closing(pool))
-            if judges is not None:
-                stack.enter_context(closing(judges))
+            stack.enter_context(closing(launched.pool))
+            if launched.reward_model is not None:
+                stack.enter_context(closing(launched.reward_model))
+            engines = launched.engines
             service = stack.enter_context(closing(engines.service()))
             service.sync(
                 engines.new_transport, lambda to: to.send(served.weights()), served.num_steps
             )
-        asked = reward_judge(config.reward, judge, judges)
-        scorer = CompletionScorer(rewards, tokenizer, reward_model=asked)
+            judges = stack.enter_context(
+                asked_judges(
+                    config.reward, spec.seed, role, launched.reward_model, judge, launched.judge
+                )
+            )
+        scorer = CompletionScorer(rewards, tokenizer, judges=judges)
         evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
         evaluation = _run(context, partial(_finished, service), evaluator)
     metrics = evaluation.metrics
@@ -97,15 +105,15 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     return JobOutput("evaluation", metrics)
 
 
-def _of_judge(config: EvaluateStageConfig) -> TrainingConfig:
+def _of_reward_model(config: EvaluateStageConfig) -> TrainingConfig:
     """How the reward model of an evaluation is held: by one rank, whatever trained the policy."""
     return TrainingConfig(num_threads=config.num_threads, dtype=DEFAULT_DTYPE)
 
 
-def _judge_worker(config: EvaluateStageConfig, judge: RoleSpec, seed: int) -> WorkerSpec:
+def _reward_worker(config: EvaluateStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
     return WorkerSpec(
-        roles={REWARD: judge},
-        serving_dir=judge.source.hf_dir,
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
         rollout=None,
         temperature=1.0,
         platform=config.hardware.platform,
@@ -170,14 +178,6 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
             f"{metrics['num_problems']:.0f} held-out problems"
         )
     return evaluation
-
-
-def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory, one at a time, by their names in the files."""
-    for shard in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as file:
-            for name in sorted(file.keys()):
-                yield name, file.get_tensor(name)
 
 
 def context_length(model_dir: Path) -> int:

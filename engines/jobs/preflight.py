@@ -11,18 +11,20 @@ Does not promise that the rest of the rows is as good as the first.
 
 import json
 import sys
+from pathlib import Path
 from typing import TypeVar
 
 from engines.checkpoint.model_directory import (
     check_model_directory,
     check_reward_model,
+    model_of_section,
     stored_tensor_names,
 )
 from engines.config.algorithm import RewardConfig
 from engines.config.base import local_path
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.look import Answer, Look
-from engines.config.model import ModelConfig, RewardModelConfig
+from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
@@ -32,12 +34,13 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.errors import RewardError
 from engines.rewards.base import SampledTokens, ScoreRequest, Unscored
+from engines.rewards.judges.question import question
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
 from infra.plugins import Row, load_row
 
-OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, SourceConfig)
+OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, JudgeConfig, SourceConfig)
 
 _LINEAR_SUFFIX = ".weight"
 
@@ -63,6 +66,8 @@ def look(at: Look) -> Look:
     row = row or generated_row(at.data)
     if at.reward_model is not None:
         look_at_reward_model(at.reward_model, row)
+    if at.judge is not None:
+        look_at_judge(at.judge, at.rollout_engine, row)
     if at.reward is not None:
         look_at_reward(at.reward, row)
     return with_commits(at)
@@ -101,6 +106,8 @@ def with_commits(at: Look) -> Look:
     found = {"data": data, "model": model}
     if at.reward_model is not None:
         found["reward_model"] = resolved(at.reward_model, "model", "rl.reward.model")
+    if at.judge is not None:
+        found["judge"] = resolved(at.judge, "model", "rl.reward.judge")
     return at.model_copy(update=found)
 
 
@@ -144,15 +151,40 @@ def look_at_reward_model(model: RewardModelConfig, row: RLRow | None) -> None:
     directory = local_path(model.path)
     if directory is None:
         return
-    try:
+    with model_of_section("rl.reward.model"):
         check_reward_model(directory, max_length=model.max_length)
-        if (directory / "tokenizer.json").exists():
-            tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
-            check_vocabulary(directory, tokenizer.max_token_id + 1)
-            if row is not None:
-                look_at_prompt(row, tokenizer)
-    except ConfigError as error:
-        raise ConfigError(f"rl.reward.{error.path}", error.problem) from None
+        _look_at_template(directory, model.chat_template, row)
+
+
+def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | None) -> None:
+    """Check what a judge is asked and, of a local one, its headers, engine and template.
+
+    Args:
+        judge: of the recipe.
+        rollout_engine: has to serve it; None asks none.
+        row: what is asked about; None asks nothing.
+
+    Raises:
+        ConfigError: names the setting below `rl.reward.judge`.
+    """
+    if row is not None:
+        question(judge.prompt, row.prompt, _perfect_answer(row))
+    directory = local_path(judge.path)
+    if directory is None:
+        return
+    with model_of_section("rl.reward.judge"):
+        check_model_directory(directory, max_length=judge.max_length)
+        _look_at_template(directory, judge.chat_template, row)
+    _look_at_engine(directory, rollout_engine)
+
+
+def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:
+    if not (directory / "tokenizer.json").exists():
+        return
+    tokenizer = DirectoryTokenizer.load(directory, chat_template)
+    check_vocabulary(directory, tokenizer.max_token_id + 1)
+    if row is not None:
+        look_at_prompt(row, tokenizer)
 
 
 def look_at_stop_tokens(at: Look) -> None:
@@ -185,9 +217,14 @@ def look_at_rollout(at: Look) -> None:
         ConfigError: names the engine and what of the model it lacks.
     """
     directory = local_path(at.model.path)
-    if directory is None or at.rollout_engine is None:
+    if directory is not None:
+        _look_at_engine(directory, at.rollout_engine)
+
+
+def _look_at_engine(directory: Path, rollout_engine: str | None) -> None:
+    if rollout_engine is None:
         return
-    row = ROLLOUT_ENGINES.place(at.rollout_engine)
+    row = ROLLOUT_ENGINES.place(rollout_engine)
     if row.refuses_model is None:
         return
     target = Row(name=f"{row.name} (models)", target=row.refuses_model, owner=row.owner)
@@ -268,15 +305,7 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
     Raises:
         ConfigError: it cannot be loaded, or raises, or misses its deadline.
     """
-    truth = row.reward_model.ground_truth if row else ""
-    request = ScoreRequest(
-        data_source=row.data_source if row else "preflight",
-        solution_str=truth if isinstance(truth, str) else json.dumps(truth),
-        ground_truth=truth,
-        extra_info=row.extra_info if row else {},
-        # Its text was not sampled; a reward that reads tokens sees one of each.
-        tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
-    )
+    request = _perfect_answer(row)
     alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
     try:
         with RewardScorer(alone) as scorer:
@@ -290,6 +319,21 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
             f"{row.data_source!r}, its ground truth as the answer); need compute_score("
             "data_source, solution_str, ground_truth, extra_info=None) -> a number; repair it",
         )
+
+
+def _perfect_answer(row: RLRow | None) -> ScoreRequest:
+    """The ground truth as the answer, of which every model said something."""
+    truth = row.reward_model.ground_truth if row else ""
+    return ScoreRequest(
+        data_source=row.data_source if row else "preflight",
+        solution_str=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth,
+        extra_info=row.extra_info if row else {},
+        # Its text was not sampled; a reward that reads tokens sees one of each.
+        tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
+        model_score=0.0,
+        judgement="0",
+    )
 
 
 def generated_row(data: DataConfig) -> RLRow | None:

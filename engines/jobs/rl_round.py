@@ -7,11 +7,12 @@ optimizer of the round before, and its critic's. The reference is loaded only fo
 from contextlib import ExitStack, closing
 
 from engines.config.stages import RLRoundStageConfig
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens
 from engines.jobs.critic_source import critic_source
+from engines.jobs.judges import asked_judges, judge_source, reward_role
 from engines.jobs.policy_files import (
     initial_source,
     policy_source,
@@ -26,7 +27,6 @@ from engines.jobs.policy_stage import (
     queueing,
     stage_progress,
 )
-from engines.jobs.reward_role import reward_judge, reward_role
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
@@ -78,11 +78,23 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 device_kind=config.hardware.device_kind,
                 seed=spec.seed,
             )
-            workers, rollout = launch_policy_with_rollout(
-                worker_spec, context.attempt_dir, queueing(context, config.hardware)
+            judge = judge_source(
+                context,
+                rl.reward.judge,
+                policy_replica(worker_spec, config.rollout, context.attempt_dir),
+                embedded=config.driver_computes,
+            )
+            workers, rollout, judge_engines = launch_judged_policy(
+                worker_spec,
+                judge.replica if judge else None,
+                context.attempt_dir,
+                queueing(context, config.hardware),
             )
             stack.enter_context(closing(workers))
             stack.enter_context(closing(rollout))
+            judges = stack.enter_context(
+                asked_judges(rl.reward, spec.seed, roles.get(REWARD), workers, judge, judge_engines)
+            )
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         trainer = RLTrainer(
@@ -95,7 +107,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 tokenizer,
                 rl.algorithm.overlong,
                 num_new_tokens,
-                reward_judge(rl.reward, roles.get(REWARD), workers),
+                judges,
             ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
@@ -119,15 +131,15 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
             total_num_steps=num_steps,
         )
     }
-    judge = reward_role(context, rl.reward, config.training)
-    if judge is not None:
-        roles[REWARD] = judge
+    reward = reward_role(context, rl.reward.model, config.training)
+    if reward is not None:
+        roles[REWARD] = reward
     if rl.critic is not None:
         source = critic_source(
             policy,
             context.optional_input("policy"),
             context.attempt_dir,
-            judge.source if judge and rl.critic.start == "reward_model" else None,
+            reward.source if reward and rl.critic.start == "reward_model" else None,
         )
         if restore and source.checkpoint_dir is None:
             raise ConfigError(

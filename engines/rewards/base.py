@@ -51,6 +51,7 @@ class ScoreRequest:
         extra_info: of the row; a JSON object.
         tokens: of the completion; None for a text that was not sampled.
         model_score: of the reward model; None where there is none, or it did not read the answer.
+        judgement: what a judge wrote; None likewise.
     """
 
     data_source: str
@@ -59,6 +60,7 @@ class ScoreRequest:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tokens: SampledTokens | None = None
     model_score: float | None = None
+    judgement: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,27 @@ class ModelOptions(StrictModel):
     """An answer with a larger score counts as right where accuracies are reported."""
 
 
+class JudgeOptions(StrictModel):
+    """Of `judge`."""
+
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """A regular expression whose first group is the number; its last match counts."""
+    scale: float = 1.0
+    """The score is the number times it."""
+    threshold: float = 0.5
+    """An answer with a larger score counts as right where accuracies are reported."""
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> "JudgeOptions":
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern: {error}; need a regular expression") from None
+        if not groups:
+            raise ValueError("pattern: got one without a group; put the number in parentheses")
+        return self
+
+
 class Gsm8kOptions(StrictModel):
     """Of `gsm8k`."""
 

@@ -5,7 +5,6 @@ stays what the reward function said, and shaping (the overlong punishment) is ad
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import SampledTokens, Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.judges.reward_model import RewardModelJudge
+from engines.trainers.judges.asking import NO_JUDGES, Judges
 from engines.trainers.prompts import PromptBatch
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import Completion, RolloutRequest
@@ -31,7 +30,7 @@ class CompletionScorer:
         tokenizer: of the policy.
         overlong: punishment of long answers; evaluation has none.
         max_new_tokens: length limit that the punishment refers to.
-        reward_model: judges every answer before the reward function does; None: there is none.
+        judges: models that are asked about every answer before the reward function is.
     """
 
     def __init__(
@@ -40,13 +39,13 @@ class CompletionScorer:
         tokenizer: ChatTokenizer,
         overlong: OverlongConfig = NO_SHAPING,
         max_new_tokens: int = 1,
-        reward_model: RewardModelJudge | None = None,
+        judges: Judges = NO_JUDGES,
     ) -> None:
         self._rewards = rewards
         self.tokenizer = tokenizer
         self._overlong = overlong
         self._max_new_tokens = max_new_tokens
-        self._reward_model = reward_model
+        self._judges = judges
 
     def decode(self, completion: Completion) -> str:
         """Text of a completion, without special tokens."""
@@ -81,7 +80,7 @@ class CompletionScorer:
             self._request(rows[row], completions[row][sample], requests[row])
             for row, sample in places
         ]
-        samples = self._with_model_scores(samples, [rows[row] for row, _ in places])
+        samples = self._judges.ask([rows[row].prompt for row, _ in places], samples)
         scores: list[list[Score | None]] = [[None] * len(samples) for samples in completions]
         for (row, sample), result in zip(places, self._rewards.score(samples), strict=True):
             scores[row][sample] = result if isinstance(result, Score) else None
@@ -146,17 +145,6 @@ class CompletionScorer:
                 completion.finish_reason,
             ),
         )
-
-    def _with_model_scores(
-        self, samples: Sequence[ScoreRequest], rows: Sequence[RLRow]
-    ) -> Sequence[ScoreRequest]:
-        if self._reward_model is None:
-            return samples
-        answers = [sample.solution_str for sample in samples]
-        found = self._reward_model.scores([row.prompt for row in rows], answers)
-        return [
-            replace(sample, model_score=score) for sample, score in zip(samples, found, strict=True)
-        ]
 
     def _reward(self, completion: Completion, score: Score | None) -> float | None:
         return None if score is None else score.value + self._shaping(completion)

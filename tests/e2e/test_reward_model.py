@@ -59,6 +59,24 @@ def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
     assert status(home.rlhf("plan", *settings(*asked)), "rl_round_1") == "miss"
 
 
+@pytest.mark.slow
+def test_a_judge_says_the_same_beside_the_policy_and_in_a_pool_of_its_own(tmp_path: Path) -> None:
+    policy, judge = write_models(tmp_path)
+    asked = (
+        f"model={{init: pretrained, path: {policy}, max_length: 64}}",
+        "rl.reward={function: judge, kwargs: {scale: 0.1}, max_unscored_frac: 0.9, judge: "
+        f"{{path: {policy}, max_length: 64, prompt: '{{{{ question }}}}{{{{ answer }}}}', "
+        "sampling: {temperature: 1, max_new_tokens: 8}}}",
+        "sft=null",
+    )
+    shared, apart = Home(tmp_path / "shared"), Home(tmp_path / "apart")
+    expected = shared.run(*asked)
+    assert len(set(shared.values("critic/score/mean"))) == 2
+    found = apart.run(*asked, "rollout.placement=disaggregated")
+    for before, after in zip(expected["stages"], found["stages"], strict=True):
+        assert (before["name"], before["digest"]) == (after["name"], after["digest"])
+
+
 def status(planned: str, stage: str) -> str:
     """What a plan says of a stage."""
     [line] = [line for line in planned.splitlines() if line.split()[:1] == [stage]]

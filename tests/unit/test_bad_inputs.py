@@ -123,8 +123,8 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=exakt"],
-        "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, http, length, math, "
-        "math_boxed, math_dapo, mixture, model, path/to/file.py:name; did you mean exact?",
+        "rl.reward.function: no 'exakt'; known: exact, format, gsm8k, http, judge, length, "
+        "math, math_boxed, math_dapo, mixture, model, path/to/file.py:name; did you mean exact?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],

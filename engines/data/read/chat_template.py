@@ -91,6 +91,35 @@ def render(
     return _take_spans(marked)
 
 
+def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
+    """Render a text of the user's, in the same sandbox.
+
+    Args:
+        template: Jinja source; a name that has no value is an error.
+        values: by name.
+        setting: where the template stands, for the error text.
+
+    Returns:
+        The text.
+
+    Raises:
+        ConfigError: the template does not compile or fails; names the line.
+    """
+    strict = _environment().overlay(undefined=jinja2.StrictUndefined)
+    try:
+        return strict.from_string(template).render(**values)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            setting, f"line {error.lineno}: {error.message}; need valid Jinja"
+        ) from None
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            setting,
+            f"{_where(error)}{type(error).__name__}: {error}; need a text of: "
+            f"{', '.join(sorted(values))}",
+        ) from None
+
+
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}`: puts marks around what the assistant writes."""
 

@@ -4,10 +4,12 @@ import pytest
 
 from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.options import check_parts
+from engines.config.rollout import RolloutConfig
 from engines.config.rules import (
     check_algorithm,
     check_critic,
-    check_reward_model,
+    check_judge,
+    check_reward_models,
     check_value_models,
 )
 from engines.config.sections import RLConfig
@@ -140,6 +142,16 @@ def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
             "classification model",
         ),
         (
+            {"function": "judge", "model": {"path": "judge"}},
+            "rl.reward.function: got judge, which reads what a judge writes; need rl.reward.judge, "
+            "which this recipe lacks; set rl.reward.judge.path and rl.reward.judge.prompt",
+        ),
+        (
+            {"function": "exact", "judge": {"path": "judge", "prompt": "?"}},
+            "rl.reward.judge: got a model, and nothing reads what it says; need null, or a "
+            "function or component judge; remove it, or add one",
+        ),
+        (
             {"function": "exact", "model": {"path": "judge"}},
             "rl.reward.model: got a model, and nothing reads what it says; need null, or a "
             "function or component model; remove it, or add one",
@@ -148,8 +160,14 @@ def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
 )
 def test_a_reward_model_is_there_if_and_only_if_it_is_read(reward, words):
     with pytest.raises(ConfigError) as caught:
-        check_reward_model(RewardConfig.model_validate(reward))
+        check_reward_models(RewardConfig.model_validate(reward))
     assert str(caught.value) == words
+    judge = RewardConfig.model_validate(
+        {"function": "judge", "judge": {"path": "judge", "prompt": "?", "options": {"tau": 1}}}
+    )
+    check_reward_models(judge)
+    with pytest.raises(ConfigError, match=r"^rl.reward.judge.options.tau: not an option of"):
+        check_judge(judge, RolloutConfig())
     for function in ("model", "score.py:score"):
         config = {"function": function, "model": {"path": "judge"}}
-        check_reward_model(RewardConfig.model_validate(config))
+        check_reward_models(RewardConfig.model_validate(config))

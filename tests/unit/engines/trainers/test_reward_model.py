@@ -18,8 +18,9 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs import preflight
-from engines.jobs.reward_role import reward_judge
+from engines.jobs.judges import asked_judges
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.reward_model import RewardModelJudge
 from engines.trainers.scoring import CompletionScorer
 from engines.training.roles import REWARD, ModelSource, RoleSpec
@@ -64,9 +65,9 @@ def judge_of(model_dir: Path, request: pytest.FixtureRequest) -> Callable[..., R
         asked = RewardConfig(
             function="model", model=RewardModelConfig(path=str(model_dir), max_length=max_length)
         )
-        found = reward_judge(asked, role, InProcessGroup(worker))
-        assert found is not None
-        return found
+        with asked_judges(asked, 0, role, InProcessGroup(worker), None, None) as judges:
+            assert judges.reward_model is not None
+            return judges.reward_model
 
     return judge
 
@@ -136,7 +137,7 @@ def test_a_mixture_adds_the_model_to_a_rule_and_a_long_answer_is_unscored(
     completions = [completion(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     request = RolloutRequest("p", (4,), SamplingParams(MAX_LENGTH), (1, 2))
     with RewardScorer(config) as rewards:
-        scorer = CompletionScorer(rewards, tokenizer, reward_model=judge_of(MAX_LENGTH))
+        scorer = CompletionScorer(rewards, tokenizer, judges=Judges(judge_of(MAX_LENGTH)))
         [[score, unscored]] = scorer.judge([row], [completions], [request])
     assert score is not None
     [taste, *_] = transformers_scores(model_dir)

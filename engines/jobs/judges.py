@@ -1,0 +1,190 @@
+"""The models that judge the answers of a stage: their weights, and what asks them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    check_reward_model,
+    model_of_section,
+    resolve_model,
+)
+from engines.config.algorithm import RewardConfig
+from engines.config.model import JudgeConfig, RewardModelConfig
+from engines.config.training import TrainingConfig
+from engines.controller.model_worker import ModelWorker
+from engines.controller.replica import ReplicaSpec
+from engines.controller.rollout import LaunchedEngines
+from engines.controller.worker_group import WorkerGroup
+from engines.jobs.policy_files import write_hf_files
+from engines.jobs.policy_stage import policy_tokenizer
+from engines.jobs.runtime import JobContext
+from engines.trainers.judges.asking import Judges
+from engines.trainers.judges.generative import GenerativeJudge
+from engines.trainers.judges.reward_model import RewardModelJudge
+from engines.trainers.prompts import derive_seed
+from engines.trainers.sampling import sampling_params
+from engines.training.roles import REWARD, ModelSource, RoleSpec
+from engines.types import Readouts, TokenBatch
+
+JUDGE_DIR = "judge"
+"""Below the attempt: configuration and tokenizer of a judge, with every token that ends a text."""
+
+
+def reward_role(
+    context: JobContext[Any], model: RewardModelConfig | None, training: TrainingConfig
+) -> RoleSpec | None:
+    """The reward model, checked.
+
+    Args:
+        context: of a stage that may be given its directory.
+        model: of the stage; None where nothing asks for one.
+        training: backend, layout and numerics of the ranks that hold it.
+
+    Returns:
+        A frozen value model.
+
+    Raises:
+        ConfigError: the model cannot be used; names the field below `rl.reward.model`.
+    """
+    if model is None:
+        return None
+    with model_of_section("rl.reward.model"):
+        directory = context.optional_input("reward.model") or resolve_model(model)
+        check_reward_model(directory, max_length=model.max_length)
+    return RoleSpec(
+        ModelSource(directory),
+        # An adapter is the policy's.
+        training.model_copy(update={"lora": None}),
+        optimizer=None,
+        model_type="value_model",
+    )
+
+
+@dataclass(frozen=True)
+class JudgeSource:
+    """A judge on disk.
+
+    Attributes:
+        replica: engines that serve it.
+        weights_dir: holds its weights.
+    """
+
+    replica: ReplicaSpec
+    weights_dir: Path
+
+
+def judge_source(
+    context: JobContext[Any], judge: JudgeConfig | None, like: ReplicaSpec, *, embedded: bool
+) -> JudgeSource | None:
+    """The judge, checked, and engines of the kind that serves the policy.
+
+    Args:
+        context: of a stage that may be given its directory.
+        judge: of the stage; None where nothing asks for one.
+        like: of the policy.
+        embedded: the policy's engine is in this process, and so is the judge's.
+
+    Returns:
+        What to launch.
+
+    Raises:
+        ConfigError: the model cannot be used; names the field below `rl.reward.judge`.
+    """
+    if judge is None:
+        return None
+    with model_of_section("rl.reward.judge"):
+        weights_dir = context.optional_input("reward.judge") or resolve_model(judge)
+        check_model_directory(weights_dir, max_length=judge.max_length)
+        serving_dir = context.attempt_dir / JUDGE_DIR
+        write_hf_files(weights_dir, serving_dir, judge.chat_template)
+    changes = {
+        "placement": "colocated" if embedded else "disaggregated",
+        "num_replicas": judge.num_replicas,
+        "options": judge.options,
+        "openai_endpoint": False,
+    }
+    replica = replace(
+        like,
+        serving_dir=serving_dir,
+        rollout=like.rollout.model_copy(update=changes),
+        log_dir=serving_dir,
+        shares_devices=False,
+        adapter=None,
+    )
+    return JudgeSource(replica, weights_dir)
+
+
+@contextmanager
+def asked_judges(
+    reward: RewardConfig,
+    seed: int,
+    role: RoleSpec | None,
+    workers: WorkerGroup | None,
+    judge: JudgeSource | None,
+    engines: LaunchedEngines | None,
+) -> Iterator[Judges]:
+    """Scope in which the judges can be asked; a judge's weights are sent at its start.
+
+    Args:
+        reward: of the stage.
+        seed: of the run.
+        role: of `reward_role`.
+        workers: ranks that hold it.
+        judge: of `judge_source`.
+        engines: that serve it.
+
+    Yields:
+        Judges: what the scorer asks.
+    """
+    with ExitStack() as stack:
+        reward_model = generative = None
+        if reward.model is not None and role is not None and workers is not None:
+            reward_model = _reward_model(reward.model, role, workers)
+        if reward.judge is not None and judge is not None and engines is not None:
+            service = stack.enter_context(closing(engines.service()))
+            service.sync(
+                engines.new_transport, lambda to: to.send(stored_tensors(judge.weights_dir)), 0
+            )
+            tokenizer = policy_tokenizer(judge.replica.serving_dir)
+            generative = GenerativeJudge(
+                service.generate,
+                tokenizer,
+                reward.judge,
+                sampling_params(reward.judge.sampling),
+                partial(question_seed, seed),
+            )
+        yield Judges(reward_model, generative)
+
+
+def _reward_model(
+    model: RewardModelConfig, role: RoleSpec, workers: WorkerGroup
+) -> RewardModelJudge:
+    def behind(batch: TokenBatch) -> Tensor:
+        found = workers.run(ModelWorker.infer, batch, Readouts(last_values=True), REWARD)
+        if found.last_values_B is None:
+            raise ValueError("a value model said nothing behind its sequences")
+        return found.last_values_B
+
+    tokenizer = policy_tokenizer(role.source.hf_dir, model.chat_template)
+    return RewardModelJudge(behind, tokenizer, model.max_length)
+
+
+def question_seed(seed: int, text: str) -> int:
+    """Of what a judge is asked: the same whenever and beside whatever it is asked."""
+    return derive_seed(seed, f"judge/{text}")
+
+
+def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model directory, one at a time, by their names in the files."""
+    for shard in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
