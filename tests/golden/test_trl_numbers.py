@@ -1,4 +1,4 @@
-"""Our losses and TRL's own code give the same numbers on the same inputs; likewise KL and logprobs.
+"""Our losses and TRL's own code give the same numbers on the same inputs; so do KL and logprobs.
 
 `trl_numbers.py` has asked TRL; what it found stands in `trl_numbers.json`. Losses and their
 gradients are in float64 on both sides. What differs on purpose is said where it is undone, and
@@ -7,18 +7,22 @@ undone exactly. The advantages are in `test_trl_advantages.py`.
 
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rlhf.testing.loss_steps import config_of, counts_of
+from transformers import AutoModelForCausalLM, Qwen3Config
 from trl_golden import EXACT, FLOAT32, GOLDEN, assert_same, batch_of, by_answer, column_of
+from trl_inputs import fill
 
 from engines.algorithms.kl import K3_BEND, kl_estimate
 from engines.algorithms.policy_objective import policy_loss_fn
+from engines.algorithms.supervised import sft_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.training.model.logprobs import token_logprobs
-from engines.types import ModelOutputs
+from engines.types import ModelOutputs, TokenBatch
 
 MAX_NEW_TOKENS = 8
 # TRL bounds a bad token's ratio only where `delta` is set; our dual clip is always there.
@@ -89,8 +93,17 @@ def test_losses_and_gradients(case: str) -> None:
     assert_same(gradient, theirs["gradient"], EXACT)
     if "entropy_gradient" in theirs:
         assert_same(by_entropy, theirs["entropy_gradient"], EXACT)
-    if "clipped" in theirs and OURS[case].loss_mode == "vanilla":
+    # Of GSPO, TRL counts answers, ours tokens.
+    if "clipped" in theirs and OURS[case].loss_mode != "gspo":
         assert ours["actor/pg_clipfrac"] == pytest.approx(theirs["clipped"], **FLOAT32)
+
+
+def test_the_numbers_are_of_the_pinned_versions() -> None:
+    pins = (
+        Path(__file__).parents[1].joinpath("benchmarks", "requirements-trl.txt").read_text("utf-8")
+    )
+    pinned = dict(line.split("==") for line in pins.splitlines() if not line.startswith("#"))
+    assert GOLDEN["versions"] == pinned
 
 
 def test_every_case_is_compared_and_none_is_idle() -> None:
@@ -150,3 +163,54 @@ def test_logprobs_and_entropy_of_logits(place: int) -> None:
     assert ours.logprobs_N.tolist() == pytest.approx(theirs["logprobs"], **FLOAT32)
     assert ours.entropy_N.tolist() == pytest.approx(theirs["entropy"], **FLOAT32)
     assert_same(logits_NV.grad.tolist(), theirs["gradient"], FLOAT32)
+
+
+def test_supervised_loss_in_two_micro_batches() -> None:
+    theirs, step = GOLDEN["supervised"], GOLDEN["steps"]["apart"]
+    batch, leaf_T = batch_of(step), column_of(step, "logprobs").requires_grad_()
+    shares = []
+    for own in torch.arange(batch.num_sequences).chunk(2):
+        outputs = ModelOutputs(leaf_T[batch.token_index_T(own.tolist())])
+        shares.append(sft_loss_fn()(outputs, batch.select(own.tolist()), counts_of(batch)).loss)
+    loss = torch.stack(shares).sum()
+    loss.backward()
+    assert leaf_T.grad is not None
+    assert loss.item() == pytest.approx(theirs["loss"], **EXACT)
+    assert_same(by_answer(leaf_T.grad, batch), theirs["gradient"], EXACT)
+
+
+def test_a_whole_pass_through_a_model() -> None:
+    """TRL pads and projects by itself; ours has one answer at a time, and no old logprobs."""
+    theirs = GOLDEN["model"]
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**theirs["config"]), dtype=torch.float32)
+    fill(model)
+    logprobs, entropy = zip(
+        *(readouts(model, *row) for row in zip(theirs["prompts"], theirs["answers"], strict=True)),
+        strict=True,
+    )
+    for found, name in ((logprobs, "logprobs"), (entropy, "entropy")):
+        assert_same([row.tolist() for row in found], theirs[name], FLOAT32)
+    answers = theirs["answers"]
+    batch = TokenBatch.from_sequences(
+        answers,
+        loss_mask=[[1.0] * len(row) for row in answers],
+        advantages=[[x] * len(r) for x, r in zip(theirs["advantages"], answers, strict=True)],
+    )
+    algorithm = vanilla("token-mean", entropy_coeff=theirs["settings"]["entropy_coef"])
+    outputs = ModelOutputs(torch.cat(logprobs), torch.cat(entropy))
+    loss = policy_loss_fn(algorithm, MAX_NEW_TOKENS)(outputs, batch, counts_of(batch)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs["loss"], **FLOAT32)
+    norms = {name: x.grad.norm().item() for name, x in model.named_parameters()}
+    assert norms == pytest.approx(theirs["gradient_norms"], rel=1e-5)
+
+
+def readouts(
+    model: torch.nn.Module, prompt: list[int], answer: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy of the answer's tokens."""
+    logits_NV = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    temperature = GOLDEN["model"]["settings"]["temperature"]
+    found = token_logprobs(logits_NV, torch.tensor(answer), temperature=temperature, entropy=True)
+    assert found.entropy_N is not None
+    return found.logprobs_N, found.entropy_N

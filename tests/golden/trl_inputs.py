@@ -2,6 +2,8 @@
 
 import random
 
+import torch
+
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 KL = {"beta": 0.3, "use_bias_correction_kl": False}
 
@@ -65,6 +67,12 @@ ADVANTAGES = {
 """Trainer, rewards by function, group and answer, and settings."""
 
 
+PROMPTS = [
+    ([2, 5, 9], [3, 7, 7, 1]), ([4], [11, 2]), ([8, 8], [1]), ([15, 3, 10, 6], [12, 14, 5, 2, 9]),
+]  # fmt: skip
+"""Token ids of prompts, and of their answers."""
+
+
 def make_step(seed, far, lengths=(1, 4, 6, 3, 5, 2, 7, 4), masks=None):
     """Answers of uneven lengths, holes in some, and log-ratios drawn from `far`."""
     source = random.Random(seed)
@@ -96,3 +104,12 @@ def make_steps():
             5, [-0.9, -0.1, 0.1, 0.4, 0.6], [1, 2, 3, 1, 2, 3], [[1], [0, 1], [0, 1, 0]] * 2
         ),
     }
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Give a model weights that no random number decides: a sine, around 1 for those of norms."""
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(sorted(model.named_parameters())):
+            place = torch.arange(weight.numel(), dtype=torch.float64)
+            wave = 0.4 * torch.sin(1.7 * place + number)
+            weight.copy_(wave.view_as(weight) + (weight.dim() == 1))

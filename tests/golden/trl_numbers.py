@@ -6,81 +6,25 @@ Runs in the environment of `tests/benchmarks/requirements-trl.txt`, which says h
 
 Writes `trl_numbers.json`: versions, inputs as plain lists, and results. Trainers are TRL's, made
 from a tiny model; what a forward pass or a sampler would give them is put in its place.
-`trl_inputs.py` has the cases, `test_trl_numbers.py` compares.
+`trl_inputs.py` has the cases; `test_trl_numbers.py` and `test_trl_advantages.py` compare.
 """
 
 import json
-import os
 import random
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # before TRL is imported
+from types import SimpleNamespace
 
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
-from trl_inputs import ADVANTAGES, KL, LOSSES, make_step, make_steps
+from trl_inputs import ADVANTAGES, KL, LOSSES, PROMPTS, make_step, make_steps
+from trl_trainers import MODEL, make_sft_trainer, make_trainer, padded, ragged, write_model
 
 GOLDEN = Path(__file__).with_name("trl_numbers.json")
-TRAINERS = {
-    "grpo": (GRPOTrainer, GRPOConfig),
-    "gmpo": (GMPOTrainer, GMPOConfig),
-    "rloo": (RLOOTrainer, RLOOConfig),
-}
-MAX_LENGTH = 8
 PAD = -3.0
 """A log-probability where an answer is over; nothing may depend on it."""
-
-
-def write_model(directory):
-    """A Qwen3 of a few thousand parameters and a tokenizer of words."""
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, 16)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(directory)
-    config = Qwen3Config(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, intermediate_size=16, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-
-
-def make_trainer(directory, kind, settings, num_answers, group_size, rewards=None, parts=1):
-    """TRL's trainer, in training mode as inside of its loop."""
-    trainer_class, config_class = TRAINERS[kind]
-    config = config_class(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True,
-        gradient_checkpointing=False, per_device_train_batch_size=num_answers // parts,
-        gradient_accumulation_steps=parts, num_generations=group_size,
-        max_completion_length=MAX_LENGTH, **settings,
-    )  # fmt: skip
-    trainer = trainer_class(
-        model=str(directory),
-        reward_funcs=rewards or [lambda completions, **_: [0.0] * len(completions)],
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["w2"]}),
-    )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = parts
-    return trainer
-
-
-def padded(rows, fill, dtype=torch.float64):
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)
-
-
-def ragged(values, rows):
-    return [row[: len(like)] for row, like in zip(values.tolist(), rows, strict=True)]
 
 
 def loss_numbers(directory, steps, kind, name, settings, parts=1):
@@ -179,6 +123,53 @@ def logprob_numbers(temperature):
     }  # fmt: skip
 
 
+def supervised_numbers(directory, step):
+    """SFT in two micro-batches, of the log-probabilities of a forward pass that is given."""
+    trainer = make_sft_trainer(directory)
+    logprobs, mask = padded(step["logprobs"], PAD).requires_grad_(), padded(step["mask"], 0)
+    losses = []
+    for own in torch.arange(len(mask)).chunk(2):
+        scored = SimpleNamespace(
+            log_probs=logprobs[own] * mask[own], label_mask=mask[own] > 0,
+            entropy=torch.zeros(1), is_top1=torch.zeros(1),
+        )  # fmt: skip
+        inputs = {"labels": None, "attention_mask": mask[own]}
+        losses.append(trainer.compute_loss(lambda *_, s=scored, **__: s, inputs, False, mask.sum()))
+    sum(losses).backward()
+    return {"loss": sum(losses).item(), "gradient": ragged(logprobs.grad, step["mask"])}
+
+
+def model_numbers(directory):
+    """A whole forward and backward pass, with padding, temperature and an entropy bonus."""
+    prompts, answers = [x for x, _ in PROMPTS], [x for _, x in PROMPTS]
+    settings = {"loss_type": "dapo", "temperature": 0.7, "entropy_coef": 0.1}
+    trainer = make_trainer(directory, "grpo", settings, len(PROMPTS), 2)
+    advantages = [1.5, -0.5, 0.75, -1.25]
+    inputs = {
+        "prompt_ids": padded([x[::-1] for x in prompts], 0, torch.long).flip(1),
+        "prompt_mask": padded([[1] * len(x) for x in prompts], 0, torch.long).flip(1),
+        "completion_ids": padded(answers, 0, torch.long),
+        "completion_mask": padded([[1] * len(x) for x in answers], 0, torch.long),
+        "advantages": torch.tensor(advantages),
+        "num_items_in_batch": torch.tensor(sum(map(len, answers))),
+    }
+    ids, mask = (
+        torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask")
+    )
+    logprobs, entropy, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
+    )
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    weights = dict(trainer.model.named_parameters())
+    return {
+        "config": MODEL, "prompts": prompts, "answers": answers, "advantages": advantages,
+        "settings": settings, "loss": loss.item(), "logprobs": ragged(logprobs, answers),
+        "entropy": ragged(entropy, answers),
+        "gradient_norms": {name: x.grad.norm().item() for name, x in sorted(weights.items())},
+    }  # fmt: skip
+
+
 def overlong_numbers(limit, buffer):
     lengths = [1, limit - buffer, limit - buffer + 1, limit - 1, limit]
     penalty = get_soft_overlong_punishment(limit, buffer)
@@ -214,11 +205,13 @@ def main():
             case: {"rewards": row[1], "settings": row[2], **advantage_numbers(name, answers, *row)}
             for case, row in ADVANTAGES.items()
         }
+        supervised = supervised_numbers(name, steps["apart"])
+        model = model_numbers(name)
         divergence = kl_numbers(name, [-3.5, -2.6104, -1.0, -0.01, 0.0, 0.01, 1.0, 4.0])
     numbers = {
         "versions": {package: version(package) for package in ("trl", "torch", "transformers")},
         "steps": steps, "losses": losses, "answers": answers, "advantages": advantages,
-        "divergence": divergence,
+        "supervised": supervised, "model": model, "divergence": divergence,
         "logprobs": [logprob_numbers(temperature) for temperature in (1.0, 0.7)],
         "overlong": [overlong_numbers(20, 4), overlong_numbers(100, 30)],
     }  # fmt: skip
