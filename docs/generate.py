@@ -192,9 +192,11 @@ def recipes_with(setting: str, name: str) -> list[str]:
 
 
 def tests_of(name: str, function: str) -> list[str]:
-    """Unit tests of algorithms whose text has a part's function, or its name as a string."""
-    root = Path(__file__).resolve().parents[1] / "tests" / "unit" / "engines" / "algorithms"
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(root.glob("test_*.py"))}
+    """Tests of algorithms, and against TRL, whose text has a part's function or its quoted name."""
+    root = Path(__file__).resolve().parents[1] / "tests"
+    unit = sorted((root / "unit" / "engines" / "algorithms").glob("test_*.py"))
+    paths = [*unit, *sorted((root / "golden").glob("test_trl_*.py"))]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return [f"`{stem}`" for stem, text in texts.items() if function in text or f'"{name}"' in text]
 
 
