@@ -16,7 +16,14 @@ def word(token_id: int) -> str:
 
 
 def write_model(
-    directory: Path, *, vocab_size: int, intermediate_size: int, max_length: int, never_stops: bool
+    directory: Path,
+    *,
+    vocab_size: int,
+    intermediate_size: int,
+    max_length: int,
+    never_stops: bool,
+    hidden_size: int = 128,
+    num_layers: int = 4,
 ) -> int:
     """Write weights, configuration and tokenizer.
 
@@ -26,6 +33,8 @@ def write_model(
         intermediate_size: of the feed-forward layers.
         max_length: context in tokens.
         never_stops: make the end token one that the model cannot draw, for equal lengths.
+        hidden_size: width of the model.
+        num_layers: of the model.
 
     Returns:
         Number of parameters.
@@ -44,8 +53,8 @@ def write_model(
     ).save_pretrained(directory)
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=128,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
