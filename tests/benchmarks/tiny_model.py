@@ -40,6 +40,7 @@ def write_model(
         Number of parameters.
     """
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a value head that no file holds is no news
     eos_token_id = vocab_size if never_stops else EOS_TOKEN_ID
     directory.mkdir(parents=True)
     words = {"<pad>": PAD_TOKEN_ID, "<eos>": EOS_TOKEN_ID}

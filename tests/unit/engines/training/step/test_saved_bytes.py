@@ -27,6 +27,8 @@ NUM_TOKENS = sum(LENGTHS)
 NUM_PREDICTED = NUM_TOKENS - len(LENGTHS)
 ROW, LOGITS = 4 * NUM_TOKENS, 4 * NUM_PREDICTED * VOCABULARY
 """Bytes of a float32 for each token, and of all logits: far more than any bound below."""
+MAX_ROWS, MAX_ROWS_OF_A_TERM = 16, 4
+"""float32 numbers for each token that a loss function may keep, and one more term of it."""
 
 
 @pytest.fixture(scope="module")
@@ -83,34 +85,61 @@ def cheapest(model: Path) -> int:
     return kept_by(model, sum_of_outputs).num_bytes
 
 
+def rows_above(kept: Kept, cheapest: int) -> float:
+    """What a loss function keeps of its own, in float32 numbers for each token."""
+    return (kept.num_bytes - cheapest) / ROW
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_a_policy_loss_keeps_rows_of_tokens(name: str, model: Path, cheapest: int) -> None:
+def test_a_policy_loss_keeps_a_few_numbers_for_each_token(
+    name: str, model: Path, cheapest: int
+) -> None:
     mode = POLICY_LOSSES.find(name).loss_agg_mode or "token-mean"
     kept = kept_by(model, objective(loss_mode=name, loss_agg_mode=mode))
-    print(name, (kept.num_bytes - cheapest) / ROW)
+    assert 0 < rows_above(kept, cheapest) <= MAX_ROWS
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
-def test_kl(name: str, model: Path, cheapest: int) -> None:
+def test_a_kl_in_the_loss_keeps_a_few_more(name: str, model: Path) -> None:
+    without = kept_by(model, objective()).num_bytes
     kept = kept_by(model, objective(use_kl_loss=True, kl_loss_type=name))
-    print(name, (kept.num_bytes - cheapest) / ROW)
+    assert 0 <= rows_above(kept, without) <= MAX_ROWS_OF_A_TERM
 
 
-def test_others(model: Path, cheapest: int) -> None:
-    for chunked in (True, False):
-        for settings in (
-            {},
-            {"entropy_coeff": 0.1},
-            {"positive_nll_coef": 0.1},
-            {"entropy_coeff": 0.1, "use_kl_loss": True},
-        ):
-            kept = kept_by(model, objective(**settings), chunked_logprobs=chunked)
-            print(
-                chunked, settings, (kept.num_bytes - cheapest) / ROW, kept.num_of_at_least(LOGITS)
-            )
-    a = kept_by(model, sum_of_outputs, "value_model").num_bytes
-    for clip in (None, 0.5):
-        print(
-            "value", clip, (kept_by(model, ValueObjective(clip), "value_model").num_bytes - a) / ROW
-        )
-    print(cheapest / ROW)
+@pytest.mark.parametrize(
+    "settings",
+    [{"entropy_coeff": 0.1}, {"positive_nll_coef": 0.1}, {"loss_agg_mode": "seq-mean-token-mean"}],
+    ids=str,
+)
+def test_other_terms_keep_hardly_anything(settings: dict[str, Any], model: Path) -> None:
+    without = kept_by(model, objective()).num_bytes
+    assert rows_above(kept_by(model, objective(**settings)), without) <= MAX_ROWS_OF_A_TERM
+
+
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.1])
+@pytest.mark.parametrize(("chunked", "num_logits"), [(True, 0), (False, 1)])
+def test_all_logits_are_kept_once_or_not_at_all(
+    entropy_coeff: float, chunked: bool, num_logits: int, model: Path, cheapest: int
+) -> None:
+    """With the bonus too: the entropy's gradient is made from what the log-probability's is."""
+    kept = kept_by(model, objective(entropy_coeff=entropy_coeff), chunked_logprobs=chunked)
+    assert kept.num_of_at_least(LOGITS) == num_logits
+    assert rows_above(kept, cheapest + num_logits * LOGITS) <= MAX_ROWS
+
+
+@pytest.mark.parametrize("cliprange", [None, 0.5])
+def test_a_value_loss_keeps_a_few_numbers_for_each_token(
+    cliprange: float | None, model: Path
+) -> None:
+    cheapest = kept_by(model, sum_of_outputs, "value_model").num_bytes
+    kept = kept_by(model, ValueObjective(cliprange), "value_model")
+    assert 0 < rows_above(kept, cheapest) <= MAX_ROWS
+    assert kept.num_of_at_least(LOGITS) == 0
+
+
+def test_the_gauge_sees_what_a_careless_loss_keeps(model: Path, cheapest: int) -> None:
+    def careless(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
+        spread = outputs.logprobs_T[:, None] * torch.ones(NUM_TOKENS, VOCABULARY)
+        return LossOutput(spread.square().sum())
+
+    assert rows_above(kept_by(model, careless), cheapest) >= 2 * VOCABULARY
