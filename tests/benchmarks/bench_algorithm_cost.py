@@ -6,9 +6,8 @@ answers of uneven length (mean about 60 tokens) behind 8 prompts, micro-batches 
 
 1. The share of the step that is no model: all that the trainer does outside of calls to the
    workers, and inside of them the loss functions, their backward pass and the sums of metrics.
-   Taken from torch's profiler, whose own time makes many small operations look longer than they
-   are: the true share is smaller. `grpo` has a KL to a reference in its loss, `ppo` is GAE with a
-   critic.
+   Taken from torch's profiler, which lengthens small operations, as these are, more than the large
+   ones of a model. `grpo` has a KL to a reference in its loss, `ppo` is GAE with a critic.
 2. The CPU time of a PPO step with a critic less that of the same step without, over that of what
    the critic has to do at least: a forward pass of the same model over the same micro-batches,
    and per update forward, backward and AdamW, in a bare loop around the module, with the
