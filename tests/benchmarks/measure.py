@@ -70,6 +70,16 @@ def ratio_line(what: str, ratio: float, goal: float | None = None) -> str:
     return f"  {what}: ratio {ratio:.2f} (goal {goal:g}: {verdict})"
 
 
+def cost_line(what: str, cost: Measurement, goal: float) -> str:
+    """One line per cost, which is to be at most its goal; with its spread over the turns."""
+    verdict = "reached" if cost.median <= goal else "MISSED"
+    lowest, highest = min(cost.values), max(cost.values)
+    return (
+        f"  {what}: {cost.median:.4g} ({lowest:.4g} to {highest:.4g} over {len(cost.values)} "
+        f"turns; goal at most {goal:g}: {verdict})"
+    )
+
+
 def machine() -> str:
     """The machine, its load, and the versions that decide the speed, in one line."""
     model = platform.processor() or platform.machine()

@@ -16,7 +16,14 @@ def word(token_id: int) -> str:
 
 
 def write_model(
-    directory: Path, *, vocab_size: int, intermediate_size: int, max_length: int, never_stops: bool
+    directory: Path,
+    *,
+    vocab_size: int,
+    intermediate_size: int,
+    max_length: int,
+    never_stops: bool,
+    hidden_size: int = 128,
+    num_layers: int = 4,
 ) -> int:
     """Write weights, configuration and tokenizer.
 
@@ -26,11 +33,14 @@ def write_model(
         intermediate_size: of the feed-forward layers.
         max_length: context in tokens.
         never_stops: make the end token one that the model cannot draw, for equal lengths.
+        hidden_size: width of the model.
+        num_layers: of the model.
 
     Returns:
         Number of parameters.
     """
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a value head that no file holds is no news
     eos_token_id = vocab_size if never_stops else EOS_TOKEN_ID
     directory.mkdir(parents=True)
     words = {"<pad>": PAD_TOKEN_ID, "<eos>": EOS_TOKEN_ID}
@@ -44,8 +54,8 @@ def write_model(
     ).save_pretrained(directory)
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=128,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

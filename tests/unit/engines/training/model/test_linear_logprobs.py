@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from rlhf.testing.saved_tensors import saved_tensors
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -294,21 +294,12 @@ def footprint(
     """Bytes kept for the backward pass, and elements of the largest tensor made on the way."""
     hidden = torch.randn(num_rows, 4).requires_grad_()
     weight = torch.randn(vocabulary, 4).requires_grad_()
-    inputs = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in inputs:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
     tokens = torch.zeros(num_rows, dtype=torch.int64)
     with LargestTensor() as largest:
-        with saved_tensors_hooks(pack, lambda x: x):
+        with saved_tensors(but=(hidden, weight)) as kept:
             loss = logprobs_of(hidden, weight, tokens).sum()
         loss.backward()
-    return sum(kept.values()), largest.num_elements
+    return kept.num_bytes, largest.num_elements
 
 
 def from_all_logits(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
