@@ -13,6 +13,10 @@ from engines.config.base import StrictModel, local_path
 Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
 
 
+SOURCE_SPLITS = ("sft", "rl", "evaluation", "preference", "preference_evaluation")
+"""Fields of `DataConfig` that list sources."""
+
+
 class ArithmeticConfig(StrictModel):
     """Generated arithmetic problems whose answers are checked by rule.
 
@@ -35,8 +39,9 @@ class SourceConfig(StrictModel):
     """One file, directory or hub data set, and the layout its rows have."""
 
     format: str = "rows"
-    """`rows` (the row schema), `messages` (supervised rows), `columns` (a question and an answer
-    column), or a preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`."""
+    """`rows` (the row schema), `messages` (supervised rows), `pairs` (preference rows), `columns`
+    (a question and an answer column), or a preprocessor of a known data set: `gsm8k`, `math`,
+    `dapo_math_17k`, `hh_rlhf`."""
     path: str
     """A .parquet, .json or .jsonl file, a directory of such files, or a hub id."""
     split: str = "train"
@@ -64,6 +69,10 @@ class DataConfig(StrictModel):
     sft: tuple[SourceConfig, ...] = ()
     rl: tuple[SourceConfig, ...] = ()
     evaluation: tuple[SourceConfig, ...] = ()
+    preference: tuple[SourceConfig, ...] = ()
+    """Pairs of answers to one prompt, of which people chose one."""
+    preference_evaluation: tuple[SourceConfig, ...] = ()
+    """Pairs that are held out."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Tokens of a prompt, chat template included."""
     on_overlong: Literal["error", "drop"] = "error"
@@ -75,7 +84,7 @@ class DataConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_origin(self) -> "DataConfig":
-        sources = bool(self.sft or self.rl or self.evaluation)
+        sources = any(getattr(self, split) for split in SOURCE_SPLITS)
         if self.arithmetic and sources:
             raise ValueError("arithmetic and sources were both given; remove one of the two")
         if not self.arithmetic and not sources:

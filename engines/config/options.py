@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from engines.config.algorithm import AlgorithmConfig, RewardConfig, RewardFunction
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
-from engines.config.data import DataConfig, SourceConfig
+from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.plugins import PREPROCESSORS, REWARDS, ROLLOUT_ENGINES, RewardRow
 from engines.config.rollout import RolloutConfig
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
@@ -179,7 +179,7 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
 
 def check_preprocessors(data: DataConfig) -> None:
     """Refuse layouts that nobody has, and options that they do not take."""
-    for split in ("sft", "rl", "evaluation"):
+    for split in SOURCE_SPLITS:
         for place, source in enumerate(getattr(data, split)):
             check_preprocessor(source, f"data.{split}.{place}")
 

@@ -199,6 +199,16 @@ PREPROCESSORS = PluginTable(
         Row(name="rows", target=f"{_LAYOUTS}.row_schema:RowSchema"),
         Row(name="messages", target=f"{_LAYOUTS}.row_schema:Conversations"),
         Row(
+            name="pairs",
+            target=f"{_LAYOUTS}.row_schema:Pairs",
+            options=f"{_LAYOUTS}.row_schema:PairsOptions",
+        ),
+        Row(
+            name="hh_rlhf",
+            target=f"{_LAYOUTS}.hh_rlhf:HHRLHF",
+            options=f"{_LAYOUTS}.hh_rlhf:HHRLHFOptions",
+        ),
+        Row(
             name="columns",
             target=f"{_LAYOUTS}.columns:Columns",
             options=f"{_LAYOUTS}.columns:ColumnsOptions",

@@ -14,7 +14,7 @@ from pydantic import Field
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
-from engines.config.data import DataConfig
+from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.lora_sync import adapter_travels
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
@@ -152,15 +152,16 @@ class PreprocessStageConfig(StageConfig):
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """The preprocessors of the sources."""
-        for source in (*self.data.sft, *self.data.rl, *self.data.evaluation):
-            yield "preprocessor", source.format
+        for split in SOURCE_SPLITS:
+            for source in getattr(self.data, split):
+                yield "preprocessor", source.format
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Every local source, and the model, for its tokenizer."""
         del given
         sources = {
             f"data.{split}.{index}": ExternalInput(path, f"data.{split}.{index}.path")
-            for split in ("sft", "rl", "evaluation")
+            for split in SOURCE_SPLITS
             for index, source in enumerate(getattr(self.data, split))
             if (path := local_path(source.path))
         }

@@ -22,13 +22,13 @@ from engines.checkpoint.model_directory import (
 )
 from engines.config.algorithm import RewardConfig
 from engines.config.base import local_path
-from engines.config.data import DataConfig, SourceConfig
+from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.look import Answer, Look
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.sources import first_rl_row, first_sft_row
+from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
@@ -100,7 +100,7 @@ def with_commits(at: Look) -> Look:
             resolved(source, "dataset", f"data.{split}.{place}")
             for place, source in enumerate(getattr(at.data, split))
         )
-        for split in ("sft", "rl", "evaluation")
+        for split in SOURCE_SPLITS
     }
     data, model = at.data.model_copy(update=sources), resolved(at.model, "model", "model")
     found = {"data": data, "model": model}
@@ -268,6 +268,10 @@ def look_at_data(data: DataConfig) -> RLRow | None:
     for place, source in enumerate(data.sft):
         if local_path(source.path):
             first_sft_row(source, f"data.sft.{place}")
+    for split in ("preference", "preference_evaluation"):
+        for place, source in enumerate(getattr(data, split)):
+            if local_path(source.path):
+                first_preference_row(source, f"data.{split}.{place}")
     rows = [
         first_rl_row(source, f"data.{split}.{place}")
         for split in ("rl", "evaluation")

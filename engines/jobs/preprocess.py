@@ -29,6 +29,9 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
         "num_rl": summary.rl.num_rows,
         "num_eval": summary.evaluation.num_rows,
     }
+    for name in ("preference", "preference_evaluation"):
+        if (pairs := getattr(summary, name)) is not None:
+            counts[f"num_{name}"] = pairs.num_rows
     context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
     return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
 

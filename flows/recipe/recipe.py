@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from engines.config.base import StrictModel
-from engines.config.data import DataConfig
+from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.model import ModelConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.stages import (
@@ -246,7 +246,7 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
                 source.model_copy(update={"path": _absolute(source.path)})
                 for source in getattr(recipe.data, split)
             )
-            for split in ("sft", "rl", "evaluation")
+            for split in SOURCE_SPLITS
         }
     )
     reward = recipe.rl.reward

@@ -15,7 +15,7 @@ import pytest
 from engines.config.data import SourceConfig
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.create import create_preprocessor
-from engines.data.read.rows import RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 
 GSM8K_ROWS = [
     {"question": "2 and 2?", "answer": "It is 2+2=<<2+2=4>>4.\n#### 4"},
@@ -40,8 +40,8 @@ def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def test_it_serves_rl_or_sft(preprocessor: Preprocessor[Any]) -> None:
-    assert preprocessor.rl_columns or preprocessor.sft_columns
+def test_it_serves_some_kind_of_rows(preprocessor: Preprocessor[Any]) -> None:
+    assert any((preprocessor.rl_columns, preprocessor.sft_columns, preprocessor.preference_columns))
 
 
 def test_rows_become_rows_and_again(
@@ -59,6 +59,10 @@ def test_rows_become_rows_and_again(
             assert isinstance(row, SFTRow)
             assert row.messages[-1].role == "assistant"
             assert preprocessor.sft_row(raw) == row
+        if preprocessor.preference_columns is not None:
+            row = preprocessor.preference_row(raw)
+            assert isinstance(row, PreferenceRow)
+            assert preprocessor.preference_row(raw) == row
         assert json.dumps(raw) == before
 
 
@@ -69,6 +73,9 @@ def test_a_row_without_its_columns_is_refused(preprocessor: Preprocessor[Any]) -
     if preprocessor.sft_columns is not None:
         with pytest.raises(RowError):
             preprocessor.sft_row({})
+    if preprocessor.preference_columns is not None:
+        with pytest.raises(RowError):
+            preprocessor.preference_row({})
 
 
 def test_what_it_does_not_serve_is_refused(
@@ -80,3 +87,6 @@ def test_what_it_does_not_serve_is_refused(
     if preprocessor.sft_columns is None:
         with pytest.raises(RowError):
             preprocessor.sft_row(rows[0])
+    if preprocessor.preference_columns is None:
+        with pytest.raises(RowError):
+            preprocessor.preference_row(rows[0])

@@ -1,4 +1,4 @@
-"""Makes the dataset artifact: three splits of validated rows, a summary, perhaps a tokenizer.
+"""Makes the dataset artifact: splits of validated rows, a summary, perhaps a tokenizer.
 
 The layout of its files is that of `engines.data.read.dataset`.
 Promises: equal configuration, sources and seed give byte-equal files; evaluation prompts do not
@@ -15,22 +15,34 @@ from pathlib import Path
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.sources import SourceReport, load_rl_rows, load_sft_rows
+from engines.data.prepare.sources import (
+    SourceReport,
+    load_preference_rows,
+    load_rl_rows,
+    load_sft_rows,
+)
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import (
     EVALUATION_FILE,
+    PREFERENCE_EVALUATION_FILE,
+    PREFERENCE_FILE,
     RL_FILE,
     SFT_FILE,
     SUMMARY_FILE,
     TOKENIZER_DIR,
 )
-from engines.data.read.examples import rl_prompts, sft_examples
-from engines.data.read.row_files import write_rl_rows, write_sft_rows
-from engines.data.read.rows import Message, RLRow, SFTRow
+from engines.data.read.examples import pairs_within, rl_prompts, sft_examples
+from engines.data.read.row_files import write_preference_rows, write_rl_rows, write_sft_rows
+from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from infra.errors import ConfigError
 
 _SCHEMA_VERSION = 1
+_PAIRS = {
+    "preference": PREFERENCE_FILE,
+    "preference_evaluation": PREFERENCE_EVALUATION_FILE,
+}
+"""Splits of pairs, which most data have not, and their files."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,10 @@ class DatasetSummary:
         sft: the supervised split.
         rl: the RL split.
         evaluation: the held-out split.
-        num_overlapping: evaluation rows whose prompt occurs in training.
+        num_overlapping: held-out rows whose prompt occurs in training.
         vocab_size: of the tokenizer trained here, else None.
+        preference: pairs to train on; None where the data have none.
+        preference_evaluation: pairs that are held out; likewise.
     """
 
     sft: SplitSummary
@@ -70,16 +84,29 @@ class DatasetSummary:
     evaluation: SplitSummary
     num_overlapping: int
     vocab_size: int | None
+    preference: SplitSummary | None = None
+    preference_evaluation: SplitSummary | None = None
+
+    def to_json(self) -> str:
+        """Text of summary.json; what the data have none of is not in it."""
+        values = {name: value for name, value in asdict(self).items() if name not in self._absent}
+        return json.dumps({"schema": _SCHEMA_VERSION, **values}, indent=2, sort_keys=True) + "\n"
+
+    @property
+    def _absent(self) -> set[str]:
+        return {name for name in _PAIRS if getattr(self, name) is None}
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows of the three splits, and the reports of their sources."""
+    """The rows of the splits, and the reports of their sources."""
 
     sft: tuple[SFTRow, ...]
     rl: tuple[RLRow, ...]
     evaluation: tuple[RLRow, ...]
     reports: dict[str, tuple[SourceReport, ...]]
+    preference: tuple[PreferenceRow, ...] = ()
+    preference_evaluation: tuple[PreferenceRow, ...] = ()
 
 
 def build_dataset(
@@ -122,6 +149,9 @@ def build_dataset(
     write_sft_rows(out_dir / SFT_FILE, kept.sft)
     write_rl_rows(out_dir / RL_FILE, kept.rl)
     write_rl_rows(out_dir / EVALUATION_FILE, kept.evaluation)
+    for name, file in _PAIRS.items():
+        if rows := getattr(kept, name):
+            write_preference_rows(out_dir / file, rows)
     checked = tokenizer is not None
     summary = DatasetSummary(
         sft=_summarize(splits.sft, kept.sft, splits.reports["sft"], checked),
@@ -131,9 +161,13 @@ def build_dataset(
         ),
         num_overlapping=num_overlapping,
         vocab_size=vocab_size,
+        **{
+            name: _summarize(rows, getattr(kept, name), splits.reports[name], checked)
+            for name in _PAIRS
+            if (rows := getattr(splits, name))
+        },
     )
-    text = json.dumps({"schema": _SCHEMA_VERSION, **asdict(summary)}, indent=2, sort_keys=True)
-    (out_dir / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8", newline="")
+    (out_dir / SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8", newline="")
     return summary
 
 
@@ -145,29 +179,41 @@ def _read_splits(data: DataConfig, seed: int) -> Splits:
     rl = load_rl_rows(data.rl, "rl", data, seed)
     evaluation = load_rl_rows(data.evaluation, "evaluation", data, seed)
     reports = {"sft": sft.reports, "rl": rl.reports, "evaluation": evaluation.reports}
-    return Splits(sft.rows, rl.rows, evaluation.rows, reports)
+    pairs = {}
+    for name in _PAIRS:
+        loaded = load_preference_rows(getattr(data, name), name, data, seed)
+        pairs[name], reports[name] = loaded.rows, loaded.reports
+    return Splits(sft.rows, rl.rows, evaluation.rows, reports, **pairs)
 
 
 def _check_overlap(splits: Splits, allow_overlap: bool) -> int:
-    """Evaluation rows whose prompt a training split holds; more than none needs permission."""
+    """Held-out rows whose prompt a training split holds; more than none needs permission."""
     trained: dict[tuple[Message, ...], str] = {}
-    for split, rows in (("rl", splits.rl), ("sft", splits.sft)):
+    training = (("rl", splits.rl), ("sft", splits.sft), ("preference", splits.preference))
+    for split, rows in training:
         for index, row in enumerate(rows):
             trained.setdefault(_identity(row.prompt), f"{split} row {index}")
-    found = [
-        (index, trained[_identity(row.prompt)])
-        for index, row in enumerate(splits.evaluation)
-        if _identity(row.prompt) in trained
-    ]
-    if found and not allow_overlap:
-        index, place = found[0]
-        prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
-        raise ConfigError(
-            "data.evaluation",
-            f"{len(found)} eval {prompts} in train (first: row {index} = {place}); remove them, or "
-            "set data.allow_overlap",
-        )
-    return len(found)
+    num_found = 0
+    held_out = (
+        ("evaluation", splits.evaluation),
+        ("preference_evaluation", splits.preference_evaluation),
+    )
+    for split, rows in held_out:
+        found = [
+            (index, trained[_identity(row.prompt)])
+            for index, row in enumerate(rows)
+            if _identity(row.prompt) in trained
+        ]
+        if found and not allow_overlap:
+            index, place = found[0]
+            prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
+            raise ConfigError(
+                f"data.{split}",
+                f"{len(found)} eval {prompts} in train (first: row {index} = {place}); remove "
+                "them, or set data.allow_overlap",
+            )
+        num_found += len(found)
+    return num_found
 
 
 def _identity(prompt: Sequence[Message]) -> tuple[Message, ...]:
@@ -183,6 +229,9 @@ def _texts(splits: Splits) -> Iterator[str]:
         yield from (message.content for message in row.prompt)
         if isinstance(row.reward_model.ground_truth, str):
             yield row.reward_model.ground_truth
+    for row in (*splits.preference, *splits.preference_evaluation):
+        yield from (message.content for message in row.prompt)
+        yield from (row.chosen, row.rejected)
 
 
 def _drop_overlong(
@@ -198,12 +247,17 @@ def _drop_overlong(
     if sft:
         kept = sft_examples(sft, tokenizer, model.max_length, data.on_overlong)
         sft = tuple(sft[index] for index in kept.indices)
-    return Splits(sft, prompts(splits.rl), prompts(splits.evaluation), splits.reports)
+    pairs = {
+        name: pairs_within(rows, tokenizer, model.max_length, data.on_overlong)
+        for name in _PAIRS
+        if (rows := getattr(splits, name))
+    }
+    return Splits(sft, prompts(splits.rl), prompts(splits.evaluation), splits.reports, **pairs)
 
 
 def _summarize(
-    before: Sequence[SFTRow] | Sequence[RLRow],
-    rows: Sequence[SFTRow] | Sequence[RLRow],
+    before: Sequence[SFTRow] | Sequence[RLRow] | Sequence[PreferenceRow],
+    rows: Sequence[SFTRow] | Sequence[RLRow] | Sequence[PreferenceRow],
     reports: tuple[SourceReport, ...],
     checked: bool,
 ) -> SplitSummary:

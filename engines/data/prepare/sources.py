@@ -18,10 +18,10 @@ from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file
 from engines.data.read.order import permutation
-from engines.data.read.rows import Message, RLRow, RowError, SFTRow
+from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 
-RowT = TypeVar("RowT", RLRow, SFTRow)
+RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
 _MAX_REASONS = 20
 _LOOK_ROWS = 100
 _KNOWN_LAYOUTS: Mapping[frozenset[str], str] = {
@@ -91,6 +91,13 @@ def load_sft_rows(
     return _load(sources, name, data, seed, _sft_recipe)
 
 
+def load_preference_rows(
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+) -> LoadedRows[PreferenceRow]:
+    """Pairs of every source, in order; see `load_rl_rows`."""
+    return _load(sources, name, data, seed, _preference_recipe)
+
+
 def first_rl_row(source: SourceConfig, path: str) -> RLRow:
     """The first usable row among the first hundred of each of a source's files.
 
@@ -110,6 +117,11 @@ def first_rl_row(source: SourceConfig, path: str) -> RLRow:
 def first_sft_row(source: SourceConfig, path: str) -> SFTRow:
     """As `first_rl_row`, for supervised rows."""
     return _first_row(source, path, _sft_recipe)
+
+
+def first_preference_row(source: SourceConfig, path: str) -> PreferenceRow:
+    """As `first_rl_row`, for pairs."""
+    return _first_row(source, path, _preference_recipe)
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,16 @@ def _sft_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[SFTRow]:
             f"{path}.format", "this layout has no answers to imitate; need messages or another"
         )
     return _Recipe(preprocessor.sft_columns, preprocessor.sft_row, lambda row: row.messages)
+
+
+def _preference_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[PreferenceRow]:
+    if preprocessor.preference_columns is None:
+        raise ConfigError(f"{path}.format", "this layout has no pairs; need pairs or another")
+    return _Recipe(
+        preprocessor.preference_columns,
+        preprocessor.preference_row,
+        lambda row: (*row.conversations[0], *row.conversations[1]),
+    )
 
 
 def _first_row(

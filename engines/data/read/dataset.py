@@ -1,6 +1,7 @@
-"""The dataset artifact: three splits of validated rows, a summary, and perhaps a tokenizer.
+"""The dataset artifact: splits of validated rows, a summary, and perhaps a tokenizer.
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
+    preference.parquet  preference_eval.parquet (where there are such rows)
 
 Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
 Imports without torch and transformers.
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.read.row_files import read_rl_rows, read_sft_rows
-from engines.data.read.rows import RLRow, SFTRow
+from engines.data.read.row_files import read_preference_rows, read_rl_rows, read_sft_rows
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
+PREFERENCE_FILE = "preference.parquet"
+PREFERENCE_EVALUATION_FILE = "preference_eval.parquet"
 SUMMARY_FILE = "summary.json"
 TOKENIZER_DIR = "tokenizer"
 
@@ -37,6 +40,18 @@ class Dataset:
     def evaluation_rows(self) -> tuple[RLRow, ...]:
         """Rows of the held-out split."""
         return read_rl_rows(self.directory / EVALUATION_FILE)
+
+    def preference_rows(self) -> tuple[PreferenceRow, ...]:
+        """Pairs to train on; none where the data had none."""
+        return self._pairs(PREFERENCE_FILE)
+
+    def preference_evaluation_rows(self) -> tuple[PreferenceRow, ...]:
+        """Pairs that are held out; likewise."""
+        return self._pairs(PREFERENCE_EVALUATION_FILE)
+
+    def _pairs(self, name: str) -> tuple[PreferenceRow, ...]:
+        path = self.directory / name
+        return read_preference_rows(path) if path.exists() else ()
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
-from engines.data.read.rows import RLRow, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
@@ -101,6 +101,33 @@ def rl_prompts(
     return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
 
 
+def pairs_within(
+    rows: Sequence[PreferenceRow],
+    tokenizer: ChatTokenizer,
+    max_length: int,
+    on_overlong: OnOverlong = "error",
+) -> tuple[PreferenceRow, ...]:
+    """The pairs both of whose conversations fit: one alone would be no pair.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+        max_length: most tokens of one conversation (`model.max_length`).
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        In row order.
+
+    Raises:
+        ConfigError: a conversation is too long, or no pair is left.
+    """
+    both = [conversation for row in rows for conversation in row.conversations]
+    lengths = [len(each.input_ids) for each in render_conversations(tokenizer, both)]
+    longer = [max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True)]
+    return tuple(rows[i] for i in _within(longer, max_length, on_overlong, _PAIR_LIMIT))
+
+
+_PAIR_LIMIT = ("model.max_length", "pairs")
 _SFT_LIMIT = ("model.max_length", "conversations")
 _PROMPT_LIMIT = ("data.max_prompt_length", "prompts")
 

@@ -4,6 +4,9 @@
                                ability string, reward_model struct<style, ground_truth,
                                ground_truth_json>, extra_info string (a JSON object)
     sft.parquet                messages list<struct<role, content>>, data_source string
+    preference.parquet, preference_eval.parquet
+                               prompt list<struct<role, content>>, chosen string, rejected string,
+                               data_source string, margin double
 
 A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
 `ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
@@ -21,6 +24,7 @@ import pyarrow.parquet as pq
 
 from engines.data.read.rows import (
     Message,
+    PreferenceRow,
     RewardModel,
     RLRow,
     RowError,
@@ -49,6 +53,15 @@ _RL_SCHEMA = pa.schema(
             ),
         ),
         ("extra_info", pa.string()),
+    ]
+)
+_PREFERENCE_SCHEMA = pa.schema(
+    [
+        ("prompt", _MESSAGES),
+        ("chosen", pa.string()),
+        ("rejected", pa.string()),
+        ("data_source", pa.string()),
+        ("margin", pa.float64()),
     ]
 )
 _SFT_SCHEMA = pa.schema([("messages", _MESSAGES), ("data_source", pa.string())])
@@ -94,6 +107,47 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     )
 
 
+def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
+    """A pair from its raw columns, in the forms that people publish.
+
+    An answer is a text, a list of one message of the assistant, or a whole conversation that ends
+    with it. Without a column `prompt`, or with one that is a text, the conversations say what was
+    answered; they may differ in their last message only.
+
+    Args:
+        columns: `chosen` and `rejected` are needed; `prompt`, `data_source` and `margin` may be
+            absent.
+
+    Returns:
+        The valid row.
+
+    Raises:
+        RowError: a column is missing, null or of the wrong shape, or the answers are to different
+            prompts.
+    """
+    chosen_prompt, chosen = _answer(columns.get("chosen"), "chosen")
+    rejected_prompt, rejected = _answer(columns.get("rejected"), "rejected")
+    if chosen_prompt != rejected_prompt:
+        raise RowError("chosen and rejected answer different prompts; need one that both answer")
+    prompt = chosen_prompt
+    if columns.get("prompt") is not None:
+        given = parse_messages(columns["prompt"], "prompt")
+        # Beside a conversation a text repeats one of its questions.
+        repeats = isinstance(columns["prompt"], str) and given[0] in prompt
+        if prompt and given != prompt and not repeats:
+            raise RowError("chosen answers another prompt than the column prompt; need the same")
+        prompt = prompt or given
+    if not prompt:
+        raise RowError("prompt is null, and chosen is no conversation that holds it")
+    return PreferenceRow(
+        prompt,
+        chosen,
+        rejected,
+        check_text(columns.get("data_source") or "unknown", "data_source"),
+        _margin(columns.get("margin")),
+    )
+
+
 def write_rl_rows(path: Path, rows: Sequence[RLRow]) -> None:
     """Write RL or evaluation rows as parquet."""
     table = [
@@ -115,6 +169,36 @@ def write_sft_rows(path: Path, rows: Sequence[SFTRow]) -> None:
         {"messages": _message_columns(row.messages), "data_source": row.data_source} for row in rows
     ]
     _write(path, pa.Table.from_pylist(table, _SFT_SCHEMA))
+
+
+def write_preference_rows(path: Path, rows: Sequence[PreferenceRow]) -> None:
+    """Write pairs as parquet."""
+    table = [
+        {
+            "prompt": _message_columns(row.prompt),
+            "chosen": row.chosen,
+            "rejected": row.rejected,
+            "data_source": row.data_source,
+            "margin": row.margin,
+        }
+        for row in rows
+    ]
+    _write(path, pa.Table.from_pylist(table, _PREFERENCE_SCHEMA))
+
+
+def read_preference_rows(path: Path) -> tuple[PreferenceRow, ...]:
+    """Read what `write_preference_rows` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The rows in order.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    return tuple(_read(path, preference_row))
 
 
 def read_rl_rows(path: Path) -> tuple[RLRow, ...]:
@@ -160,6 +244,24 @@ def _read(path: Path, parse: Any) -> Any:
             yield parse(row)
         except RowError as error:
             raise ConfigError(f"{path.name} row {number}", str(error)) from None
+
+
+def _answer(value: object, name: str) -> tuple[tuple[Message, ...], str]:
+    """The messages before an answer, none where only the answer is given, and its text."""
+    if value is None or isinstance(value, str):
+        return (), check_text(value, name)
+    messages = parse_messages(value, name)
+    if messages[-1].role != "assistant":
+        raise RowError(f"{name} ends with the {messages[-1].role}'s message; need the assistant's")
+    return messages[:-1], messages[-1].content
+
+
+def _margin(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RowError(f"margin is {value!r}; need a number or null")
+    return float(value)
 
 
 def _reward_model(value: object) -> RewardModel:

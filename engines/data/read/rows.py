@@ -3,6 +3,7 @@
     RL row          data_source, prompt (messages), ability, reward_model {style, ground_truth},
                     extra_info
     supervised row  messages, data_source
+    preference row  prompt (messages), chosen, rejected (texts), data_source, margin
 
 Promises: a row object that exists is valid: roles in order, no text that is null, empty, or not
 Unicode, JSON values only; so nothing after this module checks a row again.
@@ -96,6 +97,41 @@ class SFTRow:
         """The messages before the first answer."""
         roles = [message.role for message in self.messages]
         return self.messages[: roles.index("assistant")]
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Two answers to one prompt, of which one was chosen.
+
+    Attributes:
+        prompt: messages, the last one from the user.
+        chosen: text of the better answer.
+        rejected: text of the other one.
+        data_source: names the origin.
+        margin: by how much the chosen one is better, where somebody said so.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    data_source: str = "unknown"
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self.data_source, "data_source")
+        check_roles(self.prompt, "prompt", last="user")
+        for name in ("chosen", "rejected"):
+            check_text(getattr(self, name), name)
+        check_json(self.margin, "margin")
+        if self.chosen.strip() == self.rejected.strip():
+            raise RowError("chosen and rejected are identical; nothing is preferred")
+
+    @property
+    def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """The prompt with the chosen answer, and with the rejected one."""
+        answers = (Message("assistant", text) for text in (self.chosen, self.rejected))
+        chosen, rejected = ((*self.prompt, answer) for answer in answers)
+        return chosen, rejected
 
 
 def parse_messages(value: object, name: str) -> tuple[Message, ...]:

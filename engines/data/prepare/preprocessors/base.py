@@ -6,18 +6,17 @@ To add a layout: subclass `Preprocessor` in a new file and add its row to `engin
 with the schema of its options if it has any.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from engines.config.base import StrictModel
-from engines.data.read.rows import RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
 
-class Preprocessor(ABC, Generic[OptionsT]):
-    """Reads the rows of one layout.
+class Preprocessor(Generic[OptionsT]):
+    """Reads the rows of one layout. A kind of row that it does not name columns of is refused.
 
     Args:
         options: an instance of the schema that its row names; `NoOptions` without one.
@@ -29,6 +28,8 @@ class Preprocessor(ABC, Generic[OptionsT]):
     """Columns that `rl_row` needs; None when the layout has no answers to check."""
     sft_columns: tuple[str, ...] | None = None
     """Columns that `sft_row` needs; None when the layout has nothing to imitate."""
+    preference_columns: tuple[str, ...] | None = None
+    """Columns that `preference_row` needs; None when the layout has no two answers."""
 
     drop_duplicates: bool = False
     """Keep only the first row of each prompt; the others are counted."""
@@ -40,7 +41,6 @@ class Preprocessor(ABC, Generic[OptionsT]):
         """The configuration field, below the source's, that asks for a column."""
         return "format"
 
-    @abstractmethod
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """An RL or evaluation row.
 
@@ -53,8 +53,8 @@ class Preprocessor(ABC, Generic[OptionsT]):
         Raises:
             RowError: the raw row cannot be used.
         """
+        raise RowError("this layout has no ground truth")
 
-    @abstractmethod
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """A supervised row.
 
@@ -67,6 +67,21 @@ class Preprocessor(ABC, Generic[OptionsT]):
         Raises:
             RowError: the raw row cannot be used.
         """
+        raise RowError("this layout has no answer to imitate")
+
+    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+        """A pair of answers.
+
+        Args:
+            columns: of the raw row; those of `preference_columns` are there.
+
+        Returns:
+            The valid row.
+
+        Raises:
+            RowError: the raw row cannot be used.
+        """
+        raise RowError("this layout has no two answers to one prompt")
 
 
 def text_answer(value: object, name: str) -> str:

@@ -1,0 +1,63 @@
+"""Anthropic's HH-RLHF (arXiv:2204.05862): `chosen` and `rejected`, each a whole dialogue as text.
+
+Turns begin with `Human:` or `Assistant:` behind an empty line. The dialogues of a pair are equal up
+to the last answer; a pair that parts earlier is refused, for its answers are to different prompts.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.read.row_files import preference_row
+from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class HHRLHFOptions(StrictModel):
+    """What the pairs are called."""
+
+    data_source: str = "Anthropic/hh-rlhf"
+
+
+class HHRLHF(Preprocessor[HHRLHFOptions]):
+    """Pairs of dialogues."""
+
+    preference_columns = ("chosen", "rejected")
+
+    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+        """The dialogue as messages, its two last answers as the pair."""
+        chosen, rejected = (
+            [asdict(message) for message in turns(columns.get(name), name)]
+            for name in ("chosen", "rejected")
+        )
+        source = self.options.data_source
+        return preference_row({"chosen": chosen, "rejected": rejected, "data_source": source})
+
+
+def turns(dialogue: object, name: str) -> tuple[Message, ...]:
+    """The messages of a dialogue.
+
+    Args:
+        dialogue: the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        In order, without white space around each.
+
+    Raises:
+        RowError: it does not begin with a turn, or a turn is empty.
+    """
+    text = "\n\n" + check_text(dialogue, name).strip()
+    before, *parts = _TURN.split(text)
+    if before.strip() or not parts:
+        raise RowError(f"{name} does not begin with 'Human:'")
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return tuple(
+        Message(_ROLES[who], check_text(said.strip(), f"{name}[{place}]"))
+        for place, (who, said) in enumerate(pairs)
+    )
