@@ -6,6 +6,7 @@
 
 A case is a JSON object with `right` (a completion that earns more), `wrong` (one that earns
 less), `ground_truth`, and if the function needs them `data_source` and `extra_info`.
+A function that reads `model_score` or `judgement` gets 1 for the ground truth and 0 for all else.
 Covered: it loads in a scoring process, scores what it should higher, repeats itself, judges each
 sample alone, and gives every odd completion a finite score. Not covered: whether it is a good
 measure of what you want.
@@ -120,6 +121,7 @@ def cases(request: pytest.FixtureRequest, reward: str) -> list[dict[str, Any]]:
 
 def ask(case: dict[str, Any], completion: str) -> ScoreRequest:
     ids = tuple(completion.encode(errors="replace"))
+    is_right = float(completion.strip() == case["ground_truth"])
     return ScoreRequest(
         case.get("data_source", "contract"),
         completion,
@@ -127,6 +129,9 @@ def ask(case: dict[str, Any], completion: str) -> ScoreRequest:
         case.get("extra_info", {}),
         # A token for each byte.
         SampledTokens((1, 2), ids, (-0.5,) * len(ids), "stop"),
+        # What a model that knows the answer would say, for functions that read it.
+        model_score=is_right,
+        judgement=f"I give it {is_right}",
     )
 
 
