@@ -6,6 +6,7 @@
     RLHF_FAULTS="journal.after_write=kill@3"         at the third pass
     RLHF_FAULTS="a.b=sleep:2.5,c.d=enospc"           several at once
 
+Passes are counted since the variable got its value: another value begins again.
 Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, sleep:SECONDS, and nan, which only
 makes `fault` return True: the caller then spoils its own value.
 Promise: `POINTS` is the list of all points; a test compares it with the source.
@@ -46,7 +47,7 @@ POINTS: dict[str, str] = {
 }
 
 _ACTIONS = frozenset({"kill", "stop", "exit", "raise", "eio", "enospc", "sleep", "nan"})
-_passes: Counter[str] = Counter()
+_passes: Counter[tuple[str, str]] = Counter()
 
 
 class InjectedFaultError(PipelineError):
@@ -77,8 +78,8 @@ def fault(point: str) -> bool:
     armed = _parse(setting).get(point)
     if armed is None:
         return False
-    _passes[point] += 1
-    if _passes[point] != armed.at_pass:
+    _passes[setting, point] += 1
+    if _passes[setting, point] != armed.at_pass:
         return False
     logging.getLogger(__name__).warning("fault injected at %s: %s", point, armed.action)
     return _act(point, armed)

@@ -23,10 +23,10 @@ from engines.errors import CheckpointError
 from infra.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 from infra.store.artifacts import build_manifest, verify_directory, write_manifest
 from infra.store.atomic import (
-    fsync_directory,
     make_directories,
     publish_directory,
     remove_abandoned,
+    remove_directory,
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
@@ -114,7 +114,7 @@ class StepCheckpoints:
             shutil.rmtree(tmp, ignore_errors=True)
         for paths in [*step_directories(self._root).values()][: -self._keep]:
             for path in paths:
-                self._remove(path)
+                remove_directory(path)
         return StepCheckpoint(step, final / CHECKPOINT_DIR, state)
 
     def steps(self) -> list[int]:
@@ -184,7 +184,7 @@ class StepCheckpoints:
             if found == digest:
                 return path
             if found is None:
-                self._remove(path)
+                remove_directory(path)
             else:
                 there.append(path)
         final = self._root / f"step-{step:08d}"
@@ -192,17 +192,8 @@ class StepCheckpoints:
             final = final.with_name(f"{final.name}-{digest[:12]}")
         publish_directory(tmp, final)
         for path in there:
-            self._remove(path)
+            remove_directory(path)
         return final
-
-    def _remove(self, directory: Path) -> None:
-        """Take a checkpoint's name away in one step, then its files: never half a checkpoint."""
-        if not directory.exists():
-            return
-        trash = temporary_sibling(directory)
-        directory.rename(trash)
-        fsync_directory(self._root)
-        shutil.rmtree(trash)
 
 
 def _read(directory: Path) -> StepCheckpoint:

@@ -10,6 +10,7 @@ SIGTERM, 1 for anything else.
 A stage that waits for this one's output alone is claimed before that is committed, and run by
 this process afterwards: an attempt, an end and an error of its own, as from a process of its own.
 What cannot be claimed is left to such a process.
+Once committed, a stage's step checkpoints and working files are removed; what is told of it stays.
 Does not import torch: two of the six stages never need it.
 """
 
@@ -239,6 +240,7 @@ def _run(
             committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         when_there_is_room(lambda: storage.commit(attempt, record), storage.uri)
+        _prune(storage, channel, attempt)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
     return claimed
 
@@ -269,6 +271,17 @@ def _claim(
         logger.info("stage %s is left to a job of its own: %s", claimed.stage, error)
         return None
     return claimed
+
+
+def _prune(storage: Storage, channel: WorkChannel, committed: Attempt) -> None:
+    """Free what the stage needed while it was not done; what fails costs disk and no result."""
+    *held, _ = generation(storage.attempts.entries(committed.fingerprint), committed.number)
+    try:
+        channel.prune(
+            [entry.number for entry in held], channel.steps_dir(held[0].number, held[0].adopted)
+        )
+    except OSError as error:
+        logger.warning("the working files of a committed stage stay: %s", error)
 
 
 def _open_context(

@@ -113,6 +113,24 @@ def publish_directory(tmp: Path, final: Path) -> None:
         fsync_directory(tmp.parent)
 
 
+def remove_directory(directory: Path) -> None:
+    """Take a directory's name away in one step, then its content: nobody finds half of it.
+
+    Args:
+        directory: may be absent.
+
+    Raises:
+        OSError: its name could not be taken away, or some of its content stays, under another.
+    """
+    trash = temporary_sibling(directory)
+    try:
+        directory.rename(trash)
+    except FileNotFoundError:
+        return
+    fsync_directory(directory.parent)
+    shutil.rmtree(trash)
+
+
 def remove_abandoned(directory: Path) -> None:
     """Remove temporary entries whose writer is dead, and those that nobody touched for a day.
 

@@ -10,11 +10,14 @@ generation. It belongs to the store and not to a home, so whoever reaches the st
         followers/<name>                 see `infra.store.followers`
 
 Promises: nothing here is shared by two attempts but the step checkpoints, which are named by
-their content's manifest and appear whole.
+their content's manifest and appear whole; what a commit prunes, neither a reader of journals nor a
+person who looks for the reason of something misses.
 Does not promise: that any of it is true of a living job. The stage's log is.
 """
 
+import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +26,7 @@ from pydantic import ValidationError
 from infra.errors import ArtifactCorruptError, ConfigError
 from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
-from infra.store.atomic import atomic_write_bytes, make_directories
+from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
@@ -92,6 +95,21 @@ class WorkChannel(Protocol):
 
         Returns:
             The directory; it may not exist.
+        """
+        ...
+
+    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+        """Remove what only a stage that is not done needs: after its commit, once or again.
+
+        Step checkpoints go, and what the attempts kept in directories of their own, but for logs.
+        Specifications, errors, stacks, beats and journals stay.
+
+        Args:
+            attempts: numbers of all attempts of the committed generation.
+            steps: its step checkpoints, as `steps_dir` named them.
+
+        Raises:
+            OSError: some of it could not be removed; the rest may be.
         """
         ...
 
@@ -168,5 +186,23 @@ class FileChannel:
         of = f"-{adopted.digest[:12]}" if adopted else ""
         return self._directory / f"steps-{generation}{of}"
 
+    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+        """See `WorkChannel.prune`."""
+        remove_directory(steps)
+        for attempt in attempts:
+            for path in self.local_dir(attempt).iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    _remove_but_logs(path)
+
     def _path(self, attempt: int, name: str) -> Path:
         return self._directory / f"attempt-{attempt}" / name
+
+
+def _remove_but_logs(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _remove_but_logs(path)
+        elif path.suffix != ".log":
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds a log
+        directory.rmdir()

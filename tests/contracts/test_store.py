@@ -5,7 +5,7 @@
 Covered: equal content has one name; a look-up finds the latest commit; of several claims of one
 entry one succeeds; a woken writer neither commits nor adds to the journal; a forced result is the
 next generation, and so are attempts that adopt other work; followers join and leave; errors, beats
-and specifications arrive as written.
+and specifications arrive as written; pruning takes what only the unfinished need.
 Not covered: how long any of it takes, and what a power loss leaves.
 """
 
@@ -208,6 +208,36 @@ def test_a_generation_that_adopts_has_steps_and_a_journal_of_its_own(
     commit(store, tmp_path, heir, "result")
     assert store.lookup(fingerprint) is not None
     assert generation(store.attempts.entries(fingerprint))[0].adopted == adopted
+
+
+def test_a_committed_generation_is_pruned_and_still_tells_what_it_did(
+    store: Storage, uri: str, fingerprint: str, tmp_path: Path
+) -> None:
+    channel = store.channel(fingerprint)
+    for number in (0, 1):
+        last = store.attempts.hold(fingerprint, holder(), number)
+        with journal(store, fingerprint, number) as written:
+            written.metrics(number, {"loss": 1.0})
+        for name in ("hf/model.safetensors", "judge/replica-0.log", "judge/hf/config.json"):
+            path = channel.local_dir(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x")
+    channel.write_error(0, JobProblem(type="Killed", message="of it", exit_code=1))
+    adopted = Adoption(fingerprint="ab" * 32, generation=0, step=1, digest="cd" * 32, differs=("",))
+    for steps in (channel.steps_dir(0), channel.steps_dir(2, adopted)):
+        (steps / "step-00000001").mkdir(parents=True)
+    commit(store, tmp_path, last, "done")
+    for _ in range(2):
+        channel.prune([0, 1], channel.steps_dir(0))
+        assert not channel.steps_dir(0).exists()
+        assert channel.steps_dir(2, adopted).exists(), "of another generation"
+        for number in (0, 1):
+            kept = channel.local_dir(number).rglob("*")
+            names = {str(path.relative_to(channel.local_dir(number))) for path in kept}
+            assert names - {"error.json"} == {"journal.jsonl", "judge", "judge/replica-0.log"}
+        elsewhere = open_storage(uri)
+        assert [record.step for record in read_journal(elsewhere, fingerprint)[0]] == [0, 1]
+        assert elsewhere.channel(fingerprint).read_error(0) is not None
 
 
 def test_followers_join_and_leave(store: Storage, uri: str, fingerprint: str) -> None:

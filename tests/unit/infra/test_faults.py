@@ -59,6 +59,12 @@ def test_a_point_fails_once_at_the_pass_asked_for(monkeypatch: pytest.MonkeyPatc
     fault(POINT)
 
 
+def test_another_setting_counts_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in (f"{POINT}=nan@2", f"{POINT}=nan@2,journal.before_write=raise"):
+        monkeypatch.setenv("RLHF_FAULTS", setting)
+        assert [fault(POINT) for _ in range(3)] == [False, True, False]
+
+
 @pytest.mark.parametrize(("action", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
 def test_disk_errors(monkeypatch: pytest.MonkeyPatch, action: str, number: int) -> None:
     monkeypatch.setenv("RLHF_FAULTS", f"{POINT}={action}")

@@ -90,6 +90,33 @@ def test_a_job_publishes_and_commits_itself(spec: StageSpec) -> None:
     assert not (channel.local_dir(0) / "output").exists()
 
 
+def test_a_committed_job_removes_what_only_its_retry_would_need(spec: StageSpec) -> None:
+    channel = LocalStorage(Path(spec.store_uri)).channel(spec.fingerprint)
+    step = channel.steps_dir(0) / "step-00000001"
+    step.mkdir(parents=True)
+    (step / "weights").write_bytes(b"x")
+    (channel.local_dir(0) / "hf").mkdir()
+    failed = run(spec, {"RLHF_FAULTS": "storage.before_commit=raise"})
+    assert failed.returncode == 1
+    assert step.exists(), "the next attempt continues from it"
+    done = run(spec, attempt=1)
+    assert done.returncode == 0, done.stderr
+    assert not channel.steps_dir(0).exists()
+    assert not (channel.local_dir(0) / "hf").exists()
+    assert (channel.local_dir(0) / "error.json").exists()
+
+
+def test_a_disk_that_frees_nothing_costs_no_result(spec: StageSpec) -> None:
+    store = LocalStorage(Path(spec.store_uri))
+    steps = store.channel(spec.fingerprint).steps_dir(0)
+    steps.parent.mkdir(parents=True)
+    steps.write_text("not a directory")
+    done = run(spec)
+    assert done.returncode == 0
+    assert "the working files of a committed stage stay" in done.stderr
+    assert store.lookup(spec.fingerprint) is not None
+
+
 def test_other_code_than_planned_is_refused_by_its_name(spec: StageSpec) -> None:
     sources = {"engines.jobs.promote": "0" * 64, "engines.jobs": sha256_file(JOBS)}
     ended = run(spec, sources=sources)
