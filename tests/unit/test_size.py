@@ -21,8 +21,8 @@ with models as roles: a critic, its loss and its files, and updates that are lef
 with what a recipe has to reach; 440 with rewards: the rules by which three data sets find an
 answer, format and length, functions that see the whole sample, mixtures, servers, and a cache; 390
 with models that judge, in rounds and evaluations: a reward model, and a language model; 150 with
-preference pairs in the forms that people publish; 30 with taking away what a stage wrote on its way,
-once it is committed.
+preference pairs in the forms that people publish; 30 with taking away what a stage wrote on its
+way, once it is committed.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 
