@@ -235,6 +235,11 @@ class RewardConfig(RewardFunction):
                 f"components: got {got} with function {self.function}; need function {MIXTURE} "
                 "with one component or more, or neither"
             )
+        if reserved := sorted({"score", "acc"} & self.components.keys()):
+            raise ValueError(
+                f"components: got one called {reserved[0]}, which names the sum or the verdict; "
+                "need another name"
+            )
         routes = self.routes or ({"*": tuple(self.components)} if self.components else {})
         asked = {*self.accuracy, *(name for names in routes.values() for name in names)}
         if unknown := sorted(asked - self.components.keys()):

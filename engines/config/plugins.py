@@ -42,11 +42,14 @@ class RewardRow(Row):
         in_process: it is pure, fast and cannot hang, so it needs no process of its own.
         memory_limit_bytes: address space of its process; None sets no limit.
         reads: the field of `rl.reward` whose model said something of the answer that it reads.
+        is_verdict: it says whether an answer is right, by the `acc` that it reports or a score of
+            1 or more; what looks at the form of an answer does not.
     """
 
     in_process: bool = False
     memory_limit_bytes: int | None = None
     reads: Literal["model", "judge"] | None = None
+    is_verdict: bool = True
 
     @property
     def counted(self) -> str:
@@ -142,11 +145,13 @@ REWARDS = PluginTable(
             name="format",
             target="engines.rewards.form.format:compute_score",
             options="engines.rewards.options:FormatOptions",
+            is_verdict=False,
         ),
         RewardRow(
             name="length",
             target="engines.rewards.form.length:score",
             options="engines.rewards.options:LengthOptions",
+            is_verdict=False,
             in_process=True,
         ),
         RewardRow(

@@ -191,6 +191,8 @@ _SAID_BY: Mapping[str, str] = {
 def check_reward_models(reward: RewardConfig) -> None:
     """Refuse a function that reads a model that is not there, and a model that nothing reads.
 
+    And a component as the verdict on answers that says nothing of whether they are right.
+
     Args:
         reward: of a recipe or a stage.
 
@@ -204,6 +206,14 @@ def check_reward_models(reward: RewardConfig) -> None:
             raise ConfigError(
                 f"{path}.function",
                 f"got {row.name}, which reads what {_SAID_BY[row.reads]}",
+            )
+    for path, row in rows.items():
+        if not row.is_verdict and path.rpartition(".")[2] in reward.accuracy:
+            right = ", ".join(each.name for each in REWARDS.rows if each.is_verdict)
+            raise ConfigError(
+                "rl.reward.accuracy",
+                f"got {path.rpartition('.')[2]}, whose function {row.name} does not say whether an "
+                f"answer is right; need a component with one of {right}, or a file; name it",
             )
     # A function in a file may read it: nobody runs it to find out.
     if len(parts) < len(reward.parts):
@@ -270,6 +280,26 @@ def _check_needs(rl: RLConfig) -> None:
             "rl.algorithm.use_kl_in_reward",
             "got true with adv_estimator gdpo, which compares components of the score and would "
             "not see it; need false; use rl.algorithm.use_kl_loss",
+        )
+    if algorithm.overlong.enable and estimator.name == "gdpo":
+        raise ConfigError(
+            "rl.algorithm.overlong.enable",
+            "got true with adv_estimator gdpo, which compares components of the score and would "
+            "not see it; need false; add a component length to rl.reward",
+        )
+    if algorithm.positive_nll_coef > 0 and rl.reward.file is None:
+        judged_by = REWARDS.find(rl.reward.function)
+        if not judged_by.is_verdict:
+            raise ConfigError(
+                "rl.algorithm.positive_nll_coef",
+                f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
+                "which does not say whether an answer is right; need 0; or a reward that does",
+            )
+    if algorithm.filter_groups.enable and rl.group_size == 1:
+        raise ConfigError(
+            "rl.algorithm.filter_groups.enable",
+            "got true with rl.group_size 1, where every group is uniform and none would be left; "
+            "need groups of 2 or more; raise rl.group_size, or set it to false",
         )
 
 

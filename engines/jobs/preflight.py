@@ -307,7 +307,7 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
         row: judged with its own ground truth as the answer; None only loads the function.
 
     Raises:
-        ConfigError: it cannot be loaded, or raises, or misses its deadline.
+        ConfigError: it cannot be loaded; or no model judges, and it raises or misses its deadline.
     """
     request = _perfect_answer(row)
     alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
@@ -316,7 +316,8 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
             [result] = scorer.score([request])
     except RewardError as error:
         raise ConfigError("rl.reward.function", f"{reward.function}: {error}; repair it") from None
-    if isinstance(result, Unscored) and row is not None:
+    # What a model would say was invented, and a function may rightly find nothing in it.
+    if isinstance(result, Unscored) and row is not None and not reward.models:
         raise ConfigError(
             "rl.reward.function",
             f"{reward.function} {result.reason} for the first row (data_source "

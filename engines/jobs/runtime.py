@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -219,7 +219,7 @@ def _run(
         raise FencedError(f"attempt {spec.attempt} of {spec.stage} was given up before it began")
     clock = PhaseClock()
     clock.add("load", time.time() - began_at)
-    with ExitStack() as stack:
+    with ExitStack() as stack, _fenced_before_failed(storage, attempt):
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
         output = body(context)
         context.heartbeat.enter("publish", PUBLISH_DEADLINE_S)
@@ -243,6 +243,19 @@ def _run(
         _prune(storage, channel, attempt)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
     return claimed
+
+
+@contextlib.contextmanager
+def _fenced_before_failed(storage: Storage, attempt: Attempt) -> Iterator[None]:
+    """Tell a failure of an attempt that was replaced as what it is.
+
+    One that slept until a newer one committed finds no working files any more.
+    """
+    try:
+        yield
+    except (OSError, PipelineError):
+        storage.attempts.check(attempt)
+        raise
 
 
 def _claim(

@@ -8,6 +8,7 @@ import ast
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,19 @@ def load(target: str) -> ComputeScore:
     path, _, name = target.rpartition(":")
     if not path.endswith(".py"):
         return load_target(target)
-    spec = spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module_name = f"reward_{Path(path).stem}_{sha256(path.encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
-    spec.loader.exec_module(module)
+    # Dataclasses and others ask for the module of what they are given, while its code runs.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
     return getattr(module, name)
 
 

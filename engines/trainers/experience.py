@@ -142,9 +142,10 @@ class Experience:
         As few as hold at most `num_groups` each, and as equal as can be: 5 groups by 4 are 3 and
         2, not 4 and 1, for an optimizer step is as long whatever its batch.
         """
-        num_batches = math.ceil(self.num_groups / num_groups)
-        batch_of_group = torch.arange(self.num_groups) * num_batches // max(1, self.num_groups)
-        batch_B = batch_of_group[self.group_index_B]
+        # Groups that are here: samples that were drawn again may have left some out.
+        numbers, place_B = self.group_index_B.unique(return_inverse=True)
+        num_batches = math.ceil(len(numbers) / num_groups)
+        batch_B = place_B * num_batches // max(1, len(numbers))
         for _ in range(num_epochs):
             for number in range(num_batches):
                 yield self.batch.select((batch_B == number).nonzero().flatten().tolist())

@@ -152,7 +152,9 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
     component and does not count here.
 
     Args:
-        inputs: components of the scores; options `gdpo_reward_keys` and `gdpo_reward_weights`.
+        inputs: components of the scores, the score first; options `gdpo_reward_keys`, by default
+            what is reported beside the score and `acc`, or the score alone, and
+            `gdpo_reward_weights`.
 
     Returns:
         Mean 0 and variance 1 over the trained tokens.
@@ -161,7 +163,9 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
         ValueError: the reward gives no such component, or not as many as there are weights.
     """
     options = options_as(GdpoOptions, inputs.options)
-    keys = options.gdpo_reward_keys or inputs.components
+    # The score is the sum of what is beside it, and `acc` the verdict of one of them.
+    parts = tuple(name for name in inputs.components if name not in ("score", "acc"))
+    keys = options.gdpo_reward_keys or parts or inputs.components[:1]
     weights = options.gdpo_reward_weights or (1.0,) * len(keys)
     missing = sorted(set(keys) - set(inputs.components))
     if missing or len(weights) != len(keys):

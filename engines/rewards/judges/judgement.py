@@ -22,10 +22,12 @@ def score(
         `score`, and `acc` of 1 or 0.
 
     Raises:
-        ValueError: the judge wrote nothing, or nothing that the pattern finds.
+        ValueError: the judge came to no end, or wrote nothing that the pattern finds.
     """
     if sample.judgement is None:
-        raise ValueError("the judge did not answer within rl.reward.judge.max_length")
+        raise ValueError(
+            "the judge came to no end within rl.reward.judge: max_length, sampling.max_new_tokens"
+        )
     found = re.findall(pattern, sample.judgement)
     if not found:
         raise ValueError(f"the judge wrote {sample.judgement!r}, without what pattern finds")

@@ -2,7 +2,8 @@
 
 Promises: what is asked depends on the row and the answer's text alone; the same question is asked
 once a call, and its seed comes from its text, so that a resumed run gets what the first one would
-have; a question without room for its answer, and one that was aborted, has no judgement.
+have; a question without room for its answer, and one whose answer was cut or aborted, has no
+judgement: the last number of half a thought is not what a judge decided.
 Does not promise that a service answers the same when other questions are beside one: that is the
 engine's to promise.
 """
@@ -54,7 +55,7 @@ class GenerativeJudge:
             samples: with the answers' texts.
 
         Returns:
-            What the judge wrote of each; None where it wrote nothing.
+            What the judge wrote of each; None where it did not come to an end.
         """
         template = self._config.prompt
         texts = [question(template, *pair) for pair in zip(prompts, samples, strict=True)]
@@ -78,6 +79,6 @@ class GenerativeJudge:
         said = {
             text: self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             for text, [completion] in zip(asked, answers, strict=True)
-            if completion.finish_reason != "abort"
+            if completion.finish_reason == "stop"
         }
         return [said.get(text) for text in texts]

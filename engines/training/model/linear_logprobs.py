@@ -118,6 +118,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         ctx.scale, ctx.tile_shape = scale, (rows_size, columns_size)
         squares_N = statistics.sum_pi_squared() if squares else logprobs_N.new_empty(0)
         ctx.mark_non_differentiable(squares_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N, squares_N
 
     @staticmethod
@@ -127,6 +128,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N, _ = grad_outputs
+        if grad_logprobs_N is None:  # a loss of the entropy alone
+            grad_logprobs_N = torch.zeros_like(log_sum_N)
         rows_size, columns_size = ctx.tile_shape
         sums = _GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
         # The vocabulary outside: then the float32 sum of the weights' gradient is one tile wide.
@@ -139,7 +142,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                 grad = probs * -grad_logprobs_N[rows, None]
                 place, inside = _places(token_ids_N[rows], columns)
                 grad.scatter_add_(1, place, (grad_logprobs_N[rows] * inside)[:, None])
-                if entropy_N.numel():
+                if grad_entropy_N is not None and entropy_N.numel():
                     # dH/dz = -p * (log p + H)
                     slope = log_probs.add_(entropy_N[rows, None]).mul_(probs)
                     grad.sub_(slope.mul_(grad_entropy_N[rows, None]))

@@ -105,6 +105,19 @@ def test_gdpo_whitens_over_tokens_by_hand() -> None:
     assert_close(estimate_answers("gdpo", step, ("score",)).advantages, [[1.5], [-0.5] * 3])
 
 
+def test_gdpo_counts_neither_the_sum_nor_the_verdict_beside_the_components() -> None:
+    # The sum 1 + 2 and the verdict 1 would count the first component three times.
+    step = [with_scores((a + b, a, a, b)) for a in (0.0, 1.0) for b in (0.0, 2.0)]
+    names = ("score", "acc", "answer", "length")
+    found = estimate_answers("gdpo", step, names).advantages
+    alone = [with_scores((a, b)) for a in (0.0, 1.0) for b in (0.0, 2.0)]
+    assert found == estimate_answers("gdpo", alone, ("answer", "length")).advantages
+    verdicts = [with_scores((a, 1 - a)) for a in (0.0, 1.0)]
+    only = [with_scores((a,)) for a in (0.0, 1.0)]
+    found = estimate_answers("gdpo", verdicts, ("score", "acc")).advantages
+    assert found == estimate_answers("gdpo", only, ("score",)).advantages
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -137,7 +150,7 @@ def test_reinforce_plus_plus_with_baseline_agrees_with_plain_floats(answers: lis
 def test_gdpo_agrees_with_plain_floats(
     answers: list[Answer], keys: list[str] | None, weights: list[float] | None
 ) -> None:
-    taken = keys or list(NAMES)
+    taken = keys or ["length", "format"]
     used = [1.0] * len(taken) if weights is None else weights[: len(taken)]
     groups, totals = [answer.group for answer in answers], [0.0] * len(answers)
     for key, weight in zip(taken, used, strict=True):

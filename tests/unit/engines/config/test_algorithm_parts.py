@@ -61,6 +61,11 @@ def test_a_group_of_one_is_refused_by_a_group_relative_estimator():
             "use rl.algorithm.use_kl_loss",
         ),
         (
+            {"adv_estimator": "gdpo", "overlong": {"enable": True}},
+            "rl.algorithm.overlong.enable",
+            "add a component length",
+        ),
+        (
             {
                 "adv_estimator": "gdpo",
                 "options": {"gdpo_reward_keys": ["a"], "gdpo_reward_weights": []},
@@ -171,3 +176,24 @@ def test_a_reward_model_is_there_if_and_only_if_it_is_read(reward, words):
     for function in ("model", "score.py:score"):
         config = {"function": function, "model": {"path": "judge"}}
         check_reward_models(RewardConfig.model_validate(config))
+
+
+def test_the_form_of_an_answer_is_no_verdict_of_it() -> None:
+    algorithm = AlgorithmConfig(positive_nll_coef=0.1)
+    with pytest.raises(ConfigError, match=r"positive_nll_coef: got 0.1 with .* format, which"):
+        check_algorithm(RLConfig(algorithm=algorithm, reward=RewardConfig(function="format")))
+    check_algorithm(RLConfig(algorithm=algorithm, reward=RewardConfig(function="exact")))
+    components = {"short": {"function": "length"}, "right": {"function": "exact"}}
+    mixed = {"function": "mixture", "components": components}
+    check_reward_models(RewardConfig.model_validate({**mixed, "accuracy": ["right"]}))
+    with pytest.raises(ConfigError, match=r"^rl.reward.accuracy: got short, whose function length"):
+        check_reward_models(RewardConfig.model_validate({**mixed, "accuracy": ["short"]}))
+
+
+def test_groups_of_one_leave_nothing_to_a_filter_of_uniform_groups() -> None:
+    algorithm = AlgorithmConfig.model_validate(
+        {"adv_estimator": "reinforce_plus_plus", "filter_groups": {"enable": True}}
+    )
+    check_algorithm(RLConfig(algorithm=algorithm, group_size=2))
+    with pytest.raises(ConfigError, match=r"filter_groups.enable: got true with rl.group_size 1"):
+        check_algorithm(RLConfig(algorithm=algorithm, group_size=1))

@@ -111,6 +111,10 @@ def test_rows_without_a_route_are_refused_before_they_cost_anything(own: Path) -
         ({"accuracy": []}, "accuracy: got none; need one of right, short, which judge"),
         ({"routes": {"a": ["short"]}}, "accuracy: got right; need one of short, which judge"),
         ({"routes": {"a": []}}, "accuracy: got right; need one of the components"),
+        (
+            {"components": {"acc": {"function": "exact"}}, "accuracy": ["acc"]},
+            "components: got one called acc, which names the sum or the verdict",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(own: Path, changes: dict[str, Any], words: str) -> None:

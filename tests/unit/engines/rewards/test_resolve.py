@@ -1,5 +1,6 @@
 """Reward functions by name or file, checked without running them."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from engines.config.algorithm import RewardConfig
 from engines.config.plugins import REWARDS, register_plugin
+from engines.rewards.base import Score, ScoreRequest
 from engines.rewards.resolve import load, resolve
+from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError, UnknownPluginError
 
 
@@ -78,3 +81,52 @@ def test_a_name_belongs_to_one_function(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ConfigError, match=f"{name}' is registered by both .*elsewhere:f"):
             resolve(config(name))
     assert resolve(config("math", num_decimals=3)).function.memory_limit_bytes
+
+
+VERL_STYLE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Verdict:
+    right: bool
+    note: str = "no more than a word"
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    told = Verdict(solution_str.strip() in ground_truth)
+    return {
+        "score": kwargs["bonus"] * told.right,
+        "acc": told.right,
+        "note": told.note,
+        "difficulty": extra_info["difficulty"],
+    }
+"""
+
+
+def test_a_file_in_verls_form_judges_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "verl_style.py"
+    path.write_text(VERL_STYLE, encoding="utf-8")
+    asked = [ScoreRequest("s", text, ["7", "07"], {"difficulty": 3}) for text in (" 7", "8")]
+    with RewardScorer(config(str(path), bonus=0.5)) as scorer:
+        right, wrong = scorer.score(asked)
+    assert isinstance(right, Score)
+    assert isinstance(wrong, Score)
+    assert (right.value, wrong.value) == (0.5, 0.0)
+    assert (right.extras["acc"], wrong.extras["acc"]) == (1.0, 0.0)
+    assert right.extras["difficulty"] == 3.0
+
+
+def test_two_files_of_one_name_are_two_modules_and_a_broken_one_leaves_none(tmp_path: Path) -> None:
+    found = []
+    for number in (1, 2):
+        path = tmp_path / str(number) / "same.py"
+        path.parent.mkdir()
+        path.write_text(f"def compute_score(**kwargs): return {number}.0\n", encoding="utf-8")
+        found.append(load(f"{path}:compute_score"))
+    assert [function() for function in found] == [1.0, 2.0]
+    assert found[0].__module__ != found[1].__module__
+    path.write_text("raise ValueError('broken')\n", encoding="utf-8")
+    del sys.modules[found[1].__module__]
+    with pytest.raises(ValueError, match="broken"):
+        load(f"{path}:compute_score")
+    assert found[1].__module__ not in sys.modules

@@ -111,3 +111,11 @@ def test_a_mini_batch_larger_than_the_step_is_the_step() -> None:
     experience = collect(sample(0, 0.0, (10,)), sample(0, 1.0, (11,)))
     (whole,) = experience.mini_batches(5, 1)
     assert torch.equal(whole.input_ids_T, experience.batch.input_ids_T)
+
+
+def test_groups_of_which_no_sample_was_drawn_again_leave_no_empty_update() -> None:
+    samples = [sample(group, float(i), (10 + group,)) for group in range(8) for i in range(2)]
+    drawn = collect(*samples, size=8).take([6, 6, 7, 15])
+    batches = list(drawn.mini_batches(1, 1))
+    assert [batch.num_sequences for batch in batches] == [3, 1]
+    assert [batch.num_sequences for batch in drawn.mini_batches(2, 1)] == [4]

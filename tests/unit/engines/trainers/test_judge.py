@@ -118,9 +118,11 @@ def test_an_equal_question_is_asked_once_with_the_seed_of_its_text(
     assert asked[0].seeds == asked[3].seeds != asked[1].seeds
 
 
-def test_an_aborted_judgement_is_none(model_dir: Path) -> None:
+@pytest.mark.parametrize("reason", ["abort", "length"])
+def test_a_judgement_without_its_end_is_none(model_dir: Path, reason: str) -> None:
     def generate(requests) -> list[list[Completion]]:
-        return [[Completion(each.request_id, 0, (), (), (), "abort")] for each in requests]
+        said = (5, 6), (-1.0, -1.0), (0, 0)
+        return [[Completion(each.request_id, 0, *said, reason)] for each in requests]
 
     assert judge_of(model_dir, generate).judgements([PROMPT], SAMPLES[:1]) == [None]
 

@@ -324,3 +324,18 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
         kept_bytes, largest = footprint(from_all_logits, num_rows, vocabulary)
         assert kept_bytes >= 4 * num_rows * vocabulary
         assert largest >= num_rows * vocabulary
+
+
+def test_what_a_loss_does_not_read_gives_no_gradient() -> None:
+    hidden, weight, tokens, bias = draw(torch.float64)
+    logprobs, entropy, _ = linear_token_logprobs(
+        hidden, weight, tokens, bias_V=bias, entropy=True, chunk_elements=30
+    )
+    assert entropy is not None
+    wanted, wanted_entropy = reference(hidden, weight, tokens, bias, 1.0)
+    assert bias is not None
+    leaves = (hidden, weight, bias)
+    for found, expected in ((logprobs, wanted), (entropy, wanted_entropy)):
+        grads = torch.autograd.grad(found.double().sum(), leaves, retain_graph=True)
+        others = torch.autograd.grad(expected.double().sum(), leaves, retain_graph=True)
+        torch.testing.assert_close(grads, others, rtol=0, atol=1e-12)
