@@ -113,8 +113,10 @@ def test_every_receiver_gets_every_tensor_as_through_shared_memory(in_processes)
     shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 20.0, [1], BUCKET_BYTES)
     through_memory = in_processes(shared.sources)
     assert shared.send(iter(weights())) == sent
+    _, read, _ = through_memory.get(timeout=20)
+    # Not before all was read: what waits in shared memory goes with it.
     shared.stop()
-    assert one == other == through_memory.get(timeout=20)[1]
+    assert one == other == read
     assert sent.digest == combine((name, checksum) for name, checksum, _, _ in one)
     assert sent.num_tensors == len(weights()) == len(one)
     kinds = {name: dtype for name, _, dtype, _ in one}
