@@ -22,6 +22,10 @@ class GaeOptions(DiscountOptions):
     length_adaptive_alpha: float | None = Field(default=None, gt=0)
     """VAPO: the advantages of an answer of l tokens take ``lam = 1 - 1 / (alpha l)``; null: `lam`.
     The paper's alpha is 0.05."""
+    bootstrap_truncated: bool = True
+    """An answer that was cut at the length limit is not over: the critic's value behind its last
+    token stands for what it would still have earned. False ends it there, for scores that judge an
+    answer as it was cut."""
     whiten: bool = True
     """Advantages of a step have mean 0 and variance 1."""
 

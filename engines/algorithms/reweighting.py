@@ -1,8 +1,9 @@
 """PF-PPO: answers are drawn again by how much their rewards can be trusted (arXiv:2409.06957).
 
-A reward model is most reliable where it is most certain, so the samples of a step are resampled,
-with replacement, by their rewards. Promises: what is drawn depends on the seed alone; each drawn
-sample keeps the advantage that it had in the whole step.
+A reward model is most reliable where it is most certain, so the answers of each prompt are
+resampled, with replacement, by how their rewards rank among them. Promises: a prompt keeps as many
+answers as it had; what is drawn depends on the seed alone; each drawn sample keeps the advantage
+that it had in the whole step.
 """
 
 import torch
@@ -14,44 +15,64 @@ _RANDOM_MAX, _RANDOM_REST = 0.4, 0.1
 """Weights of `max_random`."""
 
 
-def resampling_weights(rewards_B: Tensor, config: PfPpoConfig) -> Tensor:
-    """How likely each sample is to be drawn, not normalised.
+def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) -> Tensor:
+    """How likely each answer is to be drawn among those to its prompt, not normalised.
 
     Args:
         rewards_B: (B,) rewards.
+        index_B: (B,) int64: the prompt of each; any numbers.
         config: `pow`: ``|R| ** weight_pow``; `max_min`: 1 for the largest and the smallest
-            reward of the step and 0 for all between; `max_random`: 0.4 for the largest, 0.1 else.
+            reward of a prompt and 0 for all between; `max_random`: 0.4 for the largest, 0.1 else.
 
     Returns:
         (B,) float64 >= 0.
     """
     rewards_B = rewards_B.to(torch.float64)
+    index_B = _dense(index_B)
     if config.reweight_method == "pow":
         return rewards_B.abs() ** config.weight_pow
-    is_max_B = rewards_B == rewards_B.max()
+    is_max_B = rewards_B == _extreme_B(rewards_B, index_B, "amax")
     if config.reweight_method == "max_min":
-        return (is_max_B | (rewards_B == rewards_B.min())).to(torch.float64)
+        return (is_max_B | (rewards_B == _extreme_B(rewards_B, index_B, "amin"))).to(torch.float64)
     return torch.full_like(rewards_B, _RANDOM_REST).masked_fill(is_max_B, _RANDOM_MAX)
 
 
-def resample(rewards_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:
+def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:
     """Which samples a step trains on.
 
     Args:
         rewards_B: (B,) rewards.
+        index_B: (B,) int64: the prompt of each; any numbers.
         config: of the weights.
         seed: of the draw.
 
     Returns:
-        (B,) int64 indices, ascending, some of them more than once; each one once where no sample
-        has a weight.
+        (B,) int64 indices, ascending, some of them more than once; of each prompt as many as it
+        has answers, and each once where none of them has a weight.
     """
-    weights_B = resampling_weights(rewards_B, config)
-    if rewards_B.numel() == 0 or float(weights_B.sum()) == 0:
-        return torch.arange(rewards_B.numel())
+    weights_B = resampling_weights(rewards_B, index_B, config)
     generator = torch.Generator().manual_seed(seed)
-    # By the inverse of the cumulative weights: `multinomial` ends at 2^24 categories, in float32.
-    ends_B = weights_B.cumsum(0)
-    draws_B = torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64) * ends_B[-1]
-    last = int(weights_B.nonzero().max())
-    return torch.searchsorted(ends_B, draws_B, right=True).clamp(max=last).sort().values
+    draws_B = torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64)
+    chosen_B = torch.arange(rewards_B.numel())
+    index_B = _dense(index_B)
+    for places_G in index_B.argsort(stable=True).split(index_B.bincount().tolist()):
+        # By the inverse of the cumulative weights: each answer is drawn by itself.
+        ends_G = weights_B[places_G].cumsum(0)
+        if float(ends_G[-1]) > 0:
+            last = int(weights_B[places_G].nonzero().max())
+            found_G = torch.searchsorted(ends_G, draws_B[places_G] * ends_G[-1], right=True)
+            chosen_B[places_G] = places_G[found_G.clamp(max=last)]
+    return chosen_B.sort().values
+
+
+def _dense(index_B: Tensor) -> Tensor:
+    """Prompts numbered from 0 without gaps: some may have been left out of the step."""
+    return index_B.unique(return_inverse=True)[1]
+
+
+def _extreme_B(rewards_B: Tensor, index_B: Tensor, which: str) -> Tensor:
+    """(B,) the largest or smallest reward of each sample's prompt."""
+    num_groups = int(index_B.max()) + 1 if index_B.numel() else 0
+    extreme_P = rewards_B.new_zeros(num_groups)
+    extreme_P.scatter_reduce_(0, index_B, rewards_B, which, include_self=False)
+    return extreme_P[index_B]

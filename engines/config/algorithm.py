@@ -39,7 +39,7 @@ class OverlongConfig(StrictModel):
 
 
 class PfPpoConfig(StrictModel):
-    """PF-PPO (arXiv:2409.06957): the samples of a step are drawn again by their rewards."""
+    """PF-PPO (arXiv:2409.06957): the answers to each prompt are drawn again by their rewards."""
 
     enable: bool = False
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"

@@ -295,6 +295,12 @@ def _check_needs(rl: RLConfig) -> None:
                 f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
                 "which does not say whether an answer is right; need 0; or a reward that does",
             )
+    if algorithm.pf_ppo.enable and rl.group_size == 1:
+        raise ConfigError(
+            "rl.algorithm.pf_ppo.enable",
+            "got true with rl.group_size 1, where a prompt has no answers to choose among; need "
+            "groups of 2 or more; raise rl.group_size, or set it to false",
+        )
     if algorithm.filter_groups.enable and rl.group_size == 1:
         raise ConfigError(
             "rl.algorithm.filter_groups.enable",

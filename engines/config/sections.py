@@ -125,6 +125,10 @@ class EvaluationConfig(StrictModel):
     pass_at: tuple[int, ...] = (1,)
     """Values of k; each at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Of the sampled part, as are `temperature` and `top_k`."""
+    top_k: int = Field(default=0, ge=0)
+    """0 switches it off."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
 
     _stop = field_validator("stop")(check_stop)
@@ -145,10 +149,12 @@ class EvaluationConfig(StrictModel):
             raise ConfigError("evaluation.max_new_tokens", "missing; need a number of tokens")
         return self.max_new_tokens
 
-    def sampling(self, temperature: float) -> SamplingConfig:
-        """How answers are sampled at a temperature; needs what `answer_length` needs."""
+    def sampling(self, *, greedy: bool) -> SamplingConfig:
+        """How answers of either part are sampled; needs what `answer_length` needs."""
         return SamplingConfig(
-            temperature=temperature,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=1.0 if greedy else self.top_p,
+            top_k=0 if greedy else self.top_k,
             max_new_tokens=self.answer_length,
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids or (),

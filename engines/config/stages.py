@@ -337,6 +337,9 @@ class EvaluateStageConfig(ComputingStageConfig):
     """The training backend that wrote the policy's checkpoint; null for the merged model."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads; in a recipe `training.num_threads`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the reward model, and of the policy unless `rollout.dtype` is given; in a recipe
+    `training.dtype`."""
     evaluation: EvaluationConfig
     rollout: RolloutConfig
     reward: RewardConfig

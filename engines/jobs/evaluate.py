@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
@@ -37,7 +36,6 @@ from engines.training.roles import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
-DEFAULT_DTYPE: Literal["float32"] = "float32"
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
 
@@ -67,7 +65,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             replica = ReplicaSpec(
                 serving_dir=served.hf_dir,
                 rollout=config.rollout,
-                dtype=config.rollout.dtype or DEFAULT_DTYPE,
+                dtype=config.rollout.dtype or config.dtype,
                 platform=config.hardware.platform,
                 device_kind=config.hardware.device_kind,
                 num_threads=config.num_threads,
@@ -107,7 +105,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
 
 def _of_reward_model(config: EvaluateStageConfig) -> TrainingConfig:
     """How the reward model of an evaluation is held: by one rank, whatever trained the policy."""
-    return TrainingConfig(num_threads=config.num_threads, dtype=DEFAULT_DTYPE)
+    return TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
 
 
 def _reward_worker(config: EvaluateStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:

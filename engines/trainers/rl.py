@@ -235,7 +235,8 @@ class RLTrainer:
         if not config.enable:
             return experience
         seed = derive_seed(self.seed, f"step={global_step}/pf_ppo")
-        return experience.take(resample(experience.rewards_B, config, seed).tolist())
+        chosen_B = resample(experience.rewards_B, experience.group_index_B, config, seed)
+        return experience.take(chosen_B.tolist())
 
     def trained_steps(self) -> TrainedSteps:
         """What the next round has to know, when this one is done."""

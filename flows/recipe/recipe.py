@@ -182,6 +182,7 @@ class Recipe(StrictModel):
             of=of,
             hardware=self.hardware,
             num_threads=self.training.num_threads,
+            dtype=self.training.dtype,
             backend=self.training.backend if of else None,
             evaluation=given.model_copy(update=missing),
             rollout=self.rollout,

@@ -40,9 +40,10 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, with V_t the
     value of the state in which token t is chosen. Behind the last token of an answer that ended by
     itself the value is 0; an answer that was truncated is not over, so there V is the critic's
-    value behind its last token. The critic's targets are ``A_t + V_t`` with `lam_critic` (VAPO,
-    arXiv:2504.05118 sec. 4.1, takes 1: unbiased targets), the policy's advantages have `lam`, or
-    ``1 - 1 / (alpha l)`` for an answer of l tokens (sec. 4.1 eq. 8; not below 0).
+    value behind its last token, unless `bootstrap_truncated` is off. The critic's targets are
+    ``A_t + V_t`` with `lam_critic` (VAPO, arXiv:2504.05118 sec. 4.1, takes 1: unbiased targets),
+    the policy's advantages have `lam`, or ``1 - 1 / (alpha l)`` for an answer of l tokens (sec. 4.1
+    eq. 8; not below 0).
 
     Args:
         inputs: rewards; column `values` and row `last_values` (B,); options of `GaeOptions`.
@@ -53,7 +54,7 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     """
     options = options_as(GaeOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
-    deltas_BL, values_BL = _deltas(inputs, tokens, options.gamma)
+    deltas_BL, values_BL = _deltas(inputs, tokens, options)
     lam_critic = options.lam if options.lam_critic is None else options.lam_critic
     factor_B = options.gamma * _policy_lam_B(tokens, options)
     raw_BL = discounted_sums(deltas_BL, factor_B)
@@ -123,15 +124,18 @@ def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
     return tokens, tokens.column(discounted_sums(rewards_BL, factor_B))
 
 
-def _deltas(inputs: AdvantageInputs, tokens: TrainedTokens, gamma: float) -> tuple[Tensor, Tensor]:
+def _deltas(
+    inputs: AdvantageInputs, tokens: TrainedTokens, options: GaeOptions
+) -> tuple[Tensor, Tensor]:
     values_BL = tokens.matrix(inputs.batch.columns["values"].to(torch.float64))
-    bootstrap_B = inputs.batch.rows["last_values"].to(torch.float64) * inputs.truncated_B
     next_BL = torch.zeros_like(values_BL)
     next_BL[:, :-1] = values_BL[:, 1:]
-    lengths_B = tokens.mask_BL.sum(dim=1)
-    has_B = lengths_B > 0
-    next_BL[has_B.nonzero().flatten(), lengths_B[has_B] - 1] = bootstrap_B[has_B]
-    deltas_BL = tokens.matrix(inputs.rewards_T) + gamma * next_BL - values_BL
+    if options.bootstrap_truncated:
+        bootstrap_B = inputs.batch.rows["last_values"].to(torch.float64) * inputs.truncated_B
+        lengths_B = tokens.mask_BL.sum(dim=1)
+        has_B = lengths_B > 0
+        next_BL[has_B.nonzero().flatten(), lengths_B[has_B] - 1] = bootstrap_B[has_B]
+    deltas_BL = tokens.matrix(inputs.rewards_T) + options.gamma * next_BL - values_BL
     return torch.where(tokens.mask_BL, deltas_BL, 0.0), values_BL
 
 

@@ -7,8 +7,9 @@ Does not promise: an interval for pass@k; its standard error over problems is gi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal
 
 from engines.config.stages import EvaluationConfig
 from engines.data.read.chat import prompt_text
@@ -18,7 +19,7 @@ from engines.trainers.evaluation.accuracy import pass_at_k, wilson_interval
 from engines.trainers.prompts import sample_seeds
 from engines.trainers.sampling import sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, RolloutRequest, SamplingParams
 
 PROBLEMS_PER_CALL = 1024
 """Problems of one generation call: large enough to keep the batch full, small enough to report."""
@@ -98,7 +99,8 @@ class Evaluator:
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
         self._seed = seed
-        self._greedy = sampling_params(config.sampling(temperature=0.0))
+        self._greedy = sampling_params(config.sampling(greedy=True))
+        self._sampled = sampling_params(config.sampling(greedy=False))
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
         """Answer and judge every problem.
@@ -113,11 +115,11 @@ class Evaluator:
         problems: list[EvaluatedProblem] = []
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
             chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
-            greedy = self._answers(generate, chunk, 1, 0.0)
+            greedy = self._answers(generate, chunk, "greedy", self._greedy)
             sampled: list[list[Answer]] = [[] for _ in chunk]
             if self._config.num_samples:
                 sampled = self._answers(
-                    generate, chunk, self._config.num_samples, self._config.temperature
+                    generate, chunk, "sampled", self._sampled, self._config.num_samples
                 )
             problems += [
                 EvaluatedProblem(
@@ -142,10 +144,13 @@ class Evaluator:
         )
 
     def _answers(
-        self, generate: Generate, prompts: Sequence[RLPrompt], num_samples: int, temperature: float
+        self,
+        generate: Generate,
+        prompts: Sequence[RLPrompt],
+        kind: Literal["greedy", "sampled"],
+        sampling: SamplingParams,
+        num_samples: int = 1,
     ) -> list[list[Answer]]:
-        sampling = replace(self._greedy, temperature=temperature)
-        kind = "sampled" if temperature else "greedy"
         requests = [
             RolloutRequest(
                 name := f"evaluation/{kind}/problem={prompt.index}",

@@ -16,7 +16,7 @@ _COMMANDS = ("\\boxed", "\\fbox")
 
 
 class MATHOptions(StrictModel):
-    """How the problem is put, and which levels are taken."""
+    """How the problem is put."""
 
     instruction: str = INSTRUCTION
     """Added to every problem after a line break; empty adds nothing."""

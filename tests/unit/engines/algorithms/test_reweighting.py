@@ -27,12 +27,18 @@ CONFIGS = st.builds(
 )
 
 
-def weights(rewards: list[float], config: PfPpoConfig) -> list[float]:
-    return resampling_weights(torch.tensor(rewards, dtype=torch.float64), config).tolist()
+def weights(
+    rewards: list[float], config: PfPpoConfig, prompts: list[int] | None = None
+) -> list[float]:
+    index_B = torch.tensor(prompts or [0] * len(rewards), dtype=torch.int64)
+    return resampling_weights(torch.tensor(rewards, dtype=torch.float64), index_B, config).tolist()
 
 
-def drawn(rewards: list[float], config: PfPpoConfig, seed: int) -> list[int]:
-    return resample(torch.tensor(rewards, dtype=torch.float64), config, seed).tolist()
+def drawn(
+    rewards: list[float], config: PfPpoConfig, seed: int, prompts: list[int] | None = None
+) -> list[int]:
+    index_B = torch.tensor(prompts or [0] * len(rewards), dtype=torch.int64)
+    return resample(torch.tensor(rewards, dtype=torch.float64), index_B, config, seed).tolist()
 
 
 def by_paper(rewards: list[float], config: PfPpoConfig) -> list[float]:
@@ -111,3 +117,33 @@ def test_samples_are_drawn_with_replacement_and_each_by_itself() -> None:
 def test_nothing_to_draw_by_leaves_every_sample_once() -> None:
     assert drawn([0.0] * 3, PfPpoConfig(), 0) == [0, 1, 2]
     assert drawn([], PfPpoConfig(), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "want"),
+    [
+        # Prompt 7 has the rewards 3, 1, 2 and prompt 2 has -1, -1, 0.
+        ("max_min", [1, 1, 1, 1, 0, 1]),
+        ("max_random", [0.4, 0.1, 0.1, 0.1, 0.1, 0.4]),
+        ("pow", [9, 1, 1, 1, 4, 0]),
+    ],
+)
+def test_answers_are_ranked_among_those_to_their_own_prompt(method: str, want: list[float]) -> None:
+    rewards, prompts = [3.0, -1.0, 1.0, -1.0, 2.0, 0.0], [7, 2, 7, 2, 7, 2]
+    assert weights(rewards, PfPpoConfig(reweight_method=method), prompts) == want
+
+
+@given(data=st.data(), config=CONFIGS, seed=st.integers(0, 2**63 - 1))
+def test_each_prompt_keeps_its_number_of_answers(
+    data: st.DataObject, config: PfPpoConfig, seed: int
+) -> None:
+    rewards = data.draw(REWARDS)
+    size = {"min_size": len(rewards), "max_size": len(rewards)}
+    prompts = data.draw(st.lists(st.integers(0, 3), **size))
+    found = drawn(rewards, config, seed, prompts)
+    assert Counter(prompts[place] for place in found) == Counter(prompts)
+    for prompt in set(prompts):
+        places = [place for place, one in enumerate(prompts) if one == prompt]
+        own = by_paper([rewards[place] for place in places], config)
+        allowed = {place for place, weight in zip(places, own, strict=True) if weight > 0}
+        assert {place for place in found if prompts[place] == prompt} <= (allowed or set(places))

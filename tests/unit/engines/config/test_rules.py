@@ -92,7 +92,7 @@ def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
     rl = ["rl.sampling.stop=['</answer>']", "rl.sampling.stop_token_ids=[5]"]
     stage = load_recipe("quickstart", rl).evaluate_stage().evaluation
     assert (stage.stop, stage.stop_token_ids) == (("</answer>",), (5,))
-    sampling = stage.sampling(0.0)
+    sampling = stage.sampling(greedy=True)
     assert (sampling.stop, sampling.stop_token_ids, sampling.temperature) == (
         ("</answer>",),
         (5,),
@@ -112,3 +112,10 @@ def test_what_ends_an_answer_counts_for_the_identity(change: str) -> None:
     ):
         assert one.identity_values() != other.identity_values()
     assert plain.sft_stage().identity_values() == changed.sft_stage().identity_values()
+
+
+def test_evaluations_compute_as_training_does() -> None:
+    """So a reward model says the same of the same answer in a round and in its evaluation."""
+    assert load_recipe("quickstart", []).evaluate_stage().dtype == "float32"
+    stage = load_recipe("quickstart", ["training.dtype=bfloat16"]).evaluate_stage("rl_round_1")
+    assert stage.dtype == "bfloat16"

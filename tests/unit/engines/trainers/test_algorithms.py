@@ -113,11 +113,20 @@ def test_pf_ppo_trains_on_samples_of_reward_and_keeps_their_advantages(
     steps = run_round("odd_length", algorithm={"pf_ppo": {"enable": True}})
     assert len(after) == len(steps) == 2
     for whole, drawn in zip(before, after, strict=True):
-        # |R|^2 is 0 for a reward of 0: such a sample is never drawn.
-        assert {sample.reward for sample in drawn.samples} == {1.0}
+        # |R|^2 is 0 for a reward of 0: such a sample is only kept where its prompt has no other.
+        best = _best_by_group(whole)
+        assert any(sample.reward < best[sample.group] for sample in whole.samples)
+        assert all(sample.reward == best[sample.group] for sample in drawn.samples)
         assert len(drawn.samples) == len(whole.samples)
         own = dict(zip(map(id, whole.samples), _advantages(whole), strict=True))
         assert [own[id(sample)] for sample in drawn.samples] == _advantages(drawn)
+
+
+def _best_by_group(experience: Experience) -> dict[int, float]:
+    best: dict[int, float] = {}
+    for sample in experience.samples:
+        best[sample.group] = max(sample.reward, best.get(sample.group, 0.0))
+    return best
 
 
 def _advantages(experience: Experience) -> list[float]:

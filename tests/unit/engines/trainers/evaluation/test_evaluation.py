@@ -177,3 +177,12 @@ def test_answers_end_where_the_configuration_says(tokenizer, prompts) -> None:
         SamplingParams(4, temperature, stop=("</a>",), stop_token_ids=(5,))
         for temperature in (0.0, 0.7)
     }
+
+
+def test_only_the_sampled_part_is_cut_to_likely_tokens(tokenizer, prompts) -> None:
+    cut = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    _, asked = evaluate(tokenizer, prompts, ["1"] * 4, [["1"] * 2] * 4, num_samples=2, **cut)
+    assert {request.sampling for request in asked} == {
+        SamplingParams(4, 0.0),
+        SamplingParams(4, **cut),
+    }
