@@ -101,6 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
     add("status", "show the servers of this home")
+    _add_gc_arguments(
+        add("gc", "show what nobody needs any more of a store, and remove it if asked")
+    )
     merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
@@ -129,6 +132,27 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
         default=[],
         help="run a finished stage again, e.g. sft or rl_round_2; may be repeated",
     )
+
+
+def _add_gc_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--store", metavar="URI", help="another store than that of this home")
+    command.add_argument(
+        "--unused",
+        metavar="AGE",
+        default="30d",
+        help="what nothing needs goes after so long, e.g. 12h or 30d; a day at least",
+    )
+    command.add_argument(
+        "--max-size", metavar="SIZE", help="beyond it the least recently used goes, e.g. 500GB"
+    )
+    command.add_argument(
+        "--keep", metavar="RUN", action="append", default=[], help="keep what a run used"
+    )
+    command.add_argument(
+        "--release", metavar="RUN", action="append", default=[], help="keep it no longer"
+    )
+    command.add_argument("--delete", action="store_true", help="remove what is shown")
+    command.add_argument("--json", action="store_true", help="for machines")
 
 
 def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:

@@ -21,11 +21,10 @@ from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
 from flows.run.lazy_cluster import LazyCluster
-from infra import env
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
-from infra.services.stack import running_mlflow_url
+from infra.services.stack import tracking_address
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
@@ -149,7 +148,9 @@ def open_run(
         force=force,
         adopt=adopt,
         metadata=metadata,
+        run_key=recorder.run_key,
     )
+    history.storage.runs.begin(recorder.run_key, recipe.run_name)
     stopped: frozenset[str] = frozenset()
     try:
         yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
@@ -187,12 +188,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
 
 def tracking_uri(recipe: Recipe) -> str:
     """The MLflow of a run: asked for, or started by `rlhf up`, or a database in the home."""
-    return (
-        recipe.location.tracking_uri
-        or env.MLFLOW_TRACKING_URI.get()
-        or running_mlflow_url(recipe.home)
-        or f"sqlite:///{recipe.home / 'mlflow.db'}"
-    )
+    return recipe.location.tracking_uri or tracking_address(recipe.home)
 
 
 def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:

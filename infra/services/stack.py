@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra import env
 from infra.errors import ConfigError
 from infra.host import servers
 from infra.host.loopback_http import answers_ok, online_workers
@@ -129,6 +130,12 @@ def running_prefect_url(home: Path) -> str | None:
 def running_mlflow_url(home: Path) -> str | None:
     """Address of the MLflow server that `up` started, if it runs."""
     return _running_url(home, "mlflow")
+
+
+def tracking_address(home: Path) -> str:
+    """The MLflow of a home: MLFLOW_TRACKING_URI, or what `up` started, or a database in it."""
+    found = env.MLFLOW_TRACKING_URI.get() or running_mlflow_url(home)
+    return found or f"sqlite:///{home / 'mlflow.db'}"
 
 
 def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:

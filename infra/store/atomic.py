@@ -137,14 +137,19 @@ def remove_abandoned(directory: Path) -> None:
     Args:
         directory: holds them; what cannot be removed stays for the next time.
     """
-    oldest = time.time() - _ABANDONED_AFTER_S
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        try:
-            stamp = find_stamp(path.name)
-            if (stamp and is_dead(stamp)) or path.lstat().st_mtime < oldest:
-                _remove(path)
-        except FileNotFoundError:
-            continue  # its writer finished between the listing and the look
+        if is_abandoned(path):
+            _remove(path)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the writer that a name tells of is dead, or has not touched it for a day."""
+    try:
+        stamp = find_stamp(path.name)
+        silent_s = time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return False  # its writer finished between the listing and the look
+    return (stamp is not None and is_dead(stamp)) or silent_s > _ABANDONED_AFTER_S
 
 
 def _remove(path: Path) -> None:

@@ -36,6 +36,7 @@ from infra.store.atomic import (
     remove_abandoned,
     temporary_sibling,
 )
+from infra.store.runs import LocalRuns, Runs
 from infra.store.stage_log import Attempt, Attempts, LocalAttempts, latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
 from infra.store.work_channel import FileChannel, WorkChannel
@@ -62,6 +63,11 @@ class Storage(Protocol):
     @property
     def attempts(self) -> Attempts:
         """Who works on what: the logs of the stages."""
+        ...
+
+    @property
+    def runs(self) -> Runs:
+        """Which pipeline runs use which stages."""
         ...
 
     def channel(self, fingerprint: str) -> WorkChannel:
@@ -186,6 +192,7 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
         self.attempts = LocalAttempts(self._root, self._journal_bytes)
+        self.runs = LocalRuns(self._root)
         self._verified: set[tuple[str, str]] = set()
 
     @property
@@ -291,6 +298,10 @@ class LocalStorage:
             # Another publisher may have been faster; its copy is as good as ours.
             with contextlib.suppress(FileNotFoundError):
                 final.rename(aside)
+            return False
+        try:
+            os.utime(final)  # whoever collects garbage sees that it was just needed
+        except FileNotFoundError:
             return False
         return True
 

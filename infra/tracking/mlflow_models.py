@@ -56,6 +56,22 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate) -> str:
     return version
 
 
+def aliased_digests(client: "MlflowClient") -> dict[str, str]:
+    """The digests of the versions that aliases point to, each with one `name@alias`."""
+    found: dict[str, str] = {}
+    token: str | None = None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        for model in page:
+            for alias, version in model.aliases.items():
+                tags = client.get_model_version(model.name, version).tags
+                if DIGEST_TAG in tags:
+                    found[tags[DIGEST_TAG]] = f"{model.name}@{alias}"
+        token = page.token
+        if not token:
+            return found
+
+
 def _version_with(client: "MlflowClient", name: str, digest: str) -> str | None:
     """The version that holds this digest; creates the registered model if it is absent."""
     from mlflow.exceptions import MlflowException

@@ -156,6 +156,15 @@ class MlflowTracker:
 
             return register_version(self._client, candidate)
 
+    def aliased(self) -> dict[str, str]:
+        """Of all models of the registry, whoever registered them."""
+        if self.is_absent():
+            return {}
+        with _refusals(), self._writing():
+            from infra.tracking.mlflow_models import aliased_digests
+
+            return aliased_digests(self._client)
+
     def _writing(self) -> Any:
         """Alone among the processes of this machine that write one embedded database."""
         if self._database is None:

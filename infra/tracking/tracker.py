@@ -154,3 +154,7 @@ class Tracker(Protocol):
     def register(self, candidate: ModelCandidate) -> str:
         """Make a model a version, once per digest, and give it the alias; its number."""
         ...
+
+    def aliased(self) -> Mapping[str, str]:
+        """Registered models that an alias points to: `name@alias` by digest of the artifact."""
+        ...

@@ -63,6 +63,11 @@ class Recorder:
         self._close_deadline_s = CLOSE_DEADLINE_S
         shipper.begin()
 
+    @property
+    def run_key(self) -> str:
+        """Identifies the pipeline run; its repetitions have the same."""
+        return self._run.key
+
     def stage_reused(
         self, request: StageRequest, record: CommitRecord, generation: int = 0
     ) -> None:

@@ -69,6 +69,7 @@ class StageContext:
         force: by stage label, a token: only a commit that was made for it will do.
         adopt: labels of stages that continue what was half-trained under another fingerprint.
         metadata: travels with each Ray job (`flow_run_id`).
+        run_key: of the pipeline run, as the store knows it.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class StageContext:
         force: Mapping[str, str],
         adopt: Collection[str],
         metadata: Mapping[str, str],
+        run_key: str,
     ) -> None:
         self._storage = storage
+        self._run_key = run_key
         self._ray_jobs = ray_jobs
         self._recorder = recorder
         self._observer = observer
@@ -151,6 +154,8 @@ class StageContext:
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
+        # Before it is looked up: then nobody takes it away in between.
+        self._storage.runs.use(self._run_key, request.fingerprint)
         log = self._storage.attempts.entries(request.fingerprint)
         # A job that this run followed may have gone on with this stage, even to its commit.
         ours = bool(log) and log[-1].holder.ray_job in self.followed

@@ -87,6 +87,13 @@ class JsonLinesTracker:
             self._append({"model": candidate.name, "digest": digest, "alias": candidate.alias})
             return str([*digests, digest].index(digest) + 1)
 
+    def aliased(self) -> dict[str, str]:
+        """Later lines win."""
+        with self._lock():
+            lines = [line for line in self._lines() if "model" in line]
+        newest = {f"{line['model']}@{line['alias']}": line["digest"] for line in lines}
+        return {digest: alias for alias, digest in newest.items()}
+
     def run(self, run_id: str) -> dict[str, Any]:
         """A run as it stands, as `test_tracker` reads one."""
         lines = self._of(run_id)

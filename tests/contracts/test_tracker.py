@@ -168,7 +168,11 @@ def test_a_model_is_one_version_per_digest(make: Callable[[], Tracker], tmp_path
         candidate = ModelCandidate("m", "champion", artifact, tmp_path, run_id, {"accuracy": 0.9})
         return make().register(candidate)
 
-    assert [register(digest) for digest in "aaba"] == ["1", "1", "2", "1"]
+    assert make().aliased() == {}
+    assert [register(digest) for digest in "aab"] == ["1", "1", "2"]
+    assert make().aliased() == {"b" * 64: "m@champion"}
+    assert register("a") == "1"
+    assert make().aliased() == {"a" * 64: "m@champion"}
 
 
 def test_files_are_kept_with_a_run(make: Callable[[], Tracker], tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, parent TEXT, state TEXT, p
 CREATE TABLE IF NOT EXISTS points (run TEXT, name TEXT, step INTEGER, value TEXT, time_ms INTEGER,
     PRIMARY KEY (run, name, step));
 CREATE TABLE IF NOT EXISTS tags (run TEXT, name TEXT, value TEXT, PRIMARY KEY (run, name));
-CREATE TABLE IF NOT EXISTS versions (number INTEGER, model TEXT, digest TEXT, alias TEXT,
+CREATE TABLE IF NOT EXISTS versions (number INTEGER, model TEXT, digest TEXT,
     PRIMARY KEY (model, digest));
+CREATE TABLE IF NOT EXISTS aliases (model TEXT, alias TEXT, digest TEXT,
+    PRIMARY KEY (model, alias));
 """
 
 
@@ -107,12 +109,22 @@ class SqliteTracker:
         row = {"model": candidate.name, "digest": candidate.artifact.digest}
         with self._open() as database:
             database.execute(
-                "INSERT OR IGNORE INTO versions SELECT COUNT(*) + 1, :model, :digest, :alias "
+                "INSERT OR IGNORE INTO versions SELECT COUNT(*) + 1, :model, :digest "
                 "FROM versions WHERE model = :model",
+                row,
+            )
+            database.execute(
+                "INSERT OR REPLACE INTO aliases VALUES (:model, :alias, :digest)",
                 {**row, "alias": candidate.alias},
             )
             query = "SELECT number FROM versions WHERE model = :model AND digest = :digest"
             return str(database.execute(query, row).fetchone()[0])
+
+    def aliased(self) -> dict[str, str]:
+        """What the aliases point to."""
+        with self._open() as database:
+            rows = database.execute("SELECT model, alias, digest FROM aliases").fetchall()
+        return {digest: f"{model}@{alias}" for model, alias, digest in rows}
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

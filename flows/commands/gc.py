@@ -1,0 +1,167 @@
+"""`rlhf gc`: what nobody needs any more of a store; a dry run unless `--delete` is given.
+
+Promises: what an alias of the registry points to stays, so a registry that cannot be asked ends the
+command before anything is removed; one that never was is asked nothing.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from engines.config.plugins import TRACKERS
+from infra import env
+from infra.errors import ConfigError, ServiceError
+from infra.garbage.collection import Collected, collect
+from infra.garbage.inventory import LocalInventory
+from infra.garbage.survey import DAY_S, Limits, Survey, survey
+from infra.services.stack import tracking_address
+from infra.store.runs import Runs
+from infra.store.storage import open_storage
+from infra.tracking.tracker import TrackerSettings
+
+_AGE = re.compile(r"(\d+)([hd])")
+_AGE_S = {"h": 3600.0, "d": DAY_S}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(k|M|G|T)?B?")
+_SIZE_BYTES = {None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Show what goes, and remove it if asked; the exit code is 1 if some of it could not be."""
+    home = env.home()
+    storage = open_storage(arguments.store or str(home / "store"))
+    limits = limits_of(arguments.unused, arguments.max_size)
+    for names, kept in ((arguments.keep, True), (arguments.release, False)):
+        for name in names:
+            keep(storage.runs, name, kept=kept)
+    inventory = LocalInventory(Path(storage.uri))
+    found = survey(storage, inventory, aliased(home), limits)
+    done = collect(storage, inventory, found) if arguments.delete else None
+    lines = [json.dumps(as_json(found, done))] if arguments.json else as_text(found, done)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 1 if done is not None and done.problems else 0
+
+
+def limits_of(unused: str, max_size: str | None) -> Limits:
+    """The limits that a command line names.
+
+    Args:
+        unused: an age in hours or days.
+        max_size: a size; None: no limit.
+
+    Returns:
+        Both, in seconds and bytes.
+
+    Raises:
+        ConfigError: one of them is none; names the argument.
+    """
+    age = _AGE.fullmatch(unused)
+    if age is None or int(age[1]) * _AGE_S[age[2]] < DAY_S:
+        raise ConfigError("--unused", f"got {unused!r}; need a day or more, e.g. 36h or 30d")
+    size = None if max_size is None else _SIZE.fullmatch(max_size)
+    if max_size is not None and size is None:
+        raise ConfigError("--max-size", f"got {max_size!r}; need a size, e.g. 500GB")
+    max_bytes = None if size is None else int(float(size[1]) * _SIZE_BYTES[size[2]])
+    return Limits(int(age[1]) * _AGE_S[age[2]], max_bytes)
+
+
+def keep(runs: Runs, name: str, *, kept: bool) -> None:
+    """Keep what the runs of a name used, or keep it no longer.
+
+    Args:
+        runs: of a store.
+        name: of a run, as `rlhf run` prints it.
+        kept: which of the two.
+
+    Raises:
+        ConfigError: the store knows no such run.
+    """
+    found = [run for run in runs.known() if run.name == name]
+    if not found:
+        known = ", ".join(sorted({run.name for run in runs.known()})) or "none"
+        raise ConfigError(
+            "--keep" if kept else "--release", f"got {name!r}; need a run of this store: {known}"
+        )
+    for run in found:
+        runs.keep(run.key, kept)
+
+
+def aliased(home: Path) -> Mapping[str, str]:
+    """What aliases of the registry point to, by digest.
+
+    Args:
+        home: whose registry is asked.
+
+    Returns:
+        Why each artifact stays.
+
+    Raises:
+        ServiceError: the registry does not answer, so nothing is known of it.
+    """
+    address = tracking_address(home)
+    tracker = TRACKERS.load("mlflow")(TrackerSettings(home, address))
+    try:
+        found = tracker.aliased()
+    except Exception as error:  # what a service that is away raises is its own affair
+        raise ServiceError(
+            f"{address} does not say which models bear an alias ({error}); start it, or name "
+            "another one with MLFLOW_TRACKING_URI"
+        ) from error
+    return {digest: f"registered as {alias}" for digest, alias in found.items()}
+
+
+def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
+    """For people: a line for each thing that goes, then sums."""
+    for stage in found.goes:
+        size = stage.log.size_bytes + stage.work.size_bytes
+        what = stage.name or "half-trained"
+        yield _line(what, stage.fingerprint, size, found.at - stage.used_at)
+    for digest, stored in found.artifacts:
+        kind = stored.place.split("/")[1]
+        yield _line(f"{kind} files", digest, stored.size_bytes, found.at - stored.touched_at)
+    for stored in found.rests:
+        yield f"{'left behind':<20} {size_text(stored.size_bytes):>9}  {stored.place}"
+    needed = [stage for stage in found.stays if stage.needed_by]
+    for stage in needed:
+        yield f"stays: {stage.name or 'stage'} {stage.fingerprint[:12]}, {stage.needed_by}"
+    total = f"of {size_text(found.total_bytes)}"
+    if done is None:
+        goes = f"{size_text(found.freed_bytes)} {total} would go"
+        yield f"{goes}; add --delete to remove it" if found.freed_bytes else f"nothing {total} goes"
+        return
+    yield from (f"spared, since somebody needs it now: {place}" for place in done.spared)
+    yield from (f"could not be removed: {problem}" for problem in done.problems)
+    yield f"{size_text(done.freed_bytes)} {total} removed"
+
+
+def as_json(found: Survey, done: Collected | None) -> dict[str, object]:
+    """For machines."""
+    return {
+        "total_bytes": found.total_bytes,
+        "freed_bytes": found.freed_bytes if done is None else done.freed_bytes,
+        "deleted": done is not None,
+        "stages": [
+            {"name": stage.name, "fingerprint": stage.fingerprint, "used_at": stage.used_at}
+            for stage in found.goes
+        ],
+        "artifacts": [stored.place for _, stored in found.artifacts],
+        "left_behind": [stored.place for stored in found.rests],
+        "needed": {stage.fingerprint: stage.needed_by for stage in found.stays if stage.needed_by},
+        "spared": list(done.spared) if done else [],
+        "problems": list(done.problems) if done else [],
+    }
+
+
+def size_text(num_bytes: int) -> str:
+    """A size as people read it."""
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _line(what: str, name: str, size_bytes: int, unused_s: float) -> str:
+    days = f"unused for {unused_s / DAY_S:.0f} days"
+    return f"{what:<20} {size_text(size_bytes):>9}  {name[:12]}  {days}"

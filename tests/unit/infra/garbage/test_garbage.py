@@ -1,0 +1,329 @@
+"""What of a store may go, and that taking it away harms nobody."""
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from infra.faults import InjectedFaultError
+from infra.garbage.collection import collect
+from infra.garbage.inventory import LocalInventory
+from infra.garbage.survey import DAY_S, Limits, Survey, survey
+from infra.store.canonical import sha256_json
+from infra.store.stage_log import Attempt, Holder
+from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
+from infra.store.storage import LocalStorage
+from infra.tracking.promotion import PROMOTION, Decision
+
+
+class Store:
+    """A store whose things can be made older than they are."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.storage = LocalStorage(root / "store")
+        self.inventory = LocalInventory(root / "store")
+
+    def survey(self, aliased: dict[str, str] | None = None, **limits: float) -> Survey:
+        return survey(
+            LocalStorage(self.root / "store"), self.inventory, aliased or {}, Limits(**limits)
+        )
+
+    def collect(self, **limits: float) -> list[str]:
+        """Names of the stages that went."""
+        found = self.survey(**limits)
+        done = collect(self.storage, self.inventory, found)
+        assert done.problems == done.spared == ()
+        assert done.freed_bytes == found.freed_bytes
+        return [stage.fingerprint for stage in found.goes]
+
+    def hold(self, name: str) -> Attempt:
+        holder = Holder(id=uuid.uuid4().hex, process="test")
+        number = len(self.storage.attempts.entries(fp(name)))
+        return self.storage.attempts.hold(fp(name), holder, number)
+
+    def commit(self, name: str, days: float = 0, text: str = "", num_bytes: int = 100) -> Artifact:
+        """A stage that is done, and was last touched days ago."""
+        source = self.root / "out"
+        source.mkdir()
+        (source / "data.txt").write_text((text or name).ljust(num_bytes))
+        artifact = self.storage.publish(source, "model")
+        self._commit(name, artifact)
+        self.age(name, artifact, days)
+        return artifact
+
+    def promote(self, name: str, model: Artifact, day: int) -> None:
+        """A gate that a model passed on a day."""
+        source = self.root / "out"
+        source.mkdir()
+        decision = Decision(
+            promoted=True, metric="accuracy", value=float(day), min_value=0,
+            model_digest=model.digest, model_name="m", alias="champion",
+        )  # fmt: skip
+        decision.write(source)
+        artifact = self.storage.publish(source, PROMOTION)
+        self._commit(name, artifact, f"2026-01-{day:02}T00:00:00Z")
+        self.age(name, artifact, 40)
+
+    def half_trained(self, name: str, days: float, **inputs: Artifact) -> Attempt:
+        attempt = self.hold(name)
+        self.storage.channel(fp(name)).write_specification(
+            StageSpec(
+                stage="sft", job_module="m", fingerprint=fp(name), attempt=attempt.number,
+                config={}, inputs=inputs, seed=0, store_uri=self.storage.uri,
+            )
+        )  # fmt: skip
+        step = self.storage.channel(fp(name)).steps_dir(0) / "step-00000001"
+        step.mkdir(parents=True)
+        (step / "weights").write_bytes(b"w" * 1000)
+        self.age(name, None, days)
+        return attempt
+
+    def age(self, name: str, artifact: Artifact | None, days: float) -> None:
+        places = [self.root / "store" / part / fp(name) for part in ("stages", "work")]
+        places += [Path(artifact.uri)] if artifact else []
+        for place in places:
+            for path in (place, *place.rglob("*")):
+                if path.exists():
+                    set_age(path, days)
+
+    def use(self, run: str, *names: str, days: float = 0) -> str:
+        """A run that asked for stages days ago."""
+        key = fp(run)
+        self.storage.runs.begin(key, run)
+        for name in names:
+            self.storage.runs.use(key, fp(name))
+            set_age(self.root / "store/runs" / key / "stages" / fp(name), days)
+        return key
+
+    def has(self, name: str) -> bool:
+        """Whether a stage is done; all of its bytes are there then."""
+        fresh = LocalStorage(self.root / "store")
+        record = fresh.lookup(fp(name))
+        return record is not None and fresh.local_copy(record.artifact).is_dir()
+
+    def _commit(self, name: str, artifact: Artifact, at: str = "2026-01-01T00:00:00Z") -> None:
+        attempt = self.hold(name)
+        record = CommitRecord(
+            fingerprint=fp(name),
+            stage="sft",
+            artifact=artifact,
+            attempt=attempt.number,
+            committed_at=at,
+        )
+        self.storage.commit(attempt, record)
+
+
+def fp(name: str) -> str:
+    return sha256_json(name)
+
+
+def set_age(path: Path, days: float) -> None:
+    at = time.time() - days * DAY_S
+    os.utime(path, (at, at))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def test_only_what_nothing_used_for_long_goes_with_all_that_is_its_own(store: Store) -> None:
+    artifact = store.commit("old", 31)
+    store.half_trained("given up", 31)
+    store.commit("young", 29)
+    assert set(store.collect()) == {fp("old"), fp("given up")}
+    assert not store.has("old")
+    assert store.has("young")
+    assert not Path(artifact.uri).exists()
+    left = {path.name for part in ("stages", "work") for path in store.root.glob(f"store/{part}/*")}
+    assert left == {fp("young")}
+    assert store.survey().total_bytes == sum(
+        path.stat().st_size
+        for part in ("stages", "artifacts")
+        for path in (store.root / "store" / part).rglob("*")
+        if path.is_file()
+    )
+
+
+def test_what_a_run_asked_for_lately_stays(store: Store) -> None:
+    store.commit("asked for", 40)
+    store.commit("long ago", 40)
+    store.use("a run", "asked for", "long ago", days=35)
+    store.use("another", "asked for", days=2)
+    assert store.collect() == [fp("long ago")]
+    # Of a run of which something is left all is known.
+    assert [run.name for run in store.storage.runs.known()] == ["a run", "another"]
+    assert store.collect(unused_s=DAY_S) == [fp("asked for")]
+    assert store.storage.runs.known() == []
+
+
+def test_a_run_that_is_kept_keeps_what_it_used(store: Store) -> None:
+    store.commit("dear", 400)
+    key = store.use("a run", "dear", days=400)
+    store.storage.runs.keep(key, True)
+    assert store.collect() == []
+    assert [stage.needed_by for stage in store.survey().stays] == ["run a run is kept"]
+    store.storage.runs.keep(key, False)
+    assert store.collect() == [fp("dear")]
+
+
+def test_the_model_that_an_alias_points_to_stays(store: Store) -> None:
+    first, last, registered = (store.commit(name, 40) for name in ("first", "last", "elsewhere"))
+    store.promote("gate 1", first, 1)
+    store.promote("gate 2", last, 2)
+    found = store.survey({registered.digest: "registered as m@champion"})
+    assert {stage.fingerprint for stage in found.goes} == {*map(fp, ("first", "gate 1", "gate 2"))}
+    assert {stage.needed_by for stage in found.stays} == {
+        "promoted as m@champion",
+        "registered as m@champion",
+    }
+
+
+def test_an_artifact_stays_while_a_stage_names_it(store: Store) -> None:
+    artifact = store.commit("one", 40, text="same")
+    store.commit("two", 0, text="same")
+    set_age(Path(artifact.uri), 40)
+    assert store.collect() == [fp("one")]
+    assert store.has("two")
+
+
+def test_what_nobody_committed_stays_while_its_writer_may_live(store: Store) -> None:
+    source = store.root / "out"
+    source.mkdir()
+    (source / "data.txt").write_text("published, and then the machine went down")
+    artifact = store.storage.publish(source, "model")
+    assert store.survey().artifacts == ()
+    set_age(Path(artifact.uri), 31)
+    store.collect()
+    assert not Path(artifact.uri).exists()
+
+
+def test_what_a_living_attempt_reads_stays(store: Store) -> None:
+    data = store.commit("data", 40)
+    attempt = store.half_trained("sft", 0, data=data)
+    assert store.collect() == []
+    assert [stage.needed_by for stage in store.survey().stays] == ["sft reads it", ""]
+    set_age(store.storage.channel(fp("sft")).local_dir(attempt.number) / "spec.json", 31)
+    store.age("sft", None, 31)
+    assert set(store.collect()) == {fp("data"), fp("sft")}
+
+
+def test_a_damaged_log_and_what_it_may_name_stay(store: Store) -> None:
+    artifact = store.commit("damaged", 400)
+    (store.root / "store/stages" / fp("damaged") / "1").write_text("{")
+    store.age("damaged", artifact, 400)
+    assert store.collect() == []
+    assert Path(artifact.uri).is_dir()
+
+
+def test_beyond_a_size_the_longest_unused_goes_first(store: Store) -> None:
+    for number, days in enumerate((5, 20, 10, 0.5)):
+        store.commit(str(number), days, num_bytes=1000)
+    everything = store.survey().total_bytes
+    assert store.survey(max_bytes=everything).goes == ()
+    found = store.survey(max_bytes=everything - 1)
+    assert [stage.fingerprint for stage in found.goes] == [fp("1")]
+    # What was used within a day stays, however small the limit.
+    assert store.collect(max_bytes=0) == [fp("1"), fp("2"), fp("0")]
+    assert store.has("3")
+
+
+def test_a_shared_artifact_frees_nothing_until_the_last_stage_goes(store: Store) -> None:
+    store.commit("one", 20, text="same", num_bytes=5000)
+    store.commit("two", 10, text="same", num_bytes=5000)
+    store.commit("other", 5, num_bytes=5000)
+    for path in store.root.glob("store/artifacts/*/*"):
+        set_age(path, 20)
+    total = store.survey().total_bytes
+    assert len(store.survey(max_bytes=total - 4000).goes) == 2
+
+
+def test_steps_that_a_commit_did_not_come_to_remove_and_other_rests_go(store: Store) -> None:
+    store.commit("done", 2)
+    steps = store.storage.channel(fp("done")).steps_dir(0) / "step-00000001"
+    steps.mkdir(parents=True)
+    (steps / "weights").write_bytes(b"w" * 1000)
+    store.half_trained("under way", 2)
+    rest = store.root / "store/artifacts/model/.tmp-x-00000000.1.1-abc"
+    rest.mkdir()
+    set_age(rest, 2)
+    assert store.collect() == []
+    assert not steps.exists()
+    assert not rest.exists()
+    assert store.storage.channel(fp("under way")).steps_dir(0).exists()
+    assert store.has("done")
+
+
+def test_what_is_asked_for_in_the_meantime_comes_back(store: Store) -> None:
+    store.commit("wanted", 40)
+    store.commit("alone", 40)
+    found = store.survey()
+    store.use("a run", "wanted")
+    done = collect(store.storage, store.inventory, found)
+    assert done.spared == (f"stages/{fp('wanted')}", *_places(found, store, "wanted"))
+    assert store.has("wanted")
+    assert not store.has("alone")
+
+
+def _places(found: Survey, store: Store, name: str) -> list[str]:
+    record = store.storage.lookup(fp(name))
+    assert record is not None
+    return [stored.place for digest, stored in found.artifacts if digest == record.artifact.digest]
+
+
+def test_what_is_published_again_in_the_meantime_stays(store: Store) -> None:
+    store.commit("gone", 40, text="same")
+    found = store.survey()
+    store.commit("new", text="same")
+    collect(store.storage, store.inventory, found)
+    assert store.has("new")
+    assert not store.has("gone")
+
+
+def test_a_publisher_says_that_it_needs_what_is_there_already(store: Store) -> None:
+    artifact = store.commit("gone", 40, text="same")
+    found = store.survey()
+    source = store.root / "out"
+    source.mkdir()
+    (source / "data.txt").write_text("same".ljust(100))
+    assert store.storage.publish(source, "model").digest == artifact.digest
+    # Its commit comes only now, after the collection.
+    assert collect(store.storage, store.inventory, found).spared == (
+        f"artifacts/model/{artifact.digest}",
+    )
+    store._commit("new", artifact)
+    assert store.has("new")
+
+
+@pytest.mark.parametrize("at_pass", [1, 2, 3])
+def test_killed_at_any_point_the_store_works_and_the_rest_goes_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch, at_pass: int
+) -> None:
+    names = [f"stage {number}" for number in range(4)]
+    for name in names:
+        store.commit(name, 40)
+        attempt = store.storage.channel(fp(name)).local_dir(0)
+        (attempt / "spec.json").write_text("{}")
+        store.age(name, None, 40)
+    kills = 0
+    while True:
+        # Each setting counts its own passes.
+        monkeypatch.setenv("RLHF_FAULTS", f"garbage.taken=raise:{kills}@{at_pass}")
+        try:
+            collect(store.storage, store.inventory, store.survey())
+        except InjectedFaultError:
+            kills += 1
+        else:
+            break
+        for name in names:
+            store.has(name)  # raises if half of it is there
+    assert kills
+    assert not any(store.has(name) for name in names)
+
+
+def test_a_store_that_is_not_there_has_nothing(store: Store) -> None:
+    found = store.survey()
+    assert (found.total_bytes, found.freed_bytes, found.goes, found.stays) == (0, 0, (), ())
