@@ -34,6 +34,7 @@ POINTS: dict[str, str] = {
     "storage.before_publish": "a job's files are complete, none of them is in the store",
     "storage.before_commit": "an artifact is published, its fingerprint not yet committed",
     "journal.before_write": "a record is due and not yet written",
+    "weights.bucket_read": "a rollout engine holds some of new weights, and has not said so",
     "garbage.taken": "something lost its name in the store, and is not removed yet",
     "server.before_start": "a server's record is written, the server does not run yet",
     "server.before_record": "a server runs, its record does not name its process yet",

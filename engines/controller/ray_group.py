@@ -170,7 +170,7 @@ class RayWorkerGroup:
             if silent is not None:
                 self._fail(what, *silent)
         if failures:
-            self._raise(what, failures)
+            self._raise(what, failures, all_answered=not pending)
         if pending:
             ranks = ", ".join(str(rank) for rank in sorted(pending.values()))
             tail = self._tail(min(pending.values()))
@@ -178,8 +178,11 @@ class RayWorkerGroup:
             raise DeadlineError(f"{what} on rank {ranks}{tail}", deadline_s)
         return [results[rank] for rank in range(len(refs))]
 
-    def _raise(self, what: str, failures: dict[int, Exception]) -> None:
-        """Report the failure that caused the others: a death before an exception."""
+    def _raise(self, what: str, failures: dict[int, Exception], *, all_answered: bool) -> None:
+        """Report the failure that caused the others: a death before an exception.
+
+        After an error of ours that kept no rank waiting for another the group can be called again.
+        """
         from ray.exceptions import RayActorError
 
         deaths = {
@@ -190,7 +193,8 @@ class RayWorkerGroup:
             self._fail(what, rank, "its process died", error)
         cause = getattr(error, "cause", error)
         if isinstance(cause, PipelineError):
-            self._kill()
+            if not all_answered:
+                self._kill()
             cause.add_note(f"raised on rank {rank} in {what}")
             raise cause from None
         self._fail(what, rank, f"{type(cause).__name__}: {cause}", error)

@@ -29,7 +29,7 @@ from engines.weight_sync.buckets import (
 )
 from engines.weight_sync.courier import BroadcastGroup, Courier, settle
 from engines.weight_sync.meeting import Meeting, attend
-from engines.weight_sync.outgoing import OutgoingStream
+from engines.weight_sync.outgoing import OutgoingStream, in_step
 from infra.errors import PipelineError
 
 BUCKET_BYTES = 16 * 2**20
@@ -133,6 +133,11 @@ class CollectiveTransport:
             for _ in stream:
                 pass
             return stream.sent
+        with in_step(tensors):
+            self._pass_on(stream)
+        return stream.sent
+
+    def _pass_on(self, stream: OutgoingStream) -> None:
         source = self.sources[0]
         meeting, address = attend(source.host, source.port, source.token, ReceiverGoneError)
         try:
@@ -155,7 +160,6 @@ class CollectiveTransport:
         except BaseException:
             meeting.fail(_SENDER_GAVE_UP)
             raise
-        return stream.sent
 
     def stop(self) -> None:
         """See `Transport`; the store ends with this object."""

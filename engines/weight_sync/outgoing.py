@@ -6,14 +6,17 @@ receiver may still read it while the next one is made.
 Does not promise that a receiver sees it unchanged: that is what the checksum is for.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
+from engines.collectives import world_size
 from engines.errors import WeightSyncError
-from engines.weight_sync.base import Receipt
+from engines.weight_sync.base import Receipt, ReceiverGoneError
+from infra.errors import DeadlineError
 
 
 class OutgoingStream(Iterator[tuple[str, Tensor]]):
@@ -54,3 +57,26 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
         """What passed so far."""
         digest = combine(self._checksums.items())
         return Receipt(digest, len(self._checksums), self._num_bytes)
+
+
+@contextmanager
+def in_step(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    """Sending by one rank of several, which goes on as they do when its receivers are lost.
+
+    Each tensor is put together by all ranks: one that stopped in the middle would leave the others
+    waiting, and a lost receiver is no reason to lose them too.
+
+    Args:
+        tensors: what is sent; taken to its end before the error goes on.
+
+    Raises:
+        ReceiverGoneError: as the block raised it.
+        DeadlineError: likewise.
+    """
+    try:
+        yield
+    except (ReceiverGoneError, DeadlineError):
+        if world_size() > 1:
+            for _ in tensors:
+                pass
+        raise

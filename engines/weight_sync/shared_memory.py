@@ -31,8 +31,9 @@ from engines.weight_sync.buckets import (
     entries_from_json,
     entries_to_json,
 )
-from engines.weight_sync.outgoing import OutgoingStream
+from engines.weight_sync.outgoing import OutgoingStream, in_step
 from infra.errors import DeadlineError
+from infra.faults import fault
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, not a place for files to be guessed
 PREFIX = "rlhf-weights-"
@@ -66,6 +67,7 @@ class SharedMemorySource:
                 memory = buckets.memory(number)
                 for entry in entries:
                     yield entry.name, entry.view(memory)
+                fault("weights.bucket_read")
                 (self.directory / f"{number}.read-{self.reader}").touch()
                 number += 1
             done = True
@@ -127,6 +129,11 @@ class SharedMemoryTransport:
             for _ in stream:
                 pass
             return stream.sent
+        with in_step(tensors):
+            self._pass_on(stream)
+        return stream.sent
+
+    def _pass_on(self, stream: OutgoingStream) -> None:
         try:
             self._await_files([f"reader-{n}" for n in range(sum(self.num_workers))], "come")
             writer = _Writer(self)
@@ -139,7 +146,6 @@ class SharedMemoryTransport:
         except BaseException:
             self.stop()
             raise
-        return stream.sent
 
     def stop(self) -> None:
         """See `Transport`; the memory is given back."""

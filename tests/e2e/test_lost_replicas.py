@@ -1,4 +1,4 @@
-"""A whole round one of whose replicas is killed or stopped while it samples."""
+"""A whole round one of whose replicas is killed or stopped, while it samples or takes weights."""
 
 import os
 import signal
@@ -77,4 +77,17 @@ def test_a_round_that_loses_a_replica_yields_the_same_policy(
     assert run.returncode == 0, printed
     assert home.values("rollout/num_restarts").count(1.0) >= 1
     assert len(home.values("rollout/num_restarts")) == 2 * steps
+    assert digest_of_round(home.report(printed)) == expected
+
+
+def test_ranks_outlive_a_replica_that_is_killed_while_it_takes_their_weights(
+    tmp_path: Path,
+) -> None:
+    home = Home(tmp_path / "run")
+    asked = (*ROUND, "rollout.num_replicas=1", "training.num_workers=2")
+    expected = digest_of_round(home.run(*asked))
+    # Of four updates the third; the replica that takes its place has two left.
+    home.environment["RLHF_FAULTS"] = "weights.bucket_read=kill@3"
+    printed = home.rlhf("run", *settings(*asked), "--force", "rl_round_1")
+    assert home.values("rollout/num_restarts").count(1.0) >= 1
     assert digest_of_round(home.report(printed)) == expected

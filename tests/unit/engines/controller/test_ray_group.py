@@ -74,6 +74,12 @@ class Probe:
         dist.barrier()
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def refuse(self, rank: int) -> None:
+        """One rank raises, and keeps nobody waiting."""
+        if self.rank == rank:
+            raise NonFiniteError("loss is nan")
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
@@ -166,6 +172,19 @@ def test_an_error_of_ours_arrives_as_it_was_raised(start: GroupFactory) -> None:
     with pytest.raises(NonFiniteError, match="loss is nan") as raised:
         start().run(Probe.leave, 1, "own error")
     assert raised.value.__notes__ == ["raised on rank 1 in leave"]
+
+
+def test_an_error_of_ours_ends_the_ranks_only_where_one_waits_for_another(
+    start: GroupFactory,
+) -> None:
+    group = start()
+    with pytest.raises(NonFiniteError):
+        group.run(Probe.refuse, 0)
+    assert group.run(Probe.where)[0] == 0
+    with pytest.raises(NonFiniteError):
+        group.run(Probe.leave, 0, "own error")
+    with pytest.raises(WorkerError, match="closed group"):
+        group.run(Probe.where)
 
 
 def test_another_error_becomes_a_worker_error(start: GroupFactory) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from engines.checksum import combine, tensor_checksum
 from engines.collectives import init_single_process_group
 from engines.errors import WeightSyncError
+from engines.weight_sync import outgoing
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.collective import CollectiveSource, open_transport
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
@@ -182,6 +183,27 @@ def test_a_receiver_that_ends_ends_the_others_at_once(in_processes, work, said) 
     _, (error,), _ = results.get(timeout=20)
     assert error.startswith("WeightSyncError: ")
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_rank_of_several_goes_on_without_its_receiver_as_the_others_do(
+    in_processes, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Each tensor is put together by all ranks: one that stopped would leave them waiting."""
+    asked_for: list[int] = []
+
+    def counted():
+        for number in range(500):
+            asked_for.append(number)
+            yield f"w{number}", torch.ones(900)
+
+    monkeypatch.setattr(outgoing, "world_size", lambda: 2)
+    sending = open_shared_memory("float32", frozenset(), 20.0, [1], BUCKET_BYTES)
+    sending = sending if shared else transport()
+    in_processes(sending.sources, give_up)
+    with pytest.raises(ReceiverGoneError):
+        sending.send(counted())
+    assert asked_for == list(range(500))
 
 
 def test_a_receiver_that_stands_still_is_a_deadline(in_processes) -> None:
