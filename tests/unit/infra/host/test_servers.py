@@ -53,7 +53,9 @@ def _processes(home: Path) -> list[int]:
     ]
 
 
-def _start_elsewhere(home: Path, then: str, **variables: str) -> subprocess.Popen[str]:
+def _start_elsewhere(
+    home: Path, then: str, *, persistent: bool = False, **variables: str
+) -> subprocess.Popen[str]:
     """Start the server in a process of its own, which then does something."""
     code = f"""
         import sys, time
@@ -63,7 +65,7 @@ def _start_elsewhere(home: Path, then: str, **variables: str) -> subprocess.Pope
         from infra.host import servers
         home = Path({str(home)!r})
         with servers.lock(home, {NAME!r}):
-            record = servers.start(home, _command(home), persistent=False)
+            record = servers.start(home, _command(home), persistent={persistent})
         servers.wait_until_ready(record)
         print("ready", flush=True)
         {then}
@@ -78,7 +80,8 @@ def _start_elsewhere(home: Path, then: str, **variables: str) -> subprocess.Pope
 
 @pytest.mark.parametrize("point", ["before_start", "before_record", "recorded"])
 def test_a_starter_killed_at_any_moment_leaves_what_down_ends(home: Path, point: str) -> None:
-    starter = _start_elsewhere(home, "", RLHF_FAULTS=f"server.{point}=kill")
+    # Persistent: its guard would soon end one whose only user died.
+    starter = _start_elsewhere(home, "", persistent=True, RLHF_FAULTS=f"server.{point}=kill")
     with starter:
         assert starter.wait(timeout=60) == -9
     expected = {"before_start": 0, "before_record": 1, "recorded": 1}
