@@ -1,11 +1,13 @@
 """Guides to parts, followed to the letter: one file, one row, and the contract that they name."""
 
+import ast
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,12 +88,38 @@ def test_the_guide_to_a_reward(tmp_path: Path) -> None:
     reward, row = python_blocks(text)
     by_file, by_name = contract_commands(text)
     (tmp_path / "my_reward.py").write_text(reward)
-    case = {"right": "it is 42", "wrong": "it is 41", "ground_truth": "42"}
-    (tmp_path / "cases.jsonl").write_text(f"{json.dumps(case)}\n")
+    (case,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "cases.jsonl").write_text(case)
     keep_the_contract(tmp_path, by_file)
     options = "from engines.config.base import StrictModel\n\n\nclass MineOptions(StrictModel):\n"
     package(tmp_path, reward=reward, register=row, options=f"{options}    strict: bool = False\n")
     keep_the_contract(tmp_path, by_name, register="my_package.register")
+
+
+def test_the_guide_to_an_algorithm(tmp_path: Path) -> None:
+    text = guide("add-an-algorithm.md")
+    loss, row, register_loss, estimator, register_estimator = python_blocks(text)
+    (command,) = contract_commands(text)
+    package(
+        tmp_path,
+        plain_gradient=loss,
+        median=estimator,
+        register=f"{register_loss}\n{register_estimator}",
+    )
+    keep_the_contract(tmp_path, command, register="my_package.register")
+    _, of_row = written_call(row)
+    (_, name, _), of_call = written_call(register_loss)
+    assert of_row.pop("target") == "engines.algorithms.plain_gradient:plain_gradient_loss"
+    assert of_row == {"name": name, **of_call}
+
+
+def written_call(code: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the call that is the last line of some code."""
+    last = ast.parse(code).body[-1]
+    assert isinstance(last, ast.Expr)
+    assert isinstance(last.value, ast.Call)
+    named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in last.value.keywords}
+    return [ast.literal_eval(argument) for argument in last.value.args], named
 
 
 @pytest.mark.slow
