@@ -167,7 +167,7 @@ def launch_judged_policy(
         # Collectives of devices do not join two processes on one device.
         has_device = not here and not replica.shares_devices
         # First, because it may refuse.
-        engines = launch_engines(replica, places, Sender(sender.node, has_device))
+        engines = launch_engines(replica, places, Sender(sender.node, has_device, num_ranks))
         trained = replace(spec, rollout=None)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
     except BaseException:
@@ -305,7 +305,7 @@ def launch_engines(
         return LaunchedEngines([engine], rollout.timeout_s, new, spec.shares_devices)
     sender = sender or Sender(this_node(), has_device=False)
     transport = choose_transport(spec, places, sender)
-    of_adapter = choose_transport(spec, places, sender, to_host=True) if spec.adapter else None
+    of_adapter = choose_transport(spec, places, sender, adapter=True) if spec.adapter else None
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     libraries = installed_distributions(interpreter) if interpreter else {}
     starter = RayReplicas(replace(spec, interpreter=interpreter, libraries=libraries), places)

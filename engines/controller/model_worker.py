@@ -38,6 +38,8 @@ from engines.types import (
 )
 from engines.weight_sync.base import Receipt, SyncReport, Transport
 from engines.weight_sync.in_process import new_transport
+from engines.weight_sync.send_plan import SendPlan
+from engines.weight_sync.sharded import ShardedTransport
 from hardware.detection import check_planned, detect
 from infra import env
 
@@ -96,6 +98,7 @@ class ModelWorker:
             leading: self._create_engine(spec.roles[leading])
         }
         self._rollout: RolloutService | None = None
+        self._send_plan: SendPlan | None = None
 
     def initialize(self) -> None:
         """Build the models and load their weights. Collective.
@@ -212,9 +215,13 @@ class ModelWorker:
         self._served().sleep()
 
     @dispatch(Dispatch.ONE_TO_ALL)
-    def send_weights(self, transport: Transport) -> Receipt:
+    def send_weights(self, delivery: Transport | ShardedTransport) -> Receipt:
         """Send the policy's weights to engines elsewhere; returns what was sent. Collective."""
-        return transport.send(iter(self._policy.get_per_tensor_param()))
+        if not isinstance(delivery, ShardedTransport):
+            return delivery.send(iter(self._policy.get_per_tensor_param()))
+        if self._send_plan is None:
+            self._send_plan = delivery.plan(self._policy.get_per_tensor_param_shard())
+        return delivery.send_parts(self._policy.get_per_tensor_param_shard(), self._send_plan)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_frozen_weights(self, transport: Transport) -> Receipt:

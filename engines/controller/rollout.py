@@ -23,7 +23,7 @@ from engines.rollout.publishing import NewTransport, Passage, Probe
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync import collective, shared_memory
+from engines.weight_sync import collective, sharded, shared_memory
 from engines.weight_sync.base import SyncReport
 from hardware.detection import planned
 from infra.errors import ConfigError
@@ -139,14 +139,16 @@ class Sender:
     Attributes:
         node: id of its Ray node.
         has_device: whether it has a device of the replicas' platform, where there are devices.
+        num_ranks: that hold the weights together with it.
     """
 
     node: str
     has_device: bool
+    num_ranks: int = 1
 
 
 def choose_transport(
-    spec: ReplicaSpec, places: Sequence[Place], sender: Sender, *, to_host: bool = False
+    spec: ReplicaSpec, places: Sequence[Place], sender: Sender, *, adapter: bool = False
 ) -> NewTransport:
     """What carries tensors to replicas. Ray must be connected.
 
@@ -154,7 +156,7 @@ def choose_transport(
         spec: of the replicas.
         places: of the replicas.
         sender: of the weights.
-        to_host: they are read where a replica has no device: an adapter.
+        adapter: of an adapter alone: small, and read where a replica has no device.
 
     Returns:
         A function of the number of workers of each.
@@ -173,9 +175,14 @@ def choose_transport(
         )
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
-    platform = planned(spec.platform if sender.has_device and not to_host else "cpu")
+    platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
+    if sender.num_ranks == 1 or spec.adapter is not None:
+        # Weights that an adapter stands on are sent once, and then only the adapter.
+        open_transport = collective.open_transport
+    else:
+        open_transport = partial(sharded.open_transport, num_ranks=sender.num_ranks)
     return partial(
-        collective.open_transport,
+        open_transport,
         spec.dtype,
         names,
         rollout.timeout_s,

@@ -21,7 +21,7 @@ from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.replica_pool import ReplicaPool
 from engines.rollout.replica_state import ReplicaSlot, ReplicaState
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, ReceiverGoneError, SyncReport, Transport, WeightSource
+from engines.weight_sync.base import Delivery, Receipt, ReceiverGoneError, SyncReport, WeightSource
 from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
@@ -32,8 +32,9 @@ PROBE_DEADLINE_S = 300.0
 RESTART_DEADLINE_S = 900.0
 """For one of the replicas to be up, when all were lost."""
 
-NewTransport = Callable[[Sequence[int]], Transport]
-Send = Callable[[Transport], Receipt]
+NewTransport = Callable[[Sequence[int]], Delivery]
+Send = Callable[[Any], Receipt]
+"""Takes the kind of delivery that the `NewTransport` beside it makes."""
 
 
 class Probe(Protocol):
@@ -198,7 +199,7 @@ class Publisher:
                 )
         return sent
 
-    def _transfer(self, transfer: "_Transfer", transport: Transport, send: Send) -> Receipt | None:
+    def _transfer(self, transfer: "_Transfer", transport: Delivery, send: Send) -> Receipt | None:
         """What was sent; None when replicas were lost, and the others got nothing."""
         what = f"weights of version {transfer.version} to arrive"
         arriving = self._loop.start(transfer.run(transport))
@@ -341,12 +342,12 @@ class _Transfer:
         self._lost: dict[int, PipelineError] = {}
         self._failed: set[int] = set()
 
-    async def run(self, transport: Transport) -> None:
+    async def run(self, transport: Delivery) -> None:
         """Take them; the first that fails ends the sending."""
         pairs = zip(self.slots, transport.sources, strict=True)
         await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
 
-    async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Transport) -> None:
+    async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Delivery) -> None:
         try:
             self.receipts[slot.place] = await self._take_into(slot.engine, source, self.version)
         except ReplicaLostError as error:

@@ -19,8 +19,8 @@ from engines.errors import EngineError
 from engines.training.model.activation_offload import activations_on_host
 from engines.training.model.image_layout import ImageLayout
 from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.weight_shards import WeightShard, whole_place
 from engines.types import ModelOutputs, Readouts, TokenBatch
+from engines.weight_places import WeightShard, whole_place
 
 
 class EngineBackend(ABC):

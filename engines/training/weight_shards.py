@@ -1,8 +1,8 @@
 """The parts of a model's weights that a rank holds, and where they belong.
 
-For syncs that send only what changed: each rank compares and sends its own parts, and no whole
-weight is ever put together. Promises: the owned parts of all ranks cover every weight exactly
-once; a part is a rectangle of the weight of that name on the hub.
+For syncs in which each rank sends its own parts, and no rank ever puts a whole weight together.
+Promises: the owned parts of all ranks cover every weight exactly once; a part is a rectangle of
+the weight of that name on the hub.
 Not promised: an equal number of bytes per rank.
 """
 
@@ -18,45 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from engines import collectives
 from engines.checkpoint.hub_names import Slot
 from engines.errors import EngineError
-
-
-@dataclass(frozen=True)
-class WeightPlace:
-    """A rectangle of a weight.
-
-    Attributes:
-        name: of the weight on the hub.
-        whole: shape of the weight.
-        offsets: of the rectangle in the weight.
-        shape: of the rectangle.
-    """
-
-    name: str
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in the whole weight."""
-        ends = zip(self.offsets, self.shape, strict=True)
-        return tuple(slice(start, start + size) for start, size in ends)
-
-
-@dataclass(frozen=True)
-class WeightShard:
-    """A rectangle of a weight and its values.
-
-    Attributes:
-        place: where it belongs.
-        values: of `place.shape`, on the device; valid until the next shard is asked for, and not
-            to be changed.
-        is_owner: this is the rank that speaks for the rectangle; others hold copies of it.
-    """
-
-    place: WeightPlace
-    values: Tensor
-    is_owner: bool
+from engines.weight_places import WeightPlace, WeightShard, whole_place
 
 
 @dataclass(frozen=True)
@@ -70,12 +32,6 @@ class HeldPart:
 
     place: WeightPlace
     read: Callable[[], Tensor]
-
-
-def whole_place(name: str, tensor: Tensor) -> WeightPlace:
-    """The place of a tensor that is no part of anything."""
-    shape = tuple(tensor.shape)
-    return WeightPlace(name, shape, (0,) * len(shape), shape)
 
 
 def local_place(name: str, tensor: Tensor) -> WeightPlace:

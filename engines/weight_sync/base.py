@@ -73,13 +73,21 @@ class ReceiverGoneError(WeightSyncError):
     """A receiver ended before it had everything; its own error says why."""
 
 
-class Transport(Protocol):
+class Delivery(Protocol):
     """One set of weights on its way to every receiver."""
 
     @property
     def sources(self) -> Sequence[WeightSource]:
         """One per receiver; see `WeightSource.of_worker` for one that is several workers."""
         ...
+
+    def stop(self) -> None:
+        """End the sending if it runs, and free everything; from any thread, harmless repeated."""
+        ...
+
+
+class Transport(Delivery, Protocol):
+    """A delivery whose sender has every weight whole."""
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """Pass everything on, in the thread of the trainer; on each rank that holds the weights.
@@ -95,10 +103,6 @@ class Transport(Protocol):
             ReceiverGoneError: a receiver gave up.
             DeadlineError: a receiver did not come, or stopped reading.
         """
-        ...
-
-    def stop(self) -> None:
-        """End `send` if it runs, and free everything; from any thread, harmless when repeated."""
         ...
 
 

@@ -24,12 +24,14 @@ class Entry:
         dtype: name of torch's dtype.
         shape: of the tensor.
         offset_bytes: of its first byte.
+        checksum: of the tensor where it came from; empty where all are compared at the end.
     """
 
     name: str
     dtype: str
     shape: list[int]
     offset_bytes: int
+    checksum: str = ""
 
     @property
     def end_bytes(self) -> int:
@@ -77,14 +79,14 @@ class Packer:
         self._offset_bytes = 0
         self._memory = torch.empty(0)
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: Tensor, checksum: str = "") -> None:
         """Copy a tensor behind the others, or into the next bucket."""
         if self._offset_bytes + tensor.nbytes > self._bucket_bytes:
             self.flush()
         if not self._entries:
             self._memory = self._open_bucket(max(self._bucket_bytes, tensor.nbytes))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entry = Entry(name, dtype, list(tensor.shape), self._offset_bytes)
+        entry = Entry(name, dtype, list(tensor.shape), self._offset_bytes, checksum)
         entry.view(self._memory).copy_(tensor)
         self._entries.append(entry)
         self._offset_bytes += math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -9,7 +9,7 @@ Does not promise that what passes is hidden from others on that network.
 """
 
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from engines.weight_sync.buckets import (
 from engines.weight_sync.courier import BroadcastGroup, Courier, settle
 from engines.weight_sync.meeting import Meeting, attend
 from engines.weight_sync.outgoing import OutgoingStream, in_step
-from infra.errors import PipelineError
 
 BUCKET_BYTES = 16 * 2**20
 """Larger ones cost more to touch for the first time than they save."""
@@ -38,7 +37,8 @@ NUM_BUCKETS = 2
 GRACE_S = 30.0
 """What only follows from another's deadline is given so much longer: that one names the cause."""
 ALL_CAME, ALL_TAKEN = "all came", "all taken"
-_SENDER_GAVE_UP = "the trainer gave up while it sent weights"
+TRAINER, SENT = "the trainer", "sent weights"
+SENDER_GAVE_UP = f"{TRAINER} gave up while it {SENT}"
 
 Bucket = tuple[list[Entry], Tensor]
 
@@ -70,35 +70,10 @@ class CollectiveSource:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, overwritten once it was left."""
         meeting, address = attend(self.host, self.port, self.token, WeightSyncError)
-        courier: Courier[Tensor, Bucket] | None = None
-        try:
-            if meeting.count(f"reader {self.reader}") > 1:
-                raise WeightSyncError(f"weights for rollout engine {self.reader} are read twice")
-            # The sender, who waits less long, says who did not come.
-            patience_s = self.timeout_s + GRACE_S
-            meeting.wait(ALL_CAME, "every rollout engine to come", patience_s)
-            device = _device(self)
-            courier = Courier(meeting, _Fetching(self, meeting, address, device).run)
-            for _ in range(NUM_BUCKETS):
-                courier.give(_memory(0, device))
-            while (bucket := courier.take("the trainer to send weights", self.timeout_s))[0]:
-                entries, memory = bucket
-                for entry in entries:
-                    yield entry.name, entry.view(memory)
-                courier.give(memory)
-                del bucket, memory
-            meeting.say(f"taken {self.reader}")
-            # Only then does the group end: one that ends early breaks the connections of others.
-            meeting.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
-        except PipelineError as error:
-            meeting.fail(f"rollout engine {self.reader}: {error}")
-            raise
-        except BaseException:
-            meeting.fail(f"rollout engine {self.reader} gave up while it took weights")
-            raise
-        finally:
-            if courier is not None:
-                courier.leave()
+        with meeting.telling(f"rollout engine {self.reader}", "took weights"):
+            come(self, meeting)
+            for entry, tensor in read_lane(self, meeting, address):
+                yield entry.name, tensor
 
     def of_worker(self, worker: int) -> "CollectiveSource":
         """See `WeightSource`."""
@@ -138,40 +113,20 @@ class CollectiveTransport:
         return stream.sent
 
     def _pass_on(self, stream: OutgoingStream) -> None:
+        def fill(packer: Packer) -> None:
+            for name, tensor in stream:
+                packer.add(name, tensor)
+
         source = self.sources[0]
         meeting, address = attend(source.host, source.port, source.token, ReceiverGoneError)
-        try:
-            self._await_each("reader", "come", meeting)
-            meeting.say(ALL_CAME)
-            sending = _Sending(source, meeting, address)
-            try:
-                packer = Packer(self.bucket_bytes, sending.open_bucket, sending.publish)
-                for name, tensor in stream:
-                    packer.add(name, tensor)
-                packer.flush()
-                sending.finish()
-                self._await_each("taken", "read on", meeting)
-                meeting.say(ALL_TAKEN)
-            finally:
-                sending.courier.leave()
-        except PipelineError as error:
-            meeting.fail(f"the trainer: {error}")
-            raise
-        except BaseException:
-            meeting.fail(_SENDER_GAVE_UP)
-            raise
+        with meeting.telling(TRAINER, SENT):
+            send_lane(source, meeting, address, self.bucket_bytes, fill)
 
     def stop(self) -> None:
         """See `Transport`; the store ends with this object."""
         source = self.sources[0]
         if self.server is not None:
-            Meeting(PrefixStore(source.token, self.server)).fail(_SENDER_GAVE_UP)
-
-    def _await_each(self, key: str, to: str, meeting: Meeting) -> None:
-        source = self.sources[0]
-        for reader in range(source.num_readers):
-            what = f"rollout engine {reader} to {to}"
-            meeting.wait(f"{key} {reader}", what, source.timeout_s)
+            Meeting(PrefixStore(source.token, self.server)).fail(SENDER_GAVE_UP)
 
 
 def open_transport(
@@ -212,6 +167,97 @@ def open_transport(
         for first in first_of_each(num_workers)
     )
     return CollectiveTransport(dtype, frozenset(float32_names), bucket_bytes, sources, server)
+
+
+def come(source: CollectiveSource, meeting: Meeting) -> None:
+    """Tell a sender that its reader is there.
+
+    Args:
+        source: of the reader.
+        meeting: of this sender and its readers.
+
+    Raises:
+        WeightSyncError: the reader is there already.
+    """
+    if meeting.count(f"reader {source.reader}") > 1:
+        raise WeightSyncError(f"weights for rollout engine {source.reader} are read twice")
+
+
+def read_lane(
+    source: CollectiveSource, meeting: Meeting, address: str
+) -> Generator[tuple[Entry, Tensor], None, None]:
+    """What one sender broadcasts, as it comes.
+
+    Args:
+        source: of the reader, who has come.
+        meeting: of this sender and its readers.
+        address: of this machine, where the others reach it.
+
+    Yields:
+        tuple[Entry, Tensor]: a view of a bucket, overwritten once it was left.
+
+    Raises:
+        WeightSyncError: somebody gave up.
+        DeadlineError: somebody did not come, or nothing did.
+    """
+    # The sender, who waits less long, says who did not come.
+    patience_s = source.timeout_s + GRACE_S
+    meeting.wait(ALL_CAME, "every rollout engine to come", patience_s)
+    device = _device(source)
+    courier = Courier[Tensor, Bucket](meeting, _Fetching(source, meeting, address, device).run)
+    try:
+        for _ in range(NUM_BUCKETS):
+            courier.give(_memory(0, device))
+        while (bucket := courier.take("the trainer to send weights", source.timeout_s))[0]:
+            entries, memory = bucket
+            for entry in entries:
+                yield entry, entry.view(memory)
+            courier.give(memory)
+            del bucket, memory
+        meeting.say(f"taken {source.reader}")
+        # Only then does the group end: one that ends early breaks the connections of others.
+        meeting.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
+    finally:
+        courier.leave()
+
+
+def send_lane(
+    source: CollectiveSource,
+    meeting: Meeting,
+    address: str,
+    bucket_bytes: int,
+    fill: Callable[[Packer], None],
+) -> None:
+    """Broadcast to every reader, once all have come, and wait until all have read.
+
+    Args:
+        source: of any reader.
+        meeting: of this sender and its readers.
+        address: of this machine, where the others reach it.
+        bucket_bytes: see `Packer`.
+        fill: packs what is sent.
+
+    Raises:
+        ReceiverGoneError: somebody gave up.
+        DeadlineError: a reader did not come, or stopped reading.
+    """
+    _await_each(source, meeting, "reader", "come")
+    meeting.say(ALL_CAME)
+    sending = _Sending(source, meeting, address)
+    try:
+        packer = Packer(bucket_bytes, sending.open_bucket, sending.publish)
+        fill(packer)
+        packer.flush()
+        sending.finish()
+        _await_each(source, meeting, "taken", "read on")
+        meeting.say(ALL_TAKEN)
+    finally:
+        sending.courier.leave()
+
+
+def _await_each(source: CollectiveSource, meeting: Meeting, key: str, to: str) -> None:
+    for reader in range(source.num_readers):
+        meeting.wait(f"{key} {reader}", f"rollout engine {reader} to {to}", source.timeout_s)
 
 
 def _group(source: CollectiveSource, meeting: Meeting, address: str, place: int) -> BroadcastGroup:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from engines.errors import WeightSyncError
 from engines.key_value_store import connect_store
-from infra.errors import DeadlineError
+from infra.errors import DeadlineError, PipelineError
 
 POLL_S = 0.001
 WATCH_S = 0.05
@@ -27,11 +27,22 @@ class Meeting:
     Args:
         store: of the transfer alone.
         error: raised when somebody gave up.
+        failures: where that is said, if not in `store`.
     """
 
-    def __init__(self, store: Store, error: type[WeightSyncError] = WeightSyncError) -> None:
+    def __init__(
+        self,
+        store: Store,
+        error: type[WeightSyncError] = WeightSyncError,
+        failures: Store | None = None,
+    ) -> None:
         self.store = store
         self.error = error
+        self._failures = store if failures is None else failures
+
+    def lane(self, number: int) -> "Meeting":
+        """A part of the meeting with words of its own; who gives up there does so everywhere."""
+        return Meeting(PrefixStore(f"lane {number}", self.store), self.error, self._failures)
 
     def say(self, key: str, text: str = "") -> None:
         """Tell the others something, once."""
@@ -46,12 +57,12 @@ class Meeting:
     def fail(self, sentence: str) -> None:
         """Give up; the first to do so is the one that the others name."""
         with self._reached():
-            self.store.compare_set(FAILED, "", sentence)
+            self._failures.compare_set(FAILED, "", sentence)
 
     def check(self) -> None:
         """Raise the error if anybody gave up."""
         with self._reached():
-            found = self.store.check([FAILED]) and self.store.get(FAILED).decode()
+            found = self._failures.check([FAILED]) and self._failures.get(FAILED).decode()
         if found:
             raise self.error(found)
 
@@ -82,6 +93,23 @@ class Meeting:
             if now > start + timeout_s:
                 raise DeadlineError(what, timeout_s)
             time.sleep(POLL_S)
+
+    @contextmanager
+    def telling(self, who: str, what: str) -> Iterator[None]:
+        """Tell the others when the block fails.
+
+        Args:
+            who: fails, in words.
+            what: it did, in words.
+        """
+        try:
+            yield
+        except PipelineError as error:
+            self.fail(f"{who}: {error}")
+            raise
+        except BaseException:
+            self.fail(f"{who} gave up while it {what}")
+            raise
 
     @contextmanager
     def _reached(self) -> Iterator[None]:

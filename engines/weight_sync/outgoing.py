@@ -45,9 +45,7 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
         tensor = tensor.detach()
         if name in self._checksums:
             raise WeightSyncError(f"{name}: the training engine sent it twice")
-        if tensor.is_floating_point():
-            kept = name in self._float32_names
-            tensor = tensor.to(torch.float32 if kept else self._dtype)
+        tensor = tensor.to(received_dtype(name, tensor.dtype, self._dtype, self._float32_names))
         self._checksums[name] = tensor_checksum(tensor)
         self._num_bytes += tensor.nbytes
         return name, tensor
@@ -59,8 +57,27 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
         return Receipt(digest, len(self._checksums), self._num_bytes)
 
 
+def received_dtype(
+    name: str, sent: torch.dtype, served: torch.dtype, float32_names: Collection[str]
+) -> torch.dtype:
+    """The dtype in which a receiver holds a weight.
+
+    Args:
+        name: of the weight.
+        sent: its dtype at the sender.
+        served: of the receiver.
+        float32_names: weights that are float32 there all the same.
+
+    Returns:
+        `sent` for what is no floating-point number.
+    """
+    if not sent.is_floating_point:
+        return sent
+    return torch.float32 if name in float32_names else served
+
+
 @contextmanager
-def in_step(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+def in_step(tensors: Iterable[object]) -> Iterator[None]:
     """Sending by one rank of several, which goes on as they do when its receivers are lost.
 
     Each tensor is put together by all ranks: one that stopped in the middle would leave the others

@@ -8,6 +8,7 @@ import gc
 import math
 import traceback
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,17 @@ def case_infers(context: Context) -> Results:
 def shards_of(engine: BaseEngine) -> Results:
     """This rank's parts of the weights with their places, against the whole weights."""
     whole = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    owned = dict.fromkeys(whole, 0)
+    owned, places = dict.fromkeys(whole, 0), []
     equal = True
     for shard in engine.get_per_tensor_param_shard():
+        if shard.is_owner:
+            places.append(astuple(shard.place))
         expected = whole[shard.place.name]
         equal &= shard.place.whole == tuple(expected.shape)
         equal &= torch.equal(shard.values, expected[shard.place.slices])
         owned[shard.place.name] += shard.values.numel() * shard.is_owner
     sizes = {name: tensor.numel() for name, tensor in whole.items()}
-    return {"equal": equal, "owned": owned, "sizes": sizes}
+    return {"equal": equal, "owned": owned, "sizes": sizes, "places": places}
 
 
 def file_contents(directory: Path) -> dict[str, bytes]:

@@ -41,6 +41,8 @@ from engines import collectives
 from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.backends import BACKENDS
 from engines.training.backends.merging import merge_checkpoint
+from engines.weight_places import WeightPlace
+from engines.weight_sync.send_plan import make_plan
 
 Case = Callable[[Layout, str], dict[str, Any]]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -304,6 +306,10 @@ def test_parts_of_the_weights_lie_where_they_say(
         sizes = shards[0]["sizes"]
         owned = {name: sum(rank["owned"][name] for rank in shards) for name in sizes}
         assert owned == sizes, f"{way}: every value has one owner"
+        # In orders that agree, so that every rank can send its own.
+        places = [[WeightPlace.of(*values) for values in rank["places"]] for rank in shards]
+        plan = make_plan(places, sizes, round_bytes=max(sizes.values()))
+        assert sorted(name for each in plan.rounds for name in each.weights) == sorted(sizes), way
 
 
 def test_a_number_that_is_not_finite_stops_every_rank(

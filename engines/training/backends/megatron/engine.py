@@ -32,8 +32,9 @@ from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
+from engines.training.weight_shards import owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
+from engines.weight_places import WeightShard
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:

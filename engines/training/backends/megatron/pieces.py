@@ -19,7 +19,7 @@ from engines.training.backends.megatron.architecture import Architecture, head_s
 from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.parallel import Place
 from engines.training.spec import VALUE_HEAD
-from engines.training.weight_shards import WeightPlace
+from engines.weight_places import WeightPlace
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)(\d+)(\.)")

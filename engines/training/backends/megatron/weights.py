@@ -19,7 +19,8 @@ from torch import Tensor
 from engines import collectives
 from engines.training.backends.megatron.pieces import Block, Part
 from engines.training.spec import VALUE_HEAD
-from engines.training.weight_shards import HeldPart, WeightPlace
+from engines.training.weight_shards import HeldPart
+from engines.weight_places import WeightPlace
 from infra.errors import ConfigError
 
 Values = Callable[[Part, Block], Tensor]

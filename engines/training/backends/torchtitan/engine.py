@@ -30,13 +30,13 @@ from engines.training.spec import EngineSpec
 from engines.training.step.gradients import clip_across_meshes
 from engines.training.weight_shards import (
     HeldPart,
-    WeightShard,
     local_place,
     local_values,
     owned_parts,
     stream_parts,
 )
 from engines.types import ModelOutputs, Readouts, TokenBatch
+from engines.weight_places import WeightShard
 from infra.errors import ConfigError
 
 

@@ -46,8 +46,9 @@ from engines.training.model.ulysses import SequenceSlice, slice_sequence
 from engines.training.model.value_head import compute_in_float32
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import VALUE_HEAD, EngineSpec
-from engines.training.weight_shards import WeightShard, owned_parts, stream_parts
+from engines.training.weight_shards import owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
+from engines.weight_places import WeightShard
 
 _ULYSSES = "ulysses"
 

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from engines.config.rollout import RolloutConfig, TransportName
+from engines.config.training import LoraConfig
 from engines.controller import rollout
 from engines.controller.pool import Place
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import Sender, choose_transport
 from engines.weight_sync.collective import CollectiveTransport
+from engines.weight_sync.sharded import ShardedTransport
 from engines.weight_sync.shared_memory import SharedMemoryTransport
 from infra.errors import ConfigError
 
@@ -40,6 +42,21 @@ def test_memory_is_shared_where_all_replicas_are_on_the_senders_node(
     assert type(made) is kind
     assert len(made.sources) == len(places)
     made.stop()
+
+
+def test_ranks_that_share_the_weights_each_send_their_part(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+    of_two = replace(SENDER, num_ranks=2)
+    whole = spec(model_dir, "collective")
+    made = choose_transport(whole, (HERE, ELSEWHERE), of_two)([1, 2])
+    assert isinstance(made, ShardedTransport)
+    assert [source.reader for source in made.sources] == [0, 1]
+    made.stop()
+    # An adapter travels whole, and so does once what it stands on.
+    adapted = replace(whole, adapter=LoraConfig(rank=2))
+    assert isinstance(choose_transport(adapted, (HERE,), of_two)([1]), CollectiveTransport)
 
 
 def test_shared_memory_is_refused_where_it_does_not_reach(model_dir: Path) -> None:

@@ -1,0 +1,337 @@
+"""Weights of a sharded trainer to rollout engines on any machine: each rank broadcasts its parts.
+
+No rank puts a whole weight together for it, and each sends through its own network card. A
+receiver reads from all ranks, round by round (`send_plan`), and puts the weights together.
+Promises: as `collective`, and: each part has a checksum that is computed where it lies and proven
+where it arrived; copies of a part that several ranks hold are equal; what was sent is what every
+receiver says it put together. On a receiver a round and the parts of it that are on their way are
+at most two buckets.
+Does not promise that a part was put in its place: that is what the probe after a sync is for.
+"""
+
+import json
+import math
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from engines.checksum import combine, tensor_checksum
+from engines.collectives import gather_texts, rank, world_size
+from engines.errors import WeightSyncError
+from engines.key_value_store import open_store
+from engines.weight_places import WeightPlace, WeightShard
+from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
+from engines.weight_sync.buckets import Entry, Packer
+from engines.weight_sync.collective import (
+    BUCKET_BYTES,
+    GRACE_S,
+    SENDER_GAVE_UP,
+    SENT,
+    TRAINER,
+    CollectiveSource,
+    come,
+    read_lane,
+    send_lane,
+)
+from engines.weight_sync.meeting import Meeting, attend
+from engines.weight_sync.outgoing import in_step, received_dtype
+from engines.weight_sync.send_plan import Round, SendPlan, make_plan
+from infra.errors import DeadlineError
+
+PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class ShardedSource(CollectiveSource):
+    """See `WeightSource`; plain data."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+        meeting, address = attend(self.host, self.port, self.token, WeightSyncError)
+        with meeting.telling(f"rollout engine {self.reader}", "took weights"), ExitStack() as open_:
+            text = meeting.wait(PLAN, "the trainer's plan of parts", self.timeout_s + GRACE_S)
+            plan = SendPlan.from_json(text)
+            lanes = {
+                sender: open_.enter_context(closing(_Lane(self, meeting, address, sender)))
+                for sender in plan.senders
+            }
+            # All of them first: one sends only while the others read on with it.
+            for sender in plan.senders:
+                come(self, meeting.lane(sender))
+            for lane in lanes.values():
+                lane.begin()
+            assembly = _Assembly(lanes)
+            for each in plan.rounds:
+                yield from assembly.put_together(each)
+            for lane in lanes.values():
+                lane.end()
+            meeting.say(f"held {self.reader}", json.dumps(asdict(assembly.receipt)))
+
+
+@dataclass(frozen=True)
+class ShardedTransport:
+    """See `Delivery`; plain data but for the store, which stays where it was opened.
+
+    Attributes:
+        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
+        float32_names: as in `CollectiveTransport`.
+        round_bytes: of the weights that are put together at once; a larger one is a round.
+        sources: see `Delivery`.
+        server: the store, in the process that opened it.
+    """
+
+    dtype: str
+    float32_names: frozenset[str]
+    round_bytes: int
+    sources: tuple[ShardedSource, ...]
+    server: TCPStore | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "server": None}
+
+    def plan(self, shards: Iterator[WeightShard]) -> SendPlan:
+        """Who sends what; the same for every transfer of these ranks. Collective.
+
+        Args:
+            shards: of this rank; values are not looked at.
+
+        Returns:
+            The plan, equal on every rank.
+
+        Raises:
+            WeightSyncError: see `make_plan`.
+        """
+        mine: list[list[Any]] = []
+        for shard in shards:
+            if shard.is_owner:
+                mine.append([self._dtype_of(shard).itemsize, *astuple(shard.place)])
+        owned: list[list[WeightPlace]] = []
+        num_bytes: dict[str, int] = {}
+        for text in gather_texts(json.dumps(mine)):
+            owned.append([])
+            for size, *values in json.loads(text or "[]"):
+                owned[-1].append(place := WeightPlace.of(*values))
+                num_bytes[place.name] = size * math.prod(place.whole)
+        return make_plan(owned, num_bytes, self.round_bytes)
+
+    def send_parts(self, shards: Iterator[WeightShard], plan: SendPlan) -> Receipt:
+        """Send what this rank owns, in the thread of the trainer; on each rank. Collective.
+
+        Args:
+            shards: of this rank, as they were planned.
+            plan: of these ranks.
+
+        Returns:
+            What every receiver put together; equal on every rank.
+
+        Raises:
+            ReceiverGoneError: a receiver gave up.
+            DeadlineError: a receiver did not come, or stopped reading.
+            WeightSyncError: ranks hold unequal copies, or receivers unequal weights.
+        """
+        source, problem = self.sources[0], None
+        outgoing = _Outgoing(shards, self)
+        meeting, address = attend(source.host, source.port, source.token, ReceiverGoneError)
+        try:
+            with meeting.telling(TRAINER, SENT), in_step(outgoing):
+                if rank() == 0:
+                    meeting.say(PLAN, plan.to_json())
+                if rank() in plan.senders:
+                    lane, fill = meeting.lane(rank()), partial(outgoing.fill, plan)
+                    send_lane(source, lane, address, self.round_bytes, fill)
+                for _ in outgoing:  # what others speak for
+                    pass
+        except (ReceiverGoneError, DeadlineError) as error:
+            problem = error
+        _compare_ranks(problem, outgoing.checksums)
+        return _held_by_all(source, meeting)
+
+    def stop(self) -> None:
+        """See `Delivery`; the store ends with this object."""
+        if self.server is not None:
+            Meeting(PrefixStore(self.sources[0].token, self.server)).fail(SENDER_GAVE_UP)
+
+    def _dtype_of(self, shard: WeightShard) -> torch.dtype:
+        served: torch.dtype = getattr(torch, self.dtype)
+        return received_dtype(shard.place.name, shard.values.dtype, served, self.float32_names)
+
+
+def open_transport(
+    dtype: str,
+    float32_names: Collection[str],
+    timeout_s: float,
+    host: str,
+    num_workers: Sequence[int],
+    num_ranks: int,
+    backend: str = "gloo",
+    device_name: str = "cpu",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ShardedTransport:
+    """A transport whose receivers and senders meet at a store of this process.
+
+    Args:
+        dtype: as in `ShardedTransport`.
+        float32_names: as in `ShardedTransport`.
+        timeout_s: how long one side waits for the other.
+        host: address of this machine that all of them reach.
+        num_workers: of each receiver; all of them read.
+        num_ranks: that may send.
+        backend: as in `CollectiveSource`.
+        device_name: as in `CollectiveSource`.
+        bucket_bytes: half of the extra memory of a receiver.
+
+    Returns:
+        The transport.
+
+    Raises:
+        OSError: the address is not one of this machine.
+    """
+    num_readers = sum(num_workers)
+    server = open_store(num_readers + num_ranks, timeout_s, host)
+    token = secrets.token_hex(16)
+    sources = tuple(
+        ShardedSource(host, server.port, token, first, num_readers, timeout_s, backend, device_name)
+        for first in first_of_each(num_workers)
+    )
+    # Beside a round, a receiver has its parts twice: those that it reads and those that come.
+    round_bytes = bucket_bytes * 2 // 3
+    return ShardedTransport(dtype, frozenset(float32_names), round_bytes, sources, server)
+
+
+class _Outgoing(Iterator[WeightShard]):
+    """The shards of this rank as they are received, each with a checksum."""
+
+    def __init__(self, shards: Iterator[WeightShard], transport: ShardedTransport) -> None:
+        self._shards, self._transport = shards, transport
+        self.checksums: dict[str, str] = {}
+
+    def __next__(self) -> WeightShard:
+        shard = next(self._shards)
+        values = shard.values.detach().to(self._transport._dtype_of(shard))
+        self.checksums[_key(shard.place)] = tensor_checksum(values)
+        return replace(shard, values=values)
+
+    def fill(self, plan: SendPlan, packer: Packer) -> None:
+        """Pack what this rank sends; each round ends with what lies in the bucket."""
+        for each in plan.rounds:
+            for place in each.parts[rank()]:
+                shard = next((shard for shard in self if shard.is_owner), None)
+                if shard is None or shard.place != place:
+                    found = shard and shard.place
+                    raise WeightSyncError(f"rank {rank()} planned to send {place}, has {found}")
+                packer.add(place.name, shard.values, self.checksums[_key(place)])
+            packer.flush()
+
+
+class _Lane:
+    """What one sender has for this reader; a part is gone when the next is asked for."""
+
+    def __init__(
+        self, source: CollectiveSource, meeting: Meeting, address: str, sender: int
+    ) -> None:
+        self._sender = sender
+        self._parts = read_lane(source, meeting.lane(sender), address)
+        self._first: tuple[Entry, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Wait for the first part."""
+        self._first = next(self._parts, None)
+
+    def take(self, place: WeightPlace) -> Tensor:
+        """The next part, which must be this one, unharmed."""
+        first, self._first = self._first, None
+        found = first or next(self._parts, None)
+        if found is None:
+            raise WeightSyncError(f"{_key(place)}: rank {self._sender} did not send it")
+        entry, tensor = found
+        if (entry.name, tuple(entry.shape)) != (place.name, place.shape):
+            raise WeightSyncError(
+                f"{_key(place)}: rank {self._sender} sent {entry.name} of shape {entry.shape}"
+            )
+        if tensor_checksum(tensor) != entry.checksum:
+            raise WeightSyncError(
+                f"{_key(place)}: what rank {self._sender} sent is not what arrived"
+            )
+        return tensor
+
+    def end(self) -> None:
+        """Say that all was taken; there must be no more."""
+        if (more := self._first or next(self._parts, None)) is not None:
+            raise WeightSyncError(f"rank {self._sender} sent {more[0].name}, which is not planned")
+
+    def close(self) -> None:
+        """Read no more."""
+        self._parts.close()
+
+
+class _Assembly:
+    """Weights that are put together, and what they were."""
+
+    def __init__(self, lanes: Mapping[int, _Lane]) -> None:
+        self._lanes = lanes
+        self._checksums: dict[str, str] = {}
+        self._num_bytes = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of all so far."""
+        return Receipt(combine(self._checksums.items()), len(self._checksums), self._num_bytes)
+
+    def put_together(self, each: Round) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a round."""
+        whole: dict[str, Tensor] = {}
+        for sender, places in enumerate(each.parts):
+            for place in places:
+                part = self._lanes[sender].take(place)
+                if place.name not in whole:
+                    whole[place.name] = torch.empty(
+                        place.whole, dtype=part.dtype, device=part.device
+                    )
+                whole[place.name][place.slices] = part
+        for name in each.weights:
+            tensor = whole.pop(name)
+            self._checksums[name] = tensor_checksum(tensor)
+            self._num_bytes += tensor.nbytes
+            yield name, tensor
+
+
+def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> None:
+    """Raise where a rank could not send, or ranks hold unequal copies of a part. Collective."""
+    if world_size() == 1 and problem is not None:
+        raise problem
+    mine = json.dumps([str(problem) if problem else None, dict(checksums)])
+    reports = [json.loads(text or "null") for text in gather_texts(mine)]
+    if problem is not None:
+        raise problem
+    seen: dict[str, tuple[int, str]] = {}
+    for number, (said, found) in enumerate(reports):
+        if said is not None:
+            raise ReceiverGoneError(f"rank {number}: {said}")
+        for key, checksum in found.items():
+            first, expected = seen.setdefault(key, (number, checksum))
+            if checksum != expected:
+                raise WeightSyncError(f"{key}: ranks {first} and {number} hold unequal copies")
+
+
+def _held_by_all(source: CollectiveSource, meeting: Meeting) -> Receipt:
+    """What every reader says that it put together."""
+    held = [
+        Receipt(**json.loads(meeting.wait(f"held {reader}", what, source.timeout_s)))
+        for reader in range(source.num_readers)
+        for what in [f"rollout engine {reader} to say what it holds"]
+    ]
+    for reader, receipt in enumerate(held):
+        if receipt != held[0]:
+            raise WeightSyncError(f"rollout engine 0 holds {held[0]}, {reader} holds {receipt}")
+    return held[0]
+
+
+def _key(place: WeightPlace) -> str:
+    return f"{place.name} at {list(place.offsets)} of {list(place.whole)}"

@@ -1,0 +1,195 @@
+"""Weights that each rank sends in parts, between real processes and through gloo."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.checksum import combine, tensor_checksum
+from engines.errors import WeightSyncError
+from engines.weight_places import WeightPlace, WeightShard
+from engines.weight_sync import collective
+from engines.weight_sync.base import Receipt
+from engines.weight_sync.sharded import ShardedTransport, open_transport
+from engines.weight_sync.wire import source_from_json, source_to_json
+from infra.errors import DeadlineError
+
+HOST, NUM_RANKS, BUCKET_BYTES, NUM_SMALL = "127.0.0.1", 2, 6144, 60
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["engines.weight_sync.sharded"])
+
+
+def whole_weights() -> dict[str, Tensor]:
+    """Cut by rows, by columns, not at all; one is larger than a bucket."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = {"rows": (7, 3), "large": (4000, 2), "columns": (6, 64), "scalar": (), "odd": (31, 31)}
+    return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+
+def shards(rank: int, damage: str = "") -> Iterator[WeightShard]:
+    """What one of two ranks holds; `scalar` is held by both, and rank 0 speaks for it.
+
+    Reading `columns` is collective, as it is where an adapter is merged.
+    """
+    weights = whole_weights()
+    if damage == "small":
+        weights = {f"w{number}": torch.ones(40, 9) for number in range(NUM_SMALL)}
+    for name, tensor in weights.items():
+        if tensor.ndim == 0:
+            copy = tensor + 1 if damage == "copy" and rank else tensor
+            yield WeightShard(WeightPlace(name, (), (), ()), copy, rank == 0)
+            continue
+        dimension = 1 if name == "columns" else 0
+        if name == "columns":
+            dist.barrier()
+        cut = tensor.shape[dimension] // 3
+        bounds = (0, cut) if rank == 0 else (cut, tensor.shape[dimension])
+        values = tensor.narrow(dimension, bounds[0], bounds[1] - bounds[0])
+        offsets = tuple(bounds[0] if d == dimension else 0 for d in range(tensor.ndim))
+        place = WeightPlace(name, tuple(tensor.shape), offsets, tuple(values.shape))
+        yield WeightShard(place, values, is_owner=True)
+        if damage == "killed" and rank == 1 and name == "large":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send(transport: ShardedTransport, results, rank: int, place: Path, damage: str) -> None:
+    store = dist.FileStore(str(place), NUM_RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20)
+    )
+    if damage == "bit" and rank == 1:
+        spoil_what_is_sent()
+    try:
+        plan = transport.plan(shards(rank, damage if damage == "small" else ""))
+        sent = [transport.send_parts(shards(rank, damage), plan)]
+    except (WeightSyncError, DeadlineError) as error:
+        sent = [f"{type(error).__name__}: {error}"]
+    results.put(("rank", rank, sent[0]))
+
+
+def spoil_what_is_sent() -> None:
+    broadcast = collective.BroadcastGroup.broadcast
+
+    def flip(self, memory: Tensor) -> None:
+        memory[3] ^= 1
+        broadcast(self, memory)
+
+    collective.BroadcastGroup.broadcast = flip
+
+
+def read(source, results, pause_s: float = 0.0) -> None:
+    source, found = source_from_json(source_to_json(source)), {}
+    try:
+        for name, tensor in source.tensors():
+            time.sleep(pause_s)
+            assert name not in found
+            found[name] = (tensor_checksum(tensor), str(tensor.dtype))
+    except (WeightSyncError, DeadlineError) as error:
+        found = f"{type(error).__name__}: {error}"
+    results.put(("reader", source.reader, found))
+
+
+def measure(source, results) -> None:
+    """Bytes of all tensors of this process whenever a weight is handed out."""
+    held = []
+    for _ in source.tensors():
+        gc.collect()
+        found = [thing for thing in gc.get_objects() if type(thing) is Tensor]
+        storages = {(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in found}
+        held.append(sum(storages.values()))
+        del found  # or it would keep them
+    results.put(("reader", source.reader, held))
+
+
+def kill_oneself(source, results) -> None:
+    next(source.tensors())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def transfer(tmp_path: Path):
+    started = []
+
+    def run(damage: str = "", readers: tuple[Callable, ...] = (read, read), expected: int = 4):
+        transport = open_transport(
+            "bfloat16", {"rows"}, 10.0, HOST, [1] * len(readers), NUM_RANKS,
+            bucket_bytes=BUCKET_BYTES,
+        )  # fmt: skip
+        results = PROCESSES.Queue()
+        jobs = [
+            (reader, (s, results)) for reader, s in zip(readers, transport.sources, strict=True)
+        ]
+        stripped = replace(transport, server=None)
+        jobs += [
+            (send, (stripped, results, r, tmp_path / "store", damage)) for r in range(NUM_RANKS)
+        ]
+        for target, arguments in jobs:
+            process = PROCESSES.Process(target=target, args=arguments, daemon=True)
+            process.start()
+            started.append(process)
+        return {
+            (kind, n): what for kind, n, what in (results.get(timeout=60) for _ in range(expected))
+        }
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_readers_put_together_what_no_rank_had_whole(transfer) -> None:
+    found = transfer()
+    served = {
+        name: tensor if name == "rows" else tensor.bfloat16()
+        for name, tensor in whole_weights().items()
+    }
+    expected = {name: (tensor_checksum(t), str(t.dtype)) for name, t in served.items()}
+    assert found["reader", 0] == found["reader", 1] == expected
+    digest = combine((name, checksum) for name, (checksum, _) in expected.items())
+    num_bytes = sum(tensor.nbytes for tensor in served.values())
+    assert found["rank", 0] == found["rank", 1] == Receipt(digest, len(served), num_bytes)
+
+
+def test_a_bit_that_changes_on_its_way_is_found_by_part(transfer) -> None:
+    found = transfer("bit")
+    for reader in range(2):
+        assert "what rank 1 sent is not what arrived" in found["reader", reader]
+    assert all("is not what arrived" in found["rank", rank] for rank in range(2))
+
+
+def test_copies_that_differ_between_ranks_are_found(transfer) -> None:
+    found = transfer("copy")
+    for rank in range(2):
+        assert found["rank", rank].startswith("WeightSyncError: scalar at [] of []: ranks 0 and 1")
+
+
+def test_a_reader_that_is_killed_ends_every_rank(transfer) -> None:
+    start = time.monotonic()
+    found = transfer(readers=(read, kill_oneself), expected=3)
+    assert found["reader", 0].startswith("WeightSyncError: ")
+    assert all(found["rank", rank].startswith("ReceiverGoneError: ") for rank in range(2))
+    assert time.monotonic() - start < 40
+
+
+def test_a_rank_that_is_killed_ends_the_readers(transfer) -> None:
+    found = transfer("killed", expected=2)
+    assert {kind for kind, _ in found} == {"reader"}
+    assert all("is gone" in what or "gave up" in what for what in found.values())
+
+
+def test_a_receiver_holds_two_buckets(transfer) -> None:
+    """Of weights that fit: the parts that are read, those that come, and what is put together."""
+    found = transfer("small", readers=(measure,), expected=3)
+    held = found["reader", 0]
+    assert len(held) == NUM_SMALL
+    assert BUCKET_BYTES // 2 < max(held) <= 2 * BUCKET_BYTES
