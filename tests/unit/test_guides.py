@@ -77,7 +77,7 @@ def test_the_guide_to_a_tracker(tmp_path: Path) -> None:
     tracker, row = python_blocks(text)
     (command,) = contract_commands(text)
     package(tmp_path, tracker=tracker, register=row)
-    keep_the_contract(tmp_path, command, register="my_package.register")
+    keep_the_contract(tmp_path, command, register=registering(text))
     example = ROOT / "tests" / "plugin_example" / "example_chip" / "tracker.py"
     assert tracker == example.read_text(encoding="utf-8")
 
@@ -89,7 +89,7 @@ def test_the_guide_to_a_preprocessor(tmp_path: Path) -> None:
     package(tmp_path, flashcards=preprocessor, register=row)
     rows = [{"front": "2 + 2", "back": "4"}, {"front": "chat", "back": "cat"}]
     (tmp_path / "sample.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    keep_the_contract(tmp_path, command, register="my_package.register")
+    keep_the_contract(tmp_path, command, register=registering(text))
 
 
 def test_the_guide_to_a_reward(tmp_path: Path) -> None:
