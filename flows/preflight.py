@@ -1,9 +1,9 @@
 """The cheap looks before a run: does what the recipe names exist, and does its reward work?
 
 Promises: a missing shard, an adapter that matches nothing, an absent column, a platform that is
-not here or that the training backend has no engine for, and a reward that cannot be called are
-found before anything is started, in seconds. A recipe that names nothing of the user's costs no
-process.
+not here or that the training backend has no engine for, a part of others that is not where it was
+said to be, and a reward that cannot be called are found before anything is started, in seconds. A
+recipe that names nothing of the user's costs no process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
-from engines.config.plugins import REWARDS, TABLES
+from engines.config.plugins import REWARDS, TABLES, PluginKind
 from flows.child import ask
 from flows.platform_probe import resolve_hardware
 from flows.recipe.recipe import Recipe
@@ -44,6 +44,7 @@ def preflight(recipe: Recipe) -> Recipe:
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)
+    _check_parts(recipe)
     look = look_of(recipe)
     if look is None:
         return recipe
@@ -69,6 +70,21 @@ def _check_engine(recipe: Recipe) -> None:
         device=device,
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.name,
     )
+
+
+def _check_parts(recipe: Recipe) -> None:
+    """A part of others that is not there is refused before the stages in front of it run."""
+    algorithm = recipe.rl.algorithm
+    named: tuple[tuple[PluginKind, str], ...] = (
+        ("backend", recipe.training.backend),
+        ("rollout", recipe.rollout.engine),
+        ("adv_estimator", algorithm.adv_estimator),
+        ("loss_mode", algorithm.loss_mode),
+        ("kl_loss_type", algorithm.kl_loss_type.removesuffix("+")),
+        ("kl_loss_type", algorithm.kl_penalty),
+    )
+    for kind, name in named:
+        TABLES[kind].check_targets(name)
 
 
 def look_of(recipe: Recipe) -> Look | None:

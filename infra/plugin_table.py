@@ -8,9 +8,11 @@ To add a part: one file that holds it and one row in the table of its kind
 """
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -153,6 +155,24 @@ class PluginTable(Generic[RowT]):
         row = self.find(name, path, device=device, vendor=vendor)
         return load_row(row, path or self.setting)
 
+    def check_targets(self, name: str, path: str | None = None) -> None:
+        """Refuse a part of others that is not where its row says; imports nothing.
+
+        Args:
+            name: what the configuration says.
+            path: where it says so; None: the table's setting.
+
+        Raises:
+            ConfigError: there is no such module, or the attribute's name is not in its file; or as
+                of `find_all`. What runs in a job environment is not looked for here.
+        """
+        for row in self.find_all(name, path):
+            if not (row.is_ours or row.environment) and (problem := _absent(row.target)):
+                raise ConfigError(
+                    path or self.setting,
+                    f"{name} cannot be found: {problem}; repair or remove {row.source}",
+                )
+
     def interpreter(self, name: str, path: str | None = None) -> Path | None:
         """The Python that jobs need for a part; None: this one. Arguments and errors of `find`."""
         return _interpreter(self.find(name, path), path or self.setting)
@@ -161,6 +181,30 @@ class PluginTable(Generic[RowT]):
         if isinstance(row, self.row_type):
             return row
         return self.row_type(**{each.name: getattr(row, each.name) for each in fields(Row)})
+
+
+def _absent(target: str) -> str | None:
+    module, _, attribute = target.partition(":")
+    spec = _spec_of(module)
+    if spec is None:
+        return f"no module {module}"
+    # It may be defined in many ways, but hardly without its name.
+    defined = rf"\b{re.escape(attribute.partition('.')[0])}\b|\bimport \*|\b__getattr__\b"
+    file = Path(spec.origin or "")
+    if file.suffix != ".py" or re.search(defined, file.read_text("utf-8", "replace")):
+        return None
+    return f"{file} does not define {attribute!r}"
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Of a module; unlike `importlib.util.find_spec` it imports no package on the way."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in rest:
+        if spec is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations or [])
+    return spec
 
 
 def _best(rows: Sequence[RowT], device: str | None, vendor: str | None) -> RowT | None:

@@ -4,7 +4,8 @@ Promises of every engine: each sample depends only on (weights, prompt, prefix, 
 its own seed and draw offset), never on what else is in flight; reported logprobs are those of the
 sampling distribution; every token carries the version of the weights that sampled it; no token
 is sampled from weights that were not confirmed by `finish_update`; a sample that continues a
-prefix uses no random number that its prefix may have used.
+prefix uses no random number that its prefix may have used; the samples of a call advance together,
+as far as there is room.
 Not promised: the order of completions; that a continued sample has the very tokens of an
 uninterrupted one, unless the engine has the capability. The engine knows nothing of rewards or
 training, and of text only the stop strings.

@@ -12,6 +12,7 @@ from engines.config.options import schema_of
 from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
 from engines.config.rollout import RoutingName
 from infra.errors import ConfigError
+from infra.plugins import RUN_TIME_OWNER, Row
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
@@ -132,7 +133,7 @@ def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
 
 
 def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
-    parts = [] if row.is_ours else [f"by {row.owner}"]
+    parts = [] if row.is_ours else [_brought(row)]
     if row.environment:
         parts.append(f"its own environment: make env-{row.environment}")
     if installed and row.requires:
@@ -150,8 +151,12 @@ def _outside_rows() -> Iterator[MatrixRow]:
         name, _, model_type = row.name.partition(".")
         devices = ", ".join(row.devices) or "any"
         yield MatrixRow(
-            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, f"by {row.owner}"
+            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, _brought(row)
         )
+
+
+def _brought(row: Row) -> str:
+    return row.owner if row.owner == RUN_TIME_OWNER else f"by {row.owner}"
 
 
 def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:

@@ -27,6 +27,10 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
+from infra.plugins import import_external_modules
+
+if broken := import_external_modules():  # else what they would have registered is never asked for
+    raise ImportError("; ".join(map(str, broken)))
 
 PROPERTIES = {"shift", "linear", "scale", "silent_groups", "silent_steps"}
 
@@ -180,6 +184,11 @@ def test_an_estimator_that_lacks_a_column_says_which(name):
 def test_only_estimators_promise_and_only_what_is_checked(table):
     for row in table.rows:
         assert {*row.properties} <= (PROPERTIES if table is ADVANTAGES else set()), row.name
+
+
+@every_estimator
+def test_an_estimator_promises_what_is_known(name):
+    assert {*ADVANTAGES.find(name).properties} <= PROPERTIES
 
 
 @every_loss

@@ -116,7 +116,12 @@ def cases(request: pytest.FixtureRequest, reward: str) -> list[dict[str, Any]]:
     path = request.config.getoption("--reward-cases", default=None)
     if path is None:
         return OWN_CASES.get(reward, DEFAULT_CASES)
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    found = [json.loads(line) for line in lines if line.strip()]
+    need = {"right", "wrong", "ground_truth"}
+    assert found, f"{path}: has no case"
+    assert all(need <= case.keys() for case in found), f"{path}: need {sorted(need)} in each line"
+    return found
 
 
 def ask(case: dict[str, Any], completion: str) -> ScoreRequest:

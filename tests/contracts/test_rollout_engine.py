@@ -346,7 +346,7 @@ def test_an_update_between_two_tokens_shows_in_their_versions(served):
         c = completions[request.request_id]
         num_old = c.policy_versions.count(1)
         assert c.policy_versions == (1,) * num_old + (2,) * (len(c.token_ids) - num_old)
-        assert 0 < num_old < len(c.token_ids)
+        assert 0 < num_old < len(c.token_ids), "the samples of a call advance together"
         by = {v: reference_logprobs(m, request, c.token_ids) for v, m in ((1, old), (2, new))}
         expected = torch.cat([by[1][:num_old], by[2][num_old:]])
         assert (torch.tensor(c.logprobs) - expected).abs().max() <= MAX_LOGPROB_DIFFERENCE

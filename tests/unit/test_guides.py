@@ -1,6 +1,8 @@
 """Guides to parts, followed to the letter: one file, one row, and the contract that they name."""
 
 import ast
+import dataclasses
+import importlib
 import json
 import re
 import shlex
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engines.rewards.base import SampledTokens, ScoreRequest
 from infra import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +31,12 @@ def python_blocks(text: str) -> list[str]:
 def contract_commands(text: str) -> list[str]:
     """Arguments of pytest, as the guide gives them."""
     return re.findall(r"^pytest (.*)$", text, re.MULTILINE)
+
+
+def registering(text: str) -> str:
+    """The module that the guide has listed before it runs its contract."""
+    (module,) = re.findall(r"^export PYTHONPATH=\$PWD RLHF_USE_EXTERNAL_MODULES=(\S+)", text, re.M)
+    return module
 
 
 def keep_the_contract(directory: Path, command: str, *options: str, register: str = "") -> None:
@@ -68,7 +77,7 @@ def test_the_guide_to_a_tracker(tmp_path: Path) -> None:
     tracker, row = python_blocks(text)
     (command,) = contract_commands(text)
     package(tmp_path, tracker=tracker, register=row)
-    keep_the_contract(tmp_path, command, register="my_package.register")
+    keep_the_contract(tmp_path, command, register=registering(text))
     example = ROOT / "tests" / "plugin_example" / "example_chip" / "tracker.py"
     assert tracker == example.read_text(encoding="utf-8")
 
@@ -80,7 +89,7 @@ def test_the_guide_to_a_preprocessor(tmp_path: Path) -> None:
     package(tmp_path, flashcards=preprocessor, register=row)
     rows = [{"front": "2 + 2", "back": "4"}, {"front": "chat", "back": "cat"}]
     (tmp_path / "sample.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    keep_the_contract(tmp_path, command, register="my_package.register")
+    keep_the_contract(tmp_path, command, register=registering(text))
 
 
 def test_the_guide_to_a_reward(tmp_path: Path) -> None:
@@ -93,7 +102,7 @@ def test_the_guide_to_a_reward(tmp_path: Path) -> None:
     keep_the_contract(tmp_path, by_file)
     options = "from engines.config.base import StrictModel\n\n\nclass MineOptions(StrictModel):\n"
     package(tmp_path, reward=reward, register=row, options=f"{options}    strict: bool = False\n")
-    keep_the_contract(tmp_path, by_name, register="my_package.register")
+    keep_the_contract(tmp_path, by_name, register=registering(text))
 
 
 def test_the_guide_to_an_algorithm(tmp_path: Path) -> None:
@@ -106,7 +115,7 @@ def test_the_guide_to_an_algorithm(tmp_path: Path) -> None:
         median=estimator,
         register=f"{register_loss}\n{register_estimator}",
     )
-    keep_the_contract(tmp_path, command, register="my_package.register")
+    keep_the_contract(tmp_path, command, register=registering(text))
     _, of_row = written_call(row)
     (_, name, _), of_call = written_call(register_loss)
     assert of_row.pop("target") == "engines.algorithms.plain_gradient:plain_gradient_loss"
@@ -122,15 +131,48 @@ def written_call(code: str) -> tuple[list[Any], dict[str, Any]]:
     return [ast.literal_eval(argument) for argument in last.value.args], named
 
 
+def test_what_the_guides_name_is_there() -> None:
+    parts = ("add-an-algorithm.md", "add-a-reward.md", "add-a-rollout-engine.md")
+    text = "".join(map(guide, parts))
+    for module, name in re.findall(r"[`\"](engines[\w.]+):(\w+)[`\"]", text):
+        assert name == "plain_gradient_loss" or hasattr(importlib.import_module(module), name)
+    fields = {each.name for of in (ScoreRequest, SampledTokens) for each in dataclasses.fields(of)}
+    shown = re.search(r"sees the whole\nsample (.*?)\. A function", guide(parts[1]), re.DOTALL)
+    assert shown
+    named = set(re.findall(r"`(?:sample\.)?(\w+)`", shown[1]))
+    assert named == fields - {"model_score", "judgement"}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "rlhf.testing.test_algorithm -k plain",
+            "absent_module cannot be imported (ModuleNotFound",
+        ),
+        (
+            "rlhf.testing.test_reward --reward exact --reward-cases cases.jsonl",
+            "cases.jsonl: need ['ground_truth', 'right', 'wrong'] in each line",
+        ),
+    ],
+)
+def test_a_contract_says_what_it_lacks(tmp_path: Path, command: str, said: str) -> None:
+    (tmp_path / "cases.jsonl").write_text('{"right": "42"}\n')
+    with pytest.raises(AssertionError) as caught:
+        keep_the_contract(tmp_path, f"--pyargs {command}", register="absent_module")
+    assert said in str(caught.value)
+
+
 @pytest.mark.slow
 def test_the_guide_to_a_rollout_engine(tmp_path: Path) -> None:
-    engine, register = python_blocks(guide("add-a-rollout-engine.md"))
-    (command,) = contract_commands(guide("add-a-rollout-engine.md"))
+    text = guide("add-a-rollout-engine.md")
+    engine, register = python_blocks(text)
+    (command,) = contract_commands(text)
     (tmp_path / "my_engine.py").write_text(engine)
     (tmp_path / "my_registration.py").write_text(register)
     # Each waits for a deadline.
     fast = ("-k", "not test_deadline_and_close")
-    keep_the_contract(tmp_path, command, *fast, register="my_registration")
+    keep_the_contract(tmp_path, command, *fast, register=registering(text))
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from engines.config.backends import BACKENDS
-from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from flows.commands.cli import main
-from flows.commands.engine_matrix import HEADINGS, engine_matrix
+from flows.commands.engine_matrix import HEADINGS, engine_matrix, rollout_matrix
 from flows.commands.engines import folded
 from infra import env
 
@@ -41,6 +41,16 @@ def test_a_broken_module_costs_one_line_beside_the_rest(
     tables = json.loads(said.out)
     assert {row["backend"] for row in tables["training"]} == set(BACKENDS)
     assert {row["engine"] for row in tables["rollout"]} == set(ROLLOUT_ENGINES.names())
+
+
+def test_what_was_registered_at_run_time_says_so_beside_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("rollout", "mine", "my_engine:Mine")
+    register_plugin("backend", "mine", "my_engine:Mine")
+    assert list(rollout_matrix(installed=True))[-1].needs == "registered at run time"
+    assert list(engine_matrix(installed=True))[-1].needs == "registered at run time"
 
 
 def test_rows_that_differ_in_the_model_type_alone_are_one() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.config.plugins import register_plugin
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from flows.preflight import look_of, preflight
 from flows.recipe.recipe import load_recipe
@@ -84,6 +85,37 @@ def test_a_device_that_the_backend_has_no_engine_for_is_refused(
     with pytest.raises(ConfigError) as caught:
         preflight(recipe)
     assert str(caught.value) == f"training.backend: {refused}"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("my_parts.gone:loss", "no module my_parts.gone"),
+        ("my_parts.losses:lost", "losses.py does not define 'lost'"),
+        ("my_parts.losses:loss", None),
+        ("my_parts.starred:lost", None),  # only an import could tell
+    ],
+)
+def test_a_part_that_is_not_where_its_row_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, said: str | None
+) -> None:
+    (tmp_path / "my_parts").mkdir()
+    (tmp_path / "my_parts" / "__init__.py").write_text("raise ZeroDivisionError('imported')\n")
+    (tmp_path / "my_parts" / "losses.py").write_text("def loss(inputs): ...\n")
+    (tmp_path / "my_parts" / "starred.py").write_text("from .losses import *\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("loss_mode", "mine", target, columns=("advantages",))
+    recipe = load_recipe("quickstart", ["rl.algorithm.loss_mode=mine"])
+    if said is None:
+        assert preflight(recipe).rl == recipe.rl
+        return
+    with pytest.raises(ConfigError) as caught:
+        preflight(recipe)
+    text = str(caught.value)
+    assert text.startswith("rl.algorithm.loss_mode: mine cannot be found: ")
+    assert said in text
+    assert text.endswith(f"; repair or remove {target} (registered at run time)")
 
 
 def test_good_files_pass(directory: Path) -> None:
