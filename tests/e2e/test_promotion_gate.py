@@ -68,7 +68,6 @@ def test_a_champion_is_beaten_only_by_a_better_one(tmp_path: Path) -> None:
 
     worse = ("sft.num_steps=1",)
     assert gate.plan(*worse)["evaluate_incumbent"] == "hit", "it was evaluated by its own run"
-    assert gate.plan("evaluation.num_problems=9")["evaluate_incumbent"] == "miss"
     second, decision = gate.run(*worse)
     assert ran(second) == STAGES[1:]
     assert not decision["promoted"]
