@@ -56,5 +56,5 @@ def rlhf_pipeline(
     if SURROUNDINGS.get() is None:  # else whoever set them has looked before
         recipe = preflight(recipe)
     with open_run(recipe, force or {}, adopt or []) as run:
-        run_stages(recipe, run.stages)
+        run_stages(recipe, run.stages, run.registry.incumbent)
         return run.finish()

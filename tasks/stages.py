@@ -13,6 +13,7 @@ from engines.config.stages import (
     SFTStageConfig,
 )
 from infra.store.stage_spec import Artifact
+from infra.tracking.promotion import INCUMBENT
 from tasks.runner.identity import stage_request
 from tasks.runner.run import StageResult, StageRunner
 
@@ -76,10 +77,19 @@ def evaluate(
 
 
 def promote(
-    run: StageRunner, config: PromoteStageConfig, evaluation: Artifact, model: Artifact
+    run: StageRunner,
+    config: PromoteStageConfig,
+    evaluation: Artifact,
+    model: Artifact,
+    *,
+    incumbent: Artifact | None = None,
+    incumbent_evaluation: Artifact | None = None,
 ) -> StageResult:
-    """Scores to a `promotion`: the decision whether the model may bear the alias.
+    """Scores to a `promotion`: the decision which alias the model may bear, and why.
 
-    Whoever sees it committed first on a tracking server registers the model there.
+    The incumbent bears the alias now; its scores are on the same problems. Whoever sees the
+    promotion committed first on a tracking server registers the model there.
     """
-    return run.run(stage_request(config, run.seed, evaluation=evaluation, model=model))
+    scores = {"evaluation": evaluation, "incumbent_evaluation": incumbent_evaluation}
+    models = {"model": model, INCUMBENT: incumbent}
+    return run.run(stage_request(config, run.seed, **scores, **models))

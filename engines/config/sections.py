@@ -1,5 +1,6 @@
 """Sections of a recipe that are about stages: how each trains, measures, keeps and promotes."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -168,13 +169,23 @@ class PromoteConfig(StrictModel):
     model_name: str = "policy"
     """Name of the registered model in MLflow."""
     alias: str = "champion"
+    """A model takes it by beating the one that bears it; one that does not is `challenger`."""
     metric: str = "accuracy"
+    """`accuracy`, `reward/mean` or `pass@k`: what every problem has a value of."""
     min_value: float = Field(default=0.0)
-    """The metric of the final evaluation must reach this, else nothing is promoted."""
+    """The metric of the final evaluation must reach this, else nothing is registered."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the interval, two-sided, that the gain over the incumbent has to lie beyond."""
 
     @model_validator(mode="after")
     def _check_reachable(self) -> "PromoteConfig":
-        is_share = self.metric == "accuracy" or self.metric.startswith("pass@")
+        is_share = self.metric == "accuracy" or re.fullmatch(r"pass@[1-9]\d*", self.metric)
+        if not is_share and self.metric != "reward/mean":
+            raise ValueError(
+                f"metric: got {self.metric!r}; need accuracy, reward/mean or pass@k (pass@4)"
+            )
+        if self.alias == "challenger":
+            raise ValueError("alias: got 'challenger'; need another; that of the losers is taken")
         if is_share and self.min_value > 1:
             raise ValueError(
                 f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "

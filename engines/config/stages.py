@@ -392,7 +392,7 @@ class EvaluateStageConfig(ComputingStageConfig):
 
 
 class PromoteStageConfig(StageConfig):
-    """Final scores to a decision."""
+    """Final scores, and the incumbent's on the same problems, to a decision."""
 
     stage = "promote"
     promote: PromoteConfig

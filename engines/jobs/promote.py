@@ -4,15 +4,17 @@ The decision is data; who sees it committed registers the model and moves the al
 """
 
 import json
+from pathlib import Path
 
 from engines.config.stages import PromoteStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.errors import ConfigError
-from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.promotion import INCUMBENT, PROMOTION, Comparison, Decision
 
 
 def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
-    """Compare the asked metric with its bar and write `decision.json`.
+    """Compare the asked metric with its bar and with the incumbent, and write `decision.json`.
 
     Args:
         context: of the job.
@@ -21,30 +23,64 @@ def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
         A `promotion`.
 
     Raises:
-        ConfigError: the evaluation has no metric of that name.
+        ConfigError: an evaluation has no metric of that name, or they are of other problems.
     """
     gate = context.config.promote
-    summary = json.loads((context.input("evaluation") / "summary.json").read_text(encoding="utf-8"))
-    metrics = summary["metrics"]
-    value = metrics.get(gate.metric)
-    if value is None:
-        known = ", ".join(sorted(metrics))
-        raise ConfigError("promote.metric", f"got {gate.metric!r}; need one of: {known}")
-    promoted = value >= gate.min_value
-    Decision(
-        promoted=promoted,
+    value = metric_of(context.input("evaluation"), gate.metric)
+    reached, comparison = value >= gate.min_value, compare(context)
+    reason = f"{gate.metric} {value:.4g}, need >= {gate.min_value:g}"
+    if reached:
+        reason += f"; {comparison or 'there is no incumbent'}"
+    decision = Decision(
+        promoted=reached and (comparison is None or comparison.is_beaten),
         metric=gate.metric,
         value=value,
         min_value=gate.min_value,
         model_digest=context.spec.inputs["model"].digest,
         model_name=gate.model_name,
         alias=gate.alias,
-    ).write(context.output_dir)
-    verdict = "promoted" if promoted else "not promoted"
-    context.journal.progress(
-        1, 1, f"{verdict}: {gate.metric} {value:g}, need >= {gate.min_value:g}"
+        comparison=comparison,
+        reason=reason,
     )
-    return JobOutput(PROMOTION, {gate.metric: value, "promoted": float(promoted)})
+    decision.write(context.output_dir)
+    verdict = decision.given_alias or "not registered"
+    context.journal.progress(1, 1, f"{verdict}: {reason}")
+    metrics = {gate.metric: value, "promoted": float(decision.promoted)}
+    if comparison is not None:
+        metrics |= {
+            "incumbent": comparison.value,
+            "gain": comparison.gain,
+            "gain_margin": comparison.margin,
+        }
+    return JobOutput(PROMOTION, metrics)
+
+
+def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
+    """The model beside the incumbent; None without one."""
+    gate = context.config.promote
+    theirs = context.optional_input("incumbent_evaluation")
+    if theirs is None:
+        return None
+    differences = differences_of(context.input("evaluation"), theirs, gate.metric)
+    gain = paired_gain(differences, gate.confidence, context.spec.seed)
+    return Comparison(
+        incumbent_digest=context.spec.inputs[INCUMBENT].digest,
+        value=metric_of(theirs, gate.metric),
+        gain=gain.mean,
+        margin=gain.margin,
+        confidence=gate.confidence,
+        num_problems=gain.num_problems,
+    )
+
+
+def metric_of(evaluation: Path, metric: str) -> float:
+    """What an evaluation found of the metric that decides."""
+    summary = json.loads((evaluation / "summary.json").read_text(encoding="utf-8"))
+    value = summary["metrics"].get(metric)
+    if value is None:
+        known = ", ".join(sorted(summary["metrics"]))
+        raise ConfigError("promote.metric", f"got {metric!r}; need one of: {known}")
+    return value
 
 
 if __name__ == "__main__":

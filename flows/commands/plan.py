@@ -12,6 +12,7 @@ from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Planner
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
+from flows.run.registry import Registry
 from flows.stage_order import run_stages
 from infra.store.storage import open_storage
 
@@ -23,10 +24,9 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
     recipe = preflight(recipe)
-    planner = Planner(
-        open_storage(recipe.store_uri), recipe.seed, {label: "plan" for label in arguments.force}
-    )
-    run_stages(recipe, planner)
+    storage = open_storage(recipe.store_uri)
+    planner = Planner(storage, recipe.seed, {label: "plan" for label in arguments.force})
+    run_stages(recipe, planner, Registry(recipe, storage).incumbent)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]
         sys.stdout.write(json.dumps({"run": recipe.run_name, "stages": stages}, indent=2) + "\n")

@@ -23,7 +23,8 @@ from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
 from flows.rlhf_pipeline import rlhf_pipeline
 from flows.run.lazy_cluster import LazyCluster
-from flows.run.pipeline_run import SURROUNDINGS, Surroundings, tracking_uri
+from flows.run.pipeline_run import SURROUNDINGS, Surroundings
+from flows.run.registry import Registry, tracking_uri
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.redact import RedactingFilter
@@ -59,8 +60,9 @@ def run_locally(
     # A new token for every run: the same one would find the stage committed under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(force, token)
-    planner = Planner(open_storage(recipe.store_uri), recipe.seed, tokens, adopt)
-    run_stages(recipe, planner)
+    storage = open_storage(recipe.store_uri)
+    planner = Planner(storage, recipe.seed, tokens, adopt)
+    run_stages(recipe, planner, Registry(recipe, storage).incumbent)
     labels = [stage.label for stage in planner.stages]
     for option, label in (
         *(("--force", each) for each in force),

@@ -70,7 +70,8 @@ class Report(BaseModel, frozen=True):
     """Wall seconds of this run, from its first stage to the end of its last."""
     stages: list[StageReport]
     accuracy: dict[str, float]
-    """Held-out accuracy by training stage, in order; the last is `final`, of the merged model."""
+    """Held-out accuracy by training stage, in order; then `final`, of the merged model, and
+    `incumbent`, of the one that it was compared with."""
     promoted: bool
 
     @property

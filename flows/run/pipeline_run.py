@@ -15,23 +15,21 @@ from pathlib import Path
 
 from prefect.context import FlowRunContext
 
-from engines.config.plugins import TRACKERS
 from engines.config.stages import Runtime
 from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
 from flows.run.lazy_cluster import LazyCluster
+from flows.run.registry import Registry, open_tracker
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
-from infra.services.stack import tracking_address
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import Tracker, TrackerSettings
 from tasks.runner.cancellation import stop_followed
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
@@ -93,6 +91,7 @@ class PipelineRun:
         orchestrated: bool,
     ) -> None:
         self.stages = stages
+        self.registry = Registry(recipe, history.storage)
         self._recipe = recipe
         self._history = history
         self._recorder = recorder
@@ -171,9 +170,7 @@ def open_run(
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
     """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
-    location = recipe.location
-    settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
-    tracker: Tracker = TRACKERS.load(location.tracker)(settings)
+    tracker = open_tracker(recipe)
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
     ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
     return Recorder(
@@ -184,11 +181,6 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
         tags={"recipe": recipe.name, "seed": str(recipe.seed), **flow_run},
         store_uri=recipe.store_uri,
     )
-
-
-def tracking_uri(recipe: Recipe) -> str:
-    """The MLflow of a run: asked for, or started by `rlhf up`, or a database in the home."""
-    return recipe.location.tracking_uri or tracking_address(recipe.home)
 
 
 def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:

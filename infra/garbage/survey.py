@@ -242,7 +242,7 @@ def _beyond(
 
 
 def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
-    """Models that passed a gate last, by digest: a registry elsewhere may still offer them."""
+    """Last champions and challengers, by digest: a registry elsewhere may still offer them."""
     records = [
         entry.record
         for log in logs
@@ -255,9 +255,9 @@ def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
             decision = Decision.read(storage.local_copy(record.artifact))
         except ArtifactError:
             continue  # then it is not known which model it was
-        if decision.promoted:
-            newest[f"{decision.model_name}@{decision.alias}"] = decision.model_digest
-    return {digest: f"promoted as {alias}" for alias, digest in newest.items()}
+        if decision.given_alias:
+            newest[f"{decision.model_name}@{decision.given_alias}"] = decision.model_digest
+    return {digest: f"last {alias} of a gate" for alias, digest in newest.items()}
 
 
 def _being_read(

@@ -1,4 +1,4 @@
-"""Models that passed the gate, as versions in MLflow's registry.
+"""Models that a gate decided about, as versions in MLflow's registry.
 
 Promises: one version per digest, however often the same model is registered; the alias points to
 it afterwards; `mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load
@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.tracking.tracker import ModelCandidate
+from infra.store.stage_spec import Artifact
+from infra.tracking.tracker import Incumbent, ModelCandidate
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -27,6 +28,10 @@ MAX_UPLOAD_BYTES = 2 * 1024**3
 ARTIFACT_PATH = "model"
 METRIC_TAG = "rlhf.metric."
 DIGEST_TAG = "rlhf.digest"
+URI_TAG = "rlhf.uri"
+FINGERPRINT_TAG = "rlhf.fingerprint"
+BEAT_TAG = "rlhf.beat"
+"""The model that had the alias before, as JSON; empty: none that it was compared with."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -46,14 +51,48 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate) -> str:
         source = _log_model(client, candidate)
         tags = {
             DIGEST_TAG: artifact.digest,
-            "rlhf.uri": artifact.uri,
-            "rlhf.fingerprint": artifact.fingerprint or "",
+            URI_TAG: artifact.uri,
+            FINGERPRINT_TAG: artifact.fingerprint or "",
             **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
         }
         created = client.create_model_version(candidate.name, source, candidate.run_id, tags=tags)
         version = str(created.version)
+    beat = candidate.beat.model_dump_json() if candidate.beat else ""
+    client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)
     client.set_registered_model_alias(candidate.name, candidate.alias, version)
     return version
+
+
+def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
+    """The version that an alias points to, as its tags tell it.
+
+    Args:
+        client: of the registry.
+        name: of the registered model.
+        alias: of one of its versions.
+
+    Returns:
+        The version; None without one.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        version = client.get_registered_model(name).aliases.get(alias)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        version = None
+    if version is None:
+        return None
+    found = client.get_model_version(name, version)
+    tags, beat = found.tags, found.tags.get(BEAT_TAG)
+    artifact = Artifact(
+        kind="model",
+        uri=tags.get(URI_TAG, found.source or ""),
+        digest=tags.get(DIGEST_TAG, ""),
+        fingerprint=tags.get(FINGERPRINT_TAG) or None,
+    )
+    return Incumbent(str(version), artifact, Artifact.model_validate_json(beat) if beat else None)
 
 
 def aliased_digests(client: "MlflowClient") -> dict[str, str]:

@@ -20,6 +20,7 @@ from infra import env
 from infra.host.records import file_lock
 from infra.redact import redact
 from infra.tracking.tracker import (
+    Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
@@ -155,6 +156,15 @@ class MlflowTracker:
             from infra.tracking.mlflow_models import register_version
 
             return register_version(self._client, candidate)
+
+    def incumbent(self, name: str, alias: str) -> Incumbent | None:
+        """As the registry says now; a database that was never made is not made for it."""
+        if self.is_absent():
+            return None
+        with _refusals(), self._writing():
+            from infra.tracking.mlflow_models import bearer_of
+
+            return bearer_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
         """Of all models of the registry, whoever registered them."""

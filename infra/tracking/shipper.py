@@ -19,7 +19,7 @@ from infra.redact import redact
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger, RunEntry
-from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.promotion import CHALLENGER, INCUMBENT, PROMOTION, Decision
 from infra.tracking.tracker import (
     MetricPoint,
     ModelCandidate,
@@ -296,21 +296,38 @@ class Shipper:
         self._tracker.set_state(run_id, entry.state, tags, entry.metrics)
 
     def _register(self, entry: RunEntry, run_id: str) -> None:
-        """A committed promotion is what registers a model, whoever sees it first."""
+        """A committed promotion is what registers a model, whoever sees it first.
+
+        The alias moves only from the incumbent that the model was compared with, if there is one:
+        a decision that is told late takes nothing from a later champion.
+        """
         if entry.output is None or "model" not in entry.inputs:
             return
         decision = Decision.read(self._history.storage.local_copy(entry.output))
-        if decision.promoted:
-            model = entry.inputs["model"]
-            candidate = ModelCandidate(
-                name=decision.model_name,
-                alias=decision.alias,
-                artifact=model,
-                directory=self._history.storage.local_copy(model),
-                run_id=run_id,
-                metrics=entry.metrics,
+        alias, model = decision.given_alias, entry.inputs["model"]
+        if not alias:
+            return
+        bearer = self._tracker.incumbent(decision.model_name, decision.alias)
+        if bearer is not None and bearer.artifact.digest == model.digest:
+            return
+        beaten = decision.comparison.incumbent_digest if decision.comparison else None
+        if decision.promoted and bearer is not None and bearer.artifact.digest != beaten:
+            alias = CHALLENGER
+            _log.warning(
+                "promote: version %s of %s became %s meanwhile; this model is registered as %s: "
+                "run the recipe again to compare it with that one",
+                *(bearer.version, decision.model_name, decision.alias, alias),
             )
-            self._tracker.register(candidate)
+        candidate = ModelCandidate(
+            name=decision.model_name,
+            alias=alias,
+            artifact=model,
+            directory=self._history.storage.local_copy(model),
+            run_id=run_id,
+            metrics=entry.metrics,
+            beat=entry.inputs.get(INCUMBENT) if alias == decision.alias else None,
+        )
+        self._tracker.register(candidate)
 
 
 def _points(records: list[JournalRecord]) -> list[MetricPoint]:

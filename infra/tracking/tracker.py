@@ -77,15 +77,16 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A model that passed its gate.
+    """A model that is to be registered.
 
     Attributes:
         name: of the registered model.
         alias: moves to this model (`champion`).
         artifact: the model.
         directory: its files, a Hugging Face directory of this machine.
-        run_id: the run that let it pass.
+        run_id: the run that decided about it.
         metrics: headline numbers.
+        beat: the model that it was compared with and that it takes the alias from; None: none.
     """
 
     name: str
@@ -94,6 +95,22 @@ class ModelCandidate:
     directory: Path
     run_id: str
     metrics: Mapping[str, float]
+    beat: Artifact | None = None
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The version that bears an alias.
+
+    Attributes:
+        version: its number.
+        artifact: the model; its digest is empty where somebody else registered the version.
+        beat: as the last `ModelCandidate` of this digest had it.
+    """
+
+    version: str
+    artifact: Artifact
+    beat: Artifact | None = None
 
 
 class Tracker(Protocol):
@@ -153,6 +170,10 @@ class Tracker(Protocol):
 
     def register(self, candidate: ModelCandidate) -> str:
         """Make a model a version, once per digest, and give it the alias; its number."""
+        ...
+
+    def incumbent(self, name: str, alias: str) -> Incumbent | None:
+        """Who bears an alias of a registered model; None: nobody, or there is no such model."""
         ...
 
     def aliased(self) -> Mapping[str, str]:

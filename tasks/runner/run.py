@@ -13,7 +13,10 @@ COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_steps", "size_bytes")
 def headline_metric(metrics: Mapping[str, float]) -> str:
     """The one number of a stage that people compare; empty if it has none."""
     if "promoted" in metrics:
-        return "promoted" if metrics["promoted"] else "not promoted"
+        verdict = "promoted" if metrics["promoted"] else "not promoted"
+        if "gain" not in metrics:
+            return verdict
+        return f"{verdict}, gain {metrics['gain']:+.3g}, chance {metrics['gain_margin']:.3g}"
     if "accuracy" in metrics:
         return f"accuracy {metrics['accuracy']:.1%}"
     return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")

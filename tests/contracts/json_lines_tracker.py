@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.host.records import file_lock
+from infra.store.stage_spec import Artifact
 from infra.tracking.tracker import (
+    Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
@@ -84,8 +86,25 @@ class JsonLinesTracker:
             lines = [line for line in self._lines() if line.get("model") == candidate.name]
             digests = list(dict.fromkeys(line["digest"] for line in lines))
             digest = candidate.artifact.digest
-            self._append({"model": candidate.name, "digest": digest, "alias": candidate.alias})
-            return str([*digests, digest].index(digest) + 1)
+            number = str([*digests, digest].index(digest) + 1)
+            line = {"model": candidate.name, "digest": digest, "alias": candidate.alias}
+            beat = candidate.beat.model_dump() if candidate.beat else None
+            told = {"number": number, "artifact": candidate.artifact.model_dump(), "beat": beat}
+            self._append(line | told)
+            return number
+
+    def incumbent(self, name: str, alias: str) -> Incumbent | None:
+        """Later lines win."""
+        with self._lock():
+            lines = [x for x in self._lines() if (x.get("model"), x.get("alias")) == (name, alias)]
+        if not lines:
+            return None
+        artifact, beat = lines[-1]["artifact"], lines[-1]["beat"]
+        return Incumbent(
+            lines[-1]["number"],
+            Artifact.model_validate(artifact),
+            Artifact.model_validate(beat) if beat else None,
+        )
 
     def aliased(self) -> dict[str, str]:
         """Later lines win."""

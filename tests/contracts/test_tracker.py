@@ -26,6 +26,7 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 from engines.config.plugins import TRACKERS, register_plugin
 from infra.store.stage_spec import Artifact
 from infra.tracking.tracker import (
+    Incumbent,
     MetricPoint,
     ModelCandidate,
     TrackedRun,
@@ -173,6 +174,31 @@ def test_a_model_is_one_version_per_digest(make: Callable[[], Tracker], tmp_path
     assert make().aliased() == {"b" * 64: "m@champion"}
     assert register("a") == "1"
     assert make().aliased() == {"a" * 64: "m@champion"}
+
+
+def test_an_alias_leads_to_what_was_registered(make: Callable[[], Tracker], tmp_path: Path) -> None:
+    tracker = make()
+    run_id = tracker.open_run(TrackedRun("i" * 8, "promote"))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    first, second = (
+        Artifact(kind="model", uri=str(tmp_path), digest=each * 64, fingerprint="f" * 64)
+        for each in "ab"
+    )
+
+    def register(artifact: Artifact, alias: str, beat: Artifact | None) -> None:
+        candidate = ModelCandidate("rivals", alias, artifact, tmp_path, run_id, {}, beat)
+        make().register(candidate)
+
+    def bearers() -> tuple[Incumbent | None, Incumbent | None]:
+        return make().incumbent("rivals", "champion"), make().incumbent("rivals", "challenger")
+
+    assert bearers() == (None, None)
+    register(first, "champion", None)
+    assert bearers() == (Incumbent("1", first), None)
+    register(second, "challenger", None)
+    assert bearers() == (Incumbent("1", first), Incumbent("2", second))
+    register(second, "champion", first)
+    assert bearers()[0] == Incumbent("2", second, first)
 
 
 def test_files_are_kept_with_a_run(make: Callable[[], Tracker], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
 pytestmark = pytest.mark.slow
 
-LONG_SFT = settings("sft.num_steps=150")
+LONG_SFT = settings("sft.num_steps=150", "promote.model_name=long")
 SPLITS = ("sft", "rl", "evaluation")
 ALL = [
     "preprocess",

@@ -9,7 +9,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from infra.store.stage_spec import Artifact
 from infra.tracking.tracker import (
+    Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
@@ -26,7 +28,7 @@ CREATE TABLE IF NOT EXISTS points (run TEXT, name TEXT, step INTEGER, value TEXT
     PRIMARY KEY (run, name, step));
 CREATE TABLE IF NOT EXISTS tags (run TEXT, name TEXT, value TEXT, PRIMARY KEY (run, name));
 CREATE TABLE IF NOT EXISTS versions (number INTEGER, model TEXT, digest TEXT,
-    PRIMARY KEY (model, digest));
+    artifact TEXT, beat TEXT, PRIMARY KEY (model, digest));
 CREATE TABLE IF NOT EXISTS aliases (model TEXT, alias TEXT, digest TEXT,
     PRIMARY KEY (model, alias));
 """
@@ -109,9 +111,13 @@ class SqliteTracker:
         row = {"model": candidate.name, "digest": candidate.artifact.digest}
         with self._open() as database:
             database.execute(
-                "INSERT OR IGNORE INTO versions SELECT COUNT(*) + 1, :model, :digest "
-                "FROM versions WHERE model = :model",
-                row,
+                "INSERT OR IGNORE INTO versions SELECT COUNT(*) + 1, :model, :digest, :artifact, "
+                "'' FROM versions WHERE model = :model",
+                {**row, "artifact": candidate.artifact.model_dump_json()},
+            )
+            database.execute(
+                "UPDATE versions SET beat = :beat WHERE model = :model AND digest = :digest",
+                {**row, "beat": candidate.beat.model_dump_json() if candidate.beat else ""},
             )
             database.execute(
                 "INSERT OR REPLACE INTO aliases VALUES (:model, :alias, :digest)",
@@ -119,6 +125,23 @@ class SqliteTracker:
             )
             query = "SELECT number FROM versions WHERE model = :model AND digest = :digest"
             return str(database.execute(query, row).fetchone()[0])
+
+    def incumbent(self, name: str, alias: str) -> Incumbent | None:
+        """The version whose digest the alias has."""
+        with self._open() as database:
+            query = (
+                "SELECT number, artifact, beat FROM versions JOIN aliases USING (model, digest) "
+                "WHERE model = ? AND alias = ?"
+            )
+            found = database.execute(query, (name, alias)).fetchone()
+        if found is None:
+            return None
+        number, artifact, beat = found
+        return Incumbent(
+            str(number),
+            Artifact.model_validate_json(artifact),
+            Artifact.model_validate_json(beat) if beat else None,
+        )
 
     def aliased(self) -> dict[str, str]:
         """What the aliases point to."""

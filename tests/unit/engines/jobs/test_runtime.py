@@ -170,8 +170,8 @@ def test_leftovers_of_a_killed_attempt_are_not_published(spec: StageSpec) -> Non
     ("changes", "line"),
     [
         (
-            {"config": {"promote": {"metric": "accuracyy"}}},
-            "promote.metric: got 'accuracyy'; need one of: accuracy",
+            {"config": {"promote": {"metric": "pass@4"}}},
+            "promote.metric: got 'pass@4'; need one of: accuracy",
         ),
         (
             {"config": {"promote": {"min_valeu": 1}}},

@@ -61,7 +61,7 @@ def test_the_table_has_a_row_per_stage() -> None:
         seconds=0.04,
         digest="e" * 64,
         fingerprint="f" * 64,
-        metrics={"accuracy": 0.93, "promoted": 1.0},
+        metrics={"accuracy": 0.93, "promoted": 1.0, "gain": 0.05, "gain_margin": 0.02},
         job_seconds={},
     )
     out = io.StringIO()
@@ -72,5 +72,5 @@ def test_the_table_has_a_row_per_stage() -> None:
         "reused",
         "0.0",
         "eeeeeeeeeeee",
-        "promoted",
+        "promoted, gain +0.05, chance 0.02",
     ]

@@ -182,7 +182,7 @@ def test_every_algorithm_ships_in_both_sizes() -> None:
 def test_it_plans_every_stage_without_a_network(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name).model_copy(update={"hardware": KNOWN})
     planner = Planner(LocalStorage(tmp_path / "store"), recipe.seed, {})
-    run_stages(recipe, planner)
+    run_stages(recipe, planner, lambda _: None)
     labels = [stage.label for stage in planner.stages]
     assert planner.stages[0].fingerprint
     assert labels[-3:] == ["merge", "evaluate", "promote"]

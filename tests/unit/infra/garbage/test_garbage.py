@@ -177,7 +177,7 @@ def test_the_model_that_an_alias_points_to_stays(store: Store) -> None:
     found = store.survey({registered.digest: "registered as m@champion"})
     assert {stage.fingerprint for stage in found.goes} == {*map(fp, ("first", "gate 1", "gate 2"))}
     assert {stage.needed_by for stage in found.stays} == {
-        "promoted as m@champion",
+        "last m@champion of a gate",
         "registered as m@champion",
     }
 

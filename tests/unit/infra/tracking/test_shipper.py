@@ -1,6 +1,7 @@
 """The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,9 +24,15 @@ from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
 from infra.tracking.ledger import Ledger, Owner, RunEntry
-from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.promotion import PROMOTION, Comparison, Decision
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import MetricPoint, TrackedRun, TrackerRefusedError, TrackerSettings
+from infra.tracking.tracker import (
+    Incumbent,
+    MetricPoint,
+    TrackedRun,
+    TrackerRefusedError,
+    TrackerSettings,
+)
 
 FINGERPRINT = "f" * 64
 GONE = Owner(host=socket.gethostname(), process=ProcessIdentity(pid=2**22 - 1, started="0"))
@@ -319,6 +326,70 @@ def test_each_server_is_told_everything_once(world: World) -> None:
             told(shipper, PARENT, stage)
         assert tracker.path.read_text().count('"model": "m"') == 1
         assert world.seen(tracker=tracker)["state"] == "FINISHED"
+
+
+def decided(
+    world: World, name: str, value: float, incumbent: Artifact | None = None, *, promoted: bool
+) -> RunEntry:
+    """A stage that decided about a model of that name."""
+    directory = world.home / name
+    directory.mkdir()
+    (directory / "config.json").write_text(f'{{"name": "{name}"}}')
+    model = world.history.storage.publish(directory, "model")
+    comparison = None
+    if incumbent is not None:
+        comparison = Comparison(
+            incumbent_digest=incumbent.digest, value=0.5, gain=value - 0.5, margin=0.1,
+            confidence=0.95, num_problems=9,
+        )  # fmt: skip
+    decision = Decision(
+        promoted=promoted, metric="accuracy", value=value, min_value=0.1, alias="champion",
+        model_digest=model.digest, model_name="m", comparison=comparison,
+    )  # fmt: skip
+    inputs = {"model": model, **({"incumbent": incumbent} if incumbent else {})}
+    output = world.publish(PROMOTION, decision_json=canonical_json(decision))
+    shutil.rmtree(world.home / "out", ignore_errors=True)
+    update = {"key": name + "0" * 63, "state": "FINISHED", "inputs": inputs, "output": output}
+    return STAGE.model_copy(update=update)
+
+
+def test_winners_losers_and_those_below_the_bar_get_what_they_deserve(world: World) -> None:
+    tracker = world.tracker
+    first = decided(world, "a", 0.5, promoted=True)
+    old = first.inputs["model"]
+    told(world.shipper(), PARENT, first)
+    told(world.shipper(), decided(world, "b", 0.55, old, promoted=False))
+    told(world.shipper(), decided(world, "c", 0.05, old, promoted=False))
+    champion, challenger = (tracker.incumbent("m", a) for a in ("champion", "challenger"))
+    assert champion == Incumbent("1", old)
+    assert challenger is not None
+    assert challenger.version == "2"
+    assert '"3"' not in tracker.path.read_text()
+    better = decided(world, "d", 0.9, old, promoted=True)
+    told(world.shipper(), better)
+    assert tracker.incumbent("m", "champion") == Incumbent("3", better.inputs["model"], old)
+
+
+def test_a_decision_told_late_takes_nothing_from_a_later_champion(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = decided(world, "a", 0.5, promoted=True)
+    told(world.shipper(), PARENT, first)
+    old = first.inputs["model"]
+    late, better = (
+        decided(world, name, value, old, promoted=True) for name, value in (("b", 0.7), ("c", 0.9))
+    )
+    told(world.shipper(), better)
+    champion = world.tracker.incumbent("m", "champion")
+    told(world.shipper(), late)
+    assert world.tracker.incumbent("m", "champion") == champion
+    loser = world.tracker.incumbent("m", "challenger")
+    assert loser == Incumbent("3", late.inputs["model"])
+    assert "version 2 of m became champion meanwhile" in caplog.text
+    # Told again, as to a server that was told everything but the last answer.
+    before = world.tracker.path.read_text().count('"model": "m"')
+    told(world.shipper(), better.model_copy(update={"key": "e" + "0" * 63}))
+    assert world.tracker.path.read_text().count('"model": "m"') == before
 
 
 class LeftSlowly:

@@ -73,6 +73,8 @@ STAGES = {
     "engines/jobs/merge.py": {"merge"},
     "engines/jobs/evaluate.py": MEASURE,
     "engines/jobs/promote.py": {"promote"},
+    "engines/trainers/evaluation/paired.py": {"promote"},
+    "engines/trainers/evaluation/evaluator.py": MEASURE,
     "engines/jobs/preprocess.py": {"preprocess"},
     "engines/data/prepare/preprocessors/gsm8k.py": set(),  # the quickstart names none
     "engines/data/prepare/arithmetic.py": {"preprocess"},
@@ -124,7 +126,7 @@ class Fingerprints:
         self._planner = Planner(LocalStorage(store), recipe.seed, {})
         self.requests: list[StageRequest] = []
         self.seed = recipe.seed
-        run_stages(recipe, self)
+        run_stages(recipe, self, lambda _: None)
 
     def run(self, request: StageRequest) -> StageResult:
         self.requests.append(request)

@@ -13,11 +13,11 @@ from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra import job_environments
-from infra.errors import ConfigError
+from infra.errors import ConfigError, ServiceError
 from infra.identity import fingerprint
 from infra.identity.fingerprint import next_fingerprint, source_closure
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import CommitRecord
+from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
@@ -92,11 +92,15 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 def run(
-    recipe: Recipe, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
+    recipe: Recipe,
+    storage: LocalStorage,
+    scratch: Path,
+    constant: tuple[str, ...] = (),
+    incumbent: Artifact | None = None,
 ) -> CommittingRunner:
     runner = CommittingRunner(storage, scratch / "scratch", constant)
     runner.seed = recipe.seed
-    run_stages(recipe, runner)
+    run_stages(recipe, runner, lambda _: incumbent)
     return runner
 
 
@@ -309,7 +313,7 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
 ) -> None:
     run(two_rounds(), storage, tmp_path)
     planner = Planner(storage, 0, {})
-    run_stages(two_rounds("rl.num_rounds=3"), planner)
+    run_stages(two_rounds("rl.num_rounds=3"), planner, lambda _: None)
     status = {stage.label: stage.status for stage in planner.stages}
     assert status == {
         "preprocess": "hit",
@@ -328,12 +332,80 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     assert not planner.all_hit
     assert planner.stages[-1].fingerprint == ""
     again = Planner(storage, 0, {"merge": "token"})
-    run_stages(two_rounds(), again)
+    run_stages(two_rounds(), again, lambda _: None)
     assert [stage.label for stage in again.stages if stage.status != "hit"] == [
         "merge",
         "evaluate",
         "promote",
     ]
+
+
+def test_an_incumbent_is_evaluated_as_the_candidate_is(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    before = run(two_rounds(), storage, tmp_path)
+    old = before.requests["evaluate"].inputs["model"]
+    three = two_rounds("rl.num_rounds=3")
+    after = run(three, storage, tmp_path, incumbent=old)
+    assert after.ran == ["rl_round_3", "evaluate_rl_round_3", *ALL[7:]]
+    assert (
+        after.requests["evaluate_incumbent"].fingerprint == before.requests["evaluate"].fingerprint
+    ), "its own run evaluated it"
+    assert sorted(after.requests["promote"].inputs) == [
+        "evaluation", "incumbent", "incumbent_evaluation", "model",
+    ]  # fmt: skip
+    assert run(three, storage, tmp_path, incumbent=old).ran == []
+    fewer = two_rounds("rl.num_rounds=3", "evaluation.num_problems=7")
+    measured = [*MEASURING[:3], "evaluate_rl_round_3", "evaluate", "evaluate_incumbent", "promote"]
+    assert run(fewer, storage, tmp_path, incumbent=old).ran == measured
+
+
+def test_another_incumbent_is_another_decision_and_nothing_else(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    others = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+        others.append(storage.publish(tmp_path / name, "model"))
+    run(two_rounds(), storage, tmp_path)
+    for other in others:
+        ran = run(two_rounds(), storage, tmp_path, incumbent=other).ran
+        assert ran == ["evaluate_incumbent", "promote"]
+    # Even if both answer alike.
+    constant = ("evaluate_incumbent",)
+    fewer = two_rounds("evaluation.num_problems=7")
+    run(fewer, storage, tmp_path, constant, others[0])
+    ran = run(fewer, storage, tmp_path, constant, others[1]).ran
+    assert ran == ["evaluate_incumbent", "promote"]
+
+
+def test_a_plan_shows_the_incumbent_before_the_candidate_is_known(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "content").write_text("old")
+    old = storage.publish(tmp_path / "old", "model")
+    run(two_rounds(), storage, tmp_path)
+    planner = Planner(storage, 0, {})
+    run_stages(two_rounds("rl.num_rounds=3"), planner, lambda _: old)
+    status = {stage.label: stage.status for stage in planner.stages}
+    assert (status["merge"], status["evaluate_incumbent"], status["promote"]) == (
+        "unknown", "miss", "unknown",
+    )  # fmt: skip
+
+
+def test_without_an_answer_of_the_registry_nothing_is_promoted(
+    storage: LocalStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = CommittingRunner(storage, tmp_path / "scratch")
+
+    def away(candidate: Artifact) -> Artifact | None:
+        raise ServiceError(f"nobody knows who is above {candidate.kind}")
+
+    run_stages(two_rounds(), runner, away)
+    assert runner.ran == ALL[:-1]
+    assert caplog.messages == ["promote: nobody knows who is above model"]
 
 
 def test_what_was_forced_stands_for_whatever_comes_after_it(

@@ -1,0 +1,141 @@
+"""Whether one model beats another on the same problems, or chance could have done it. No torch.
+
+If neither were better, each problem's difference could as well have had the other sign. The sum of
+the differences is compared with its values over random signs: the paired randomization test
+(Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer Intensive Methods for Testing
+Hypotheses, 1989). For verdicts, whose differences are -1, 0 and 1, it is the exact McNemar (sign)
+test up to the error of its draws.
+
+Promises: equal models are told apart no more often than (1 - confidence) / 2, however few problems
+changed; equal inputs give equal results.
+Does not promise: an interval for the size of a large gain; it is wider than that of a bootstrap.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from engines.trainers.evaluation.accuracy import pass_at_k
+from infra.errors import ConfigError
+
+NUM_DRAWS = 20_000
+MAX_CELLS = 2**22
+"""Signs that are drawn at once."""
+
+
+@dataclass(frozen=True)
+class PairedGain:
+    """A mean difference, and what chance alone gives.
+
+    Attributes:
+        mean: above 0, if the second model is better.
+        margin: half the width of the interval around the mean.
+        num_problems: that were compared.
+    """
+
+    mean: float
+    margin: float
+    num_problems: int
+
+
+def paired_gain(
+    differences: Sequence[float], confidence: float, seed: int, num_draws: int = NUM_DRAWS
+) -> PairedGain:
+    """Compare a mean difference with those of random signs.
+
+    Args:
+        differences: one for each problem, at least one.
+        confidence: two-sided, of the interval.
+        seed: of the signs.
+        num_draws: of all signs.
+
+    Returns:
+        The gain.
+
+    Raises:
+        ValueError: there is no difference.
+    """
+    if not differences:
+        raise ValueError("got no differences; need one or more")
+    values = np.asarray(differences, dtype=np.float64)
+    sizes, which = np.unique(np.abs(values), return_inverse=True)
+    counts = np.bincount(which)
+    # The observed sum is made as the drawn ones are: equal signs give the same bits.
+    observed = np.bincount(which, np.sign(values)) @ sizes
+    random = np.random.default_rng(seed)
+    num_rows = max(1, MAX_CELLS // len(sizes))
+    sums = [
+        (2 * random.binomial(counts, 0.5, (min(num_rows, num_draws - start), len(sizes))) - counts)
+        @ sizes
+        for start in range(0, num_draws, num_rows)
+    ]
+    # The margin is one of the sums: differences of verdicts come in steps of one problem.
+    margin = np.quantile(np.concatenate(sums), (1 + confidence) / 2, method="inverted_cdf")
+    return PairedGain(float(observed) / len(values), float(margin) / len(values), len(values))
+
+
+def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float]:
+    """By how much each problem went better than with the incumbent.
+
+    Args:
+        evaluation: directory of an evaluation.
+        incumbent: of the incumbent's.
+        metric: `accuracy`, `reward/mean` or `pass@k`.
+
+    Returns:
+        The differences of the problems that have a value in both, in their order.
+
+    Raises:
+        ConfigError: the problems of the two are not the same, or no problem has a value in both.
+    """
+    now, before = _values(evaluation, metric), _values(incumbent, metric)
+    differing = sorted(now.keys() ^ before.keys())
+    if differing:
+        index, source, _ = differing[0]
+        raise ConfigError(
+            "inputs.incumbent_evaluation",
+            f"got other problems than those of the candidate ({len(differing)} differ, the first "
+            f"is problem {index} of {source}); need the same; evaluate both on one dataset, or "
+            "register under another promote.model_name",
+        )
+    pairs = [(value, before[problem]) for problem, value in now.items()]
+    found = [new - old for new, old in pairs if new is not None and old is not None]
+    if not found:
+        raise ConfigError(
+            "promote.metric", f"got {metric!r}; need one that both models have on some problem"
+        )
+    return found
+
+
+Problem = tuple[int, str, str]
+"""Number in the evaluation split, data source, true answer."""
+
+
+def _values(directory: Path, metric: str) -> dict[Problem, float | None]:
+    columns = ["index", "data_source", "ground_truth", "greedy", "samples"]
+    rows = pq.read_table(directory / "rows.parquet", columns=columns).to_pylist()
+    return {
+        (row["index"], row["data_source"], row["ground_truth"]): problem_value(row, metric)
+        for row in rows
+    }
+
+
+def problem_value(row: Mapping[str, Any], metric: str) -> float | None:
+    """What one problem contributes to a metric of an evaluation.
+
+    Args:
+        row: of `rows.parquet`.
+        metric: `accuracy`, `reward/mean` or `pass@k`.
+
+    Returns:
+        The value, whose mean over problems is the metric; None where it could not be scored.
+    """
+    if not metric.startswith("pass@"):
+        return row["greedy"]["correct" if metric == "accuracy" else "score"]
+    verdicts = [each["correct"] for each in row["samples"] if each["correct"] is not None]
+    k = int(metric.removeprefix("pass@"))
+    return pass_at_k(len(verdicts), sum(verdicts), k) if len(verdicts) >= k else None

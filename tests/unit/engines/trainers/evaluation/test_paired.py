@@ -1,0 +1,161 @@
+"""The paired comparison against exact sign tests, and how often it tells equal models apart."""
+
+import random
+from collections.abc import Callable, Sequence
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.trainers.evaluation.paired import differences_of, paired_gain, problem_value
+from infra.errors import ConfigError
+
+
+def verdicts(num_lost: int, num_same: int, num_won: int) -> list[float]:
+    return [-1.0] * num_lost + [0.0] * num_same + [1.0] * num_won
+
+
+def is_beaten(differences: Sequence[float], confidence: float = 0.95, **draws: int) -> bool:
+    gain = paired_gain(differences, confidence, **{"seed": 0, **draws})
+    return gain.mean > gain.margin
+
+
+def chance_of_so_many(num_won: int, num_lost: int) -> float:
+    """McNemar's exact test, one-sided: a fair coin for each problem that changed."""
+    changed = num_won + num_lost
+    return sum(comb(changed, wins) for wins in range(num_won, changed + 1)) / 2**changed
+
+
+def test_six_of_six_by_hand() -> None:
+    # Sums of 6 signs: 6 with chance 1/64 = 0.016; 4 or less with 63/64 = 0.984, 2 or less with
+    # 57/64 = 0.891. So 4 is the 0.975 quantile.
+    gain = paired_gain(verdicts(0, 14, 6), 0.95, 0)
+    assert (gain.mean, gain.margin, gain.num_problems) == (6 / 20, 4 / 20, 20)
+    # Of 5 signs: 5 with chance 1/32 = 0.031, more than 0.025.
+    gain = paired_gain(verdicts(0, 14, 5), 0.95, 0)
+    assert (gain.mean, gain.margin) == (5 / 19, 5 / 19)
+    assert is_beaten(verdicts(0, 14, 5), confidence=0.9)
+
+
+def test_differences_of_many_sizes_by_hand() -> None:
+    # 1, 2 and 4 with random signs: the eight sums -7, -5, ... 7, each with chance 1/8.
+    gain = paired_gain([1.0, 2.0, 4.0], 0.5, 0)
+    assert (gain.mean, gain.margin) == (7 / 3, 3 / 3)
+    assert paired_gain([1.0, 2.0, 4.0], 0.8, 0).margin == 7 / 3
+
+
+@pytest.mark.parametrize("num_lost", [0, 1, 3, 10, 40])
+def test_verdicts_are_the_exact_test(num_lost: int) -> None:
+    num_compared = 0
+    for num_won in range(num_lost, num_lost + 40):
+        chance = chance_of_so_many(num_won, num_lost)
+        if abs(chance - 0.025) > 0.005:  # the error of the draws: 4.5 standard deviations
+            num_compared += 1
+            found = is_beaten(verdicts(num_lost, 100, num_won))
+            assert found == (chance < 0.025), (num_won, num_lost, chance)
+    assert num_compared > 30
+
+
+def _verdict(of: random.Random) -> float:
+    return float(of.random() < 0.8)
+
+
+def _score(of: random.Random) -> float:
+    return of.choice([0.0, 0.1, 0.1, 0.6, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("num_problems", "value", "least"),
+    [(16, _verdict, 0), (200, _verdict, 5), (40, _score, 5)],
+)
+def test_a_thousand_ties_are_called_wins_no_more_often_than_stated(
+    num_problems: int, value: Callable[[random.Random], float], least: int
+) -> None:
+    """Two models that are equally good: 25 wins are stated; 45 are four deviations above."""
+    of = random.Random(7)
+    num_wins = 0
+    for tie in range(1000):
+        differences = [value(of) - value(of) for _ in range(num_problems)]
+        num_wins += is_beaten(differences, seed=tie, num_draws=1000)
+    assert least <= num_wins <= 45
+
+
+def test_a_better_model_is_found() -> None:
+    of = random.Random(7)
+    found = [
+        is_beaten([float(of.random() < 0.9) - float(of.random() < 0.7) for _ in range(200)])
+        for _ in range(100)
+    ]
+    assert sum(found) > 95
+
+
+def test_equal_answers_are_no_win() -> None:
+    assert paired_gain([0.0] * 5, 0.95, 0).margin == 0.0
+    assert not is_beaten([0.0] * 5)
+    with pytest.raises(ValueError, match="got no differences"):
+        paired_gain([], 0.95, 0)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=30))
+def test_the_order_of_problems_does_not_count_and_a_repetition_is_equal(
+    values: list[float],
+) -> None:
+    gain = paired_gain(values, 0.9, 3, 100)
+    assert gain == paired_gain(values, 0.9, 3, 100)
+    again = paired_gain(values[::-1], 0.9, 3, 100)
+    assert (again.mean, again.margin) == (gain.mean, gain.margin)
+    assert gain.margin >= 0
+
+
+def answer(correct: bool | None, score: float | None = None) -> dict[str, Any]:
+    return {"correct": correct, "score": score}
+
+
+def row(index: int, correct: bool | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "index": index, "data_source": "sums", "ground_truth": str(index),
+        "greedy": answer(correct, 0.5 * index), "samples": [answer(correct)], **changes,
+    }  # fmt: skip
+
+
+def write(directory: Path, *rows: dict[str, Any]) -> Path:
+    directory.mkdir()
+    pq.write_table(pa.Table.from_pylist(list(rows)), directory / "rows.parquet")
+    return directory
+
+
+def test_problems_are_matched_by_their_numbers_and_unscored_ones_left_out(tmp_path: Path) -> None:
+    now = write(tmp_path / "now", row(0, True), row(1, False), row(2, None), row(3, True))
+    before = write(tmp_path / "before", row(3, False), row(1, True), row(2, True), row(0, True))
+    assert differences_of(now, before, "accuracy") == [0, -1, 1]
+    assert differences_of(now, before, "reward/mean") == [0, 0, 0, 0]
+    assert differences_of(now, before, "pass@1") == [0, -1, 1]
+
+
+@pytest.mark.parametrize(
+    "other", [row(2, True), row(1, True, data_source="products"), row(1, True, ground_truth="7")]
+)
+def test_other_problems_are_refused_by_name(tmp_path: Path, other: dict[str, Any]) -> None:
+    now = write(tmp_path / "now", row(0, True), row(1, True))
+    before = write(tmp_path / "before", row(0, True), other)
+    with pytest.raises(ConfigError, match=r"2 differ, the first is problem 1 of \w+") as caught:
+        differences_of(now, before, "accuracy")
+    assert caught.value.path == "inputs.incumbent_evaluation"
+
+
+def test_nothing_that_both_have_is_refused(tmp_path: Path) -> None:
+    now, before = write(tmp_path / "now", row(0, None)), write(tmp_path / "before", row(0, True))
+    with pytest.raises(ConfigError, match="got 'accuracy'; need one that both models have"):
+        differences_of(now, before, "accuracy")
+
+
+def test_a_problem_counts_for_pass_at_k_if_enough_samples_were_scored() -> None:
+    samples = [answer(True), answer(False), answer(None), answer(False)]
+    # Of the 3 pairs of the 3 scored samples, one holds no right one.
+    assert problem_value({"samples": samples}, "pass@2") == pytest.approx(2 / 3)
+    assert problem_value({"samples": samples}, "pass@4") is None
