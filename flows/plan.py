@@ -1,22 +1,28 @@
 """What a run would do, without doing it: each stage with its fingerprint, and whether it is done.
 
-A `tasks.runner.run.StageRunner` that only looks: below a stage that is not done, fingerprints are
-unknown, because they depend on what that stage would yield.
+A `tasks.runner.run.StageRunner` that only looks. Below a stage that is to run, fingerprints are
+unknown, because they depend on what that stage will yield. What is likely is told as such: where
+a stage has nothing new but code, or is forced, it may well yield what it yielded before, and then
+what follows is reused; where its configuration or its inputs are new, it will not.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from infra.errors import ArtifactCorruptError
+from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage
-from tasks.runner.adoption import find_adoptable, half_trained
+from tasks.runner.adoption import find_adoptable, half_trained, own_step
+from tasks.runner.differences import DIGITS, EarlierRuns
 from tasks.runner.identity import StageRequest
 from tasks.runner.run import StageResult
 
-Status = Literal["hit", "miss", "unknown"]
+Status = Literal["hit", "miss", "likely_run", "likely_reuse"]
 
-_NOT_MADE = Artifact(kind="unknown", uri="", digest="")
+_NOT_MADE = "not made"
+"""Kind of what stands for the output of a stage that is to run; its uri is the stage's label."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,13 @@ class PlannedStage:
 
     Attributes:
         label: name within the run.
-        status: `hit` is reused, `miss` would run, `unknown` lies below a miss.
+        status: `hit` is reused, `miss` would run; below a stage that is to run nothing is certain.
         fingerprint: empty while it is unknown.
         inputs: digest by name, empty where it is unknown.
         digest: of the output of a hit, else empty.
         adoption: whose half-trained work a hit continued, or a miss could; else empty.
+        why: a stage runs, or on what its reuse depends, in words; empty of a hit, and of a stage
+            that nothing before is like.
     """
 
     label: str
@@ -38,6 +46,20 @@ class PlannedStage:
     inputs: Mapping[str, str]
     digest: str
     adoption: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a stage that is no hit is likely to yield.
+
+    Attributes:
+        output: that it yielded before; None: something new.
+        given: by stage that is to run, the digest that this depends on.
+    """
+
+    output: Artifact | None
+    given: Mapping[str, str]
 
 
 class Planner:
@@ -60,6 +82,8 @@ class Planner:
         self._storage = storage
         self.seed = seed
         self._force, self._adopt = force, adopt
+        self._earlier = EarlierRuns(storage)
+        self._expected: dict[str, _Expected] = {}
         self.stages: list[PlannedStage] = []
 
     @property
@@ -79,33 +103,86 @@ class Planner:
         Raises:
             ConfigError: the stage is to adopt something, and there is nothing that it may.
         """
-        inputs = {name: artifact.digest for name, artifact in request.inputs.items()}
-        known = all(inputs.values())
-        fingerprint = request.fingerprint if known else ""
-        record = (
-            self._storage.lookup(fingerprint, self._force.get(request.label, "")) if known else None
+        label, inputs = request.label, request.inputs
+        known = all(each.digest for each in inputs.values())
+        likely = replace(request, inputs={name: self._likely(inputs[name]) for name in inputs})
+        found = self._lookup(likely, known)
+        hit = found if known else None
+        status: Status = "hit" if found else "miss"
+        if not known:
+            status = "likely_reuse" if found else "likely_run"
+        artifact = hit.artifact if hit else Artifact(kind=_NOT_MADE, uri=label, digest="")
+        stage = PlannedStage(
+            label=label,
+            status=status,
+            fingerprint=likely.fingerprint if known else "",
+            inputs={name: each.digest for name, each in inputs.items()},
+            digest=artifact.digest,
+            adoption=self._adoption(likely, hit) if known else "",
+            why="" if hit else self._expect(request, likely, found),
         )
-        artifact = record.artifact if record else _NOT_MADE
-        status: Status = "unknown" if not known else "hit" if record else "miss"
-        self.stages.append(
-            PlannedStage(
-                request.label,
-                status,
-                fingerprint,
-                inputs,
-                artifact.digest,
-                self._adoption(request, record) if known else "",
-            )
-        )
+        self.stages.append(stage)
         return StageResult(
-            label=request.label,
-            fingerprint=fingerprint,
+            label=label,
+            fingerprint=stage.fingerprint,
             artifact=artifact,
-            reused=record is not None,
+            reused=hit is not None,
             wall_s=0.0,
-            metrics=record.metrics if record else {},
-            job_seconds=record.seconds if record else {},
+            metrics=hit.metrics if hit else {},
+            job_seconds=hit.seconds if hit else {},
         )
+
+    def _likely(self, artifact: Artifact) -> Artifact:
+        """An input, or what is expected in its place; of no digest if something new is."""
+        if artifact.kind != _NOT_MADE:
+            return artifact
+        return self._expected[artifact.uri].output or artifact
+
+    def _lookup(self, request: StageRequest, known: bool) -> CommitRecord | None:
+        if not all(each.digest for each in request.inputs.values()):
+            return None
+        try:
+            return self._storage.lookup(request.fingerprint, self._force.get(request.label, ""))
+        except ArtifactCorruptError:
+            if known:
+                raise
+            return None  # perhaps nobody will ask for it
+
+    def _expect(
+        self, request: StageRequest, likely: StageRequest, found: CommitRecord | None
+    ) -> str:
+        """Remember what a stage that is no hit is likely to yield.
+
+        Args:
+            request: the stage.
+            likely: with the inputs that are expected.
+            found: what is committed for those.
+
+        Returns:
+            Why it runs, or on what its reuse depends.
+        """
+        unsure = {name: each.uri for name, each in request.inputs.items() if not each.digest}
+        if found is not None:
+            given = [self._expected[label].given for label in unsure.values()]
+            given = {label: digest for each in given for label, digest in each.items()}
+            self._expected[request.label] = _Expected(found.artifact, given)
+            return f"reused if {_again(given)}"
+        new = {name: label for name, label in unsure.items() if not likely.inputs[name].digest}
+        before = None if new else latest_commit(self._storage.attempts.entries(likely.fingerprint))
+        nearest = self._earlier.nearest(likely)
+        output = before.artifact if before else None
+        if before is None and nearest and not new and not nearest.differs.changes:
+            output = nearest.output
+        given = {request.label: output.digest} if output else {}
+        self._expected[request.label] = _Expected(output, given)
+        if before is not None:
+            return f"forced; it yielded {before.artifact.digest[:DIGITS]} before"
+        if not unsure and (step := own_step(self._storage, likely)):
+            return f"goes on from its step {step}"
+        if nearest is None or nearest.differs or not new:
+            return str(nearest or "")
+        inputs = nearest.spec.inputs
+        return f"runs unless {_again({label: inputs[name].digest for name, label in new.items()})}"
 
     def _adoption(self, request: StageRequest, record: CommitRecord | None) -> str:
         """What there is to say about half-trained work, in words."""
@@ -115,3 +192,7 @@ class Planner:
             find_adoptable(self._storage, request)
         found = half_trained(self._storage, request)
         return found[0].offer(request.label) if found else ""
+
+
+def _again(digests: Mapping[str, str]) -> str:
+    return " and ".join(f"{label} yields {each[:DIGITS]} again" for label, each in digests.items())

@@ -10,7 +10,9 @@ from prefect import flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
+from flows.asked_run import plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
@@ -39,6 +41,7 @@ def rlhf_pipeline(
     recipe: Recipe = load_recipe("quickstart"),  # noqa: B008  frozen, and the UI's form shows it
     force: dict[str, str] | None = None,
     adopt: list[str] | None = None,
+    start_from: str | None = None,
 ) -> Report:
     """From raw data to a promoted model.
 
@@ -46,6 +49,7 @@ def rlhf_pipeline(
         recipe: the whole configuration; the form is filled with the quickstart.
         force: by stage (`rl_round_2`), any new text: the stage runs again although it is done.
         adopt: stages that continue what was half-trained before an edit or in another layout.
+        start_from: a stage that runs again although it is done; all before it has to be done.
 
     Returns:
         What ran, what came out, where the time went.
@@ -53,8 +57,13 @@ def rlhf_pipeline(
     recipe = prepare_recipe(recipe)
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
+    tokens = dict(force or {})
+    if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
+        tokens.setdefault(start_from, str(flow_run.id))
     if SURROUNDINGS.get() is None:  # else whoever set them has looked before
         recipe = preflight(recipe)
-    with open_run(recipe, force or {}, adopt or []) as run:
+        if tokens or adopt:
+            plan_run(recipe, tokens, adopt or [], start_from)
+    with open_run(recipe, tokens, adopt or []) as run:
         run_stages(recipe, run.stages, run.registry.incumbent)
         return run.finish()

@@ -133,6 +133,13 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
         help="run a finished stage again, e.g. sft or rl_round_2; may be repeated",
     )
 
+    command.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="STAGE",
+        help="reuse everything before a stage, which runs again; refused if some of it is not done",
+    )
+
 
 def _add_gc_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--store", metavar="URI", help="another store than that of this home")

@@ -4,19 +4,25 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
+from flows.asked_run import plan_run
 from flows.broken_modules import tell_broken_modules
-from flows.plan import PlannedStage, Planner
+from flows.plan import PlannedStage, Status
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
-from flows.run.registry import Registry
-from flows.stage_order import run_stages
-from infra.store.storage import open_storage
+from tasks.runner.differences import DIGITS
 
-DIGITS = 12
+WORDS: Mapping[Status, str] = {
+    "hit": "reused",
+    "miss": "to run",
+    "likely_run": "likely to run",
+    "likely_reuse": "likely reused",
+}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -24,9 +30,8 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
     recipe = preflight(recipe)
-    storage = open_storage(recipe.store_uri)
-    planner = Planner(storage, recipe.seed, {label: "plan" for label in arguments.force})
-    run_stages(recipe, planner, Registry(recipe, storage).incumbent)
+    tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")
+    planner = plan_run(recipe, tokens, start_from=arguments.start_from)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]
         sys.stdout.write(json.dumps({"run": recipe.run_name, "stages": stages}, indent=2) + "\n")
@@ -34,17 +39,11 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(_table(planner.stages))
     for stage in planner.stages:
-        if stage.adoption:
-            console.print(f"{stage.label}: {stage.adoption}", highlight=False, soft_wrap=True)
-    counts = {
-        status: sum(stage.status == status for stage in planner.stages)
-        for status in ("hit", "miss", "unknown")
-    }
-    console.print(
-        f"{recipe.run_name}: {counts['hit']} reused, {counts['miss']} to run, "
-        f"{counts['unknown']} known once what comes before them has run",
-        highlight=False,
-    )
+        for text in filter(None, (stage.why, stage.adoption)):
+            console.print(f"{stage.label}: {text}", highlight=False, soft_wrap=True)
+    counts = Counter(stage.status for stage in planner.stages)
+    words = [f"{counts[status]} {text}" for status, text in WORDS.items() if counts[status]]
+    console.print(f"{recipe.run_name}: {', '.join(words)}", highlight=False)
     return 0
 
 
@@ -56,5 +55,7 @@ def _table(stages: list[PlannedStage]) -> Table:
         inputs = ", ".join(
             f"{name} {digest[:DIGITS] or '?'}" for name, digest in stage.inputs.items()
         )
-        table.add_row(stage.label, stage.status, stage.fingerprint[:DIGITS] or "?", inputs)
+        table.add_row(
+            stage.label, stage.status.replace("_", " "), stage.fingerprint[:DIGITS] or "?", inputs
+        )
     return table

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flows.asked_run import ask
 from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
 from flows.preflight import preflight
@@ -22,13 +23,14 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
     recipe = preflight(recipe)
+    asked = ask(recipe, arguments.force, arguments.adopt, arguments.start_from)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
         # Prefect reads those settings when it is imported: not before now.
         local_run: Any = importlib.import_module("flows.local.local_run")
-        report = local_run.run_locally(recipe, arguments.force, arguments.adopt, console, server)
+        report = local_run.run_locally(asked, console, server)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     sys.stdout.flush()
     return 0

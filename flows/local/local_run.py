@@ -1,8 +1,6 @@
 """The pipeline's flow in this process, watched from a terminal."""
 
 import logging
-from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -16,37 +14,26 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
 
+from flows.asked_run import AskedRun
 from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
-from flows.plan import Planner
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
 from flows.rlhf_pipeline import rlhf_pipeline
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.pipeline_run import SURROUNDINGS, Surroundings
-from flows.run.registry import Registry, tracking_uri
-from flows.stage_order import run_stages
-from infra.errors import ConfigError
+from flows.run.registry import tracking_uri
 from infra.redact import RedactingFilter
-from infra.store.storage import open_storage
 
 DRAIN_DEADLINE_S = 10.0
 UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 
-def run_locally(
-    recipe: Recipe,
-    force: Sequence[str],
-    adopt: Sequence[str],
-    console: Console,
-    prefect: PrefectServer,
-) -> Report:
+def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Report:
     """Run the flow here; Ray starts beside Prefect if some stage has to run.
 
     Args:
-        recipe: what to run.
-        force: labels of stages to run again.
-        adopt: labels of stages that continue half-trained work of another fingerprint.
+        asked: what to run, and how.
         console: where the run is shown.
         prefect: the server that keeps the history.
 
@@ -54,24 +41,10 @@ def run_locally(
         The report of the run.
 
     Raises:
-        ConfigError: a stage that was named is none of the recipe's or has nothing to adopt, or
-            a job refused its input.
+        ConfigError: a job refused its input.
     """
-    # A new token for every run: the same one would find the stage committed under it.
-    token = datetime.now(UTC).isoformat(timespec="microseconds")
-    tokens = dict.fromkeys(force, token)
-    storage = open_storage(recipe.store_uri)
-    planner = Planner(storage, recipe.seed, tokens, adopt)
-    run_stages(recipe, planner, Registry(recipe, storage).incumbent)
-    labels = [stage.label for stage in planner.stages]
-    for option, label in (
-        *(("--force", each) for each in force),
-        *(("--adopt", each) for each in adopt),
-    ):
-        if label not in labels:
-            raise ConfigError(option, f"got {label!r}; need one of {', '.join(labels)}")
-    cluster = LazyCluster(recipe.home)
-    if not planner.all_hit:
+    cluster = LazyCluster(asked.recipe.home)
+    if not asked.is_done:
         cluster.start()
     display = TerminalDisplay(console)
     show_warnings(console)
@@ -80,7 +53,7 @@ def run_locally(
         prefect.wait()
         if prefect.history_is_dead:
             crash_dead_runs()
-        return rlhf_pipeline(recipe, force=tokens, adopt=list(adopt))
+        return rlhf_pipeline(asked.recipe, asked.force, asked.adopt, asked.start_from)
     finally:
         # The flow released it, if it came so far.
         cluster.release()

@@ -15,25 +15,18 @@ and the seeds of a step are functions of (seed, step), so no row is left out or 
 generators of ranks are restored at the same number of ranks only.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from engines.config.base import Change
 from infra.errors import ArtifactNotFoundError, ConfigError
-from infra.field_errors import to_config_error
 from infra.store.stage_log import generation
-from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
+from infra.store.stage_spec import Adoption, some
 from infra.store.step_directories import link_checkpoint, newest_valid, step_directories
 from infra.store.storage import Storage
 from infra.tracking.journal import Journal, read_journal
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
-
-UNNAMED = "the device, or code of other distributions"
-_DIGITS = 12
+from tasks.runner.differences import DIGITS, UNNAMED, differences, specification
+from tasks.runner.identity import StageRequest
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class HalfTrained:
     refused: tuple[Change, ...]
 
     def __str__(self) -> str:
-        return f"step {self.step} of {self.fingerprint[:_DIGITS]}"
+        return f"step {self.step} of {self.fingerprint[:DIGITS]}"
 
     def offer(self, label: str) -> str:
         """Whether it can be adopted by a stage, in words; empty if it was given other inputs."""
@@ -189,51 +182,20 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
-    work, spec = _open_generation(storage, fingerprint), _specification(storage, fingerprint)
+    work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
     steps = step_directories(work[1]) if work else {}
     if work is None or not steps or spec is None or spec.stage != request.config.stage:
         return None
-    changes = list(_changes(spec, request))
-    if any(change.field == "round" for change in changes):
+    found = differences(spec, request)
+    if any(change.field == "round" for change in found.changes):
         return None
-    libraries = _differing(spec.libraries, request.libraries)
     differs = (
-        *(str(change) for change in changes if change.is_execution),
-        *_differing(spec.sources, request.sources),
-        *(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
+        *(str(change) for change in found.changes if change.is_execution),
+        *found.sources,
+        *found.libraries,
     )
-    refused = tuple(change for change in changes if not change.is_execution)
+    refused = tuple(change for change in found.changes if not change.is_execution)
     return HalfTrained(fingerprint, *work, max(steps), differs or (UNNAMED,), refused)
-
-
-def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
-    """Where a specification and a request differ, but for code and libraries."""
-    before = _values(spec.schema_version, spec.seed, spec.inputs)
-    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
-    for name, (old, new) in _differing(before, now).items():
-        yield Change(name, old, new, is_execution=False)
-    try:
-        config = type(request.config).model_validate(spec.config)
-    except ValidationError as error:
-        path = to_config_error(error, type(request.config)).path
-        yield Change(path, "what the code of then took", "another form", is_execution=False)
-    else:
-        yield from request.config.changes(config)
-
-
-def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-    digests = {f"inputs.{name}": each.digest[:_DIGITS] for name, each in inputs.items()}
-    return {"schema_version": schema_version, "seed": seed, **digests}
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Both values of each name whose values differ; None where there is none."""
-    names = sorted({*before, *now})
-    return {
-        name: (before.get(name), now.get(name))
-        for name in names
-        if before.get(name) != now.get(name)
-    }
 
 
 def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:
@@ -243,13 +205,3 @@ def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | N
         return None
     number = members[0].number
     return number, storage.channel(fingerprint).steps_dir(number, members[0].adopted)
-
-
-def _specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """What the attempts of the newest generation were to do."""
-    for entry in generation(storage.attempts.entries(fingerprint)):
-        try:
-            return storage.channel(fingerprint).read_specification(entry.number)
-        except ConfigError:
-            continue  # it died before it was written, or newer code wrote it
-    return None

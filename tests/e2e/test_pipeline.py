@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
+from infra.store.storage import open_storage
+
 pytestmark = pytest.mark.slow
 
 LONG_SFT = settings("sft.num_steps=150", "promote.model_name=long")
@@ -110,6 +112,28 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
     assert printed.count("reused") >= len(report["stages"])
     assert home.report(printed) == report, "the report of the work stays"
     assert log.stat().st_mtime_ns == before
+
+
+def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(
+    finished: tuple[Home, str],
+) -> None:
+    home, printed = finished
+    before = {stage["name"]: stage for stage in home.report(printed)["stages"]}
+    start = ["--from", "rl_round_1"]
+    planned = json.loads(home.rlhf("plan", "--json", *start))["stages"]
+    status = {stage["label"]: (stage["status"], stage["why"]) for stage in planned}
+    digest = before["rl_round_1"]["digest"][:12]
+    assert status["evaluate_sft"] == ("hit", "")
+    assert status["rl_round_1"] == ("miss", f"forced; it yielded {digest} before")
+    assert status["promote"] == ("likely_reuse", f"reused if rl_round_1 yields {digest} again")
+    report = home.report(home.rlhf("run", *start))
+    assert ran(report) == ["rl_round_1"]
+    assert {stage["name"]: stage["digest"] for stage in report["stages"]} == {
+        name: stage["digest"] for name, stage in before.items()
+    }
+    attempts = open_storage(str(home.path / "store")).attempts
+    log = attempts.entries(before["rl_round_1"]["fingerprint"])
+    assert [entry.kind for entry in log] == ["held", "committed"] * 2
 
 
 def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str]) -> None:

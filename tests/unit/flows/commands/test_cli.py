@@ -64,7 +64,25 @@ def test_plan_submits_nothing(
     assert main(["plan", "quickstart", "--set", "rl.num_rounds=1"]) == 0
     printed = capsys.readouterr().out
     assert "preprocess" in printed
-    assert "1 to run, 7 known once" in " ".join(printed.split())
+    assert "1 to run, 7 likely to run" in " ".join(printed.split())
+    assert not (home / "store/work").exists()
+    assert not (home / "services").exists()
+
+
+def test_a_plan_and_a_run_refuse_a_stage_to_start_from_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    for label, line in (
+        ("merge", "--from: got 'merge'; need every stage before it done, and preprocess is not; "),
+        ("marge", "--from: no 'marge'; known: preprocess, "),
+    ):
+        assert main(["plan", "quickstart", "--from", label]) == 2
+        planned = capsys.readouterr().err
+        assert planned.startswith(line)
+        assert main(["run", "quickstart", "--from", label]) == 2
+        assert capsys.readouterr().err == planned
     assert not (home / "store/work").exists()
     assert not (home / "services").exists()
 
