@@ -22,7 +22,7 @@ from infra.tracking.samples import KeptSample, KeptStep, write_samples
 
 MAX_NUM_TOKENS = 2048
 MAX_PROMPT_CHARS = 16_384
-DIGITS = 6
+NUM_DIGITS = 5
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8
 """A character of UTF-8 has at most 4 bytes: tokens that held back more are no text at all."""
@@ -141,4 +141,4 @@ def _numbers(values_T: Tensor, parts: Sequence[slice]) -> tuple[float | None, ..
 
 
 def _finite(value: float) -> float | None:
-    return round(value, DIGITS) if math.isfinite(value) else None
+    return float(f"{value:.{NUM_DIGITS}g}") if math.isfinite(value) else None

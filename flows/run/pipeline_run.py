@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prefect.context import FlowRunContext
@@ -30,6 +30,7 @@ from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger
+from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import Tracker, TrackerSettings
 from tasks.runner.cancellation import stop_followed
@@ -173,11 +174,17 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
     """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
     location = recipe.location
     settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
-    tracker: Tracker = TRACKERS.load(location.tracker)(settings)
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
-    ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+
+    def shipper(name: str, told: TrackerSettings) -> Shipper:
+        tracker: Tracker = TRACKERS.load(name)(told)
+        ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+        return Shipper(ledger, tracker, history)
+
+    # The address is that of the first tracker; each mirror has its own place.
+    mirrors = [shipper(name, replace(settings, uri=None)) for name in location.mirrors]
     return Recorder(
-        Shipper(ledger, tracker, history),
+        FanOut(shipper(location.tracker, settings), mirrors),
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,
