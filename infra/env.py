@@ -103,6 +103,12 @@ MLFLOW_TRACKING_URI = EnvVar("MLFLOW_TRACKING_URI", None, "address of the MLflow
 MLFLOW_TRACKING_TOKEN = EnvVar(
     "MLFLOW_TRACKING_TOKEN", None, "bearer token of the MLflow server", secret=True
 )
+WANDB_API_KEY = EnvVar(
+    "WANDB_API_KEY", None, "key of Weights & Biases; runs go there while they run", secret=True
+)
+WANDB_MODE = EnvVar(
+    "WANDB_MODE", None, "offline or online; by default online where there is a WANDB_API_KEY"
+)
 HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", secret=True)
 HF_HOME = EnvVar("HF_HOME", None, "directory of the Hugging Face cache")
 HF_ENDPOINT = EnvVar("HF_ENDPOINT", None, "address of the Hugging Face hub or of a mirror")
@@ -139,6 +145,9 @@ MLFLOW_SERVER_ENABLE_JOB_EXECUTION = EnvVar(
 )
 MLFLOW_DISABLE_TELEMETRY = EnvVar(
     "MLFLOW_DISABLE_TELEMETRY", None, "true keeps MLflow from phoning home"
+)
+WANDB_ERROR_REPORTING = EnvVar(
+    "WANDB_ERROR_REPORTING", None, "false keeps Weights & Biases from reporting its own errors"
 )
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", None, "threads of OpenMP, read when torch loads")
 TORCHDYNAMO_DISABLE = EnvVar(

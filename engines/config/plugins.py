@@ -236,7 +236,21 @@ PREPROCESSORS = PluginTable(
 TRACKERS = PluginTable(
     "tracker",
     "location.tracker",
-    [Row(name="mlflow", target="infra.tracking.mlflow_tracker:MlflowTracker")],
+    [
+        Row(name="mlflow", target="infra.tracking.mlflow_tracker:MlflowTracker"),
+        Row(
+            name="tensorboard",
+            target="infra.tracking.mirrors.tensorboard_tracker:TensorBoardTracker",
+            requires="tensorboard",
+            extra="tensorboard",
+        ),
+        Row(
+            name="wandb",
+            target="infra.tracking.mirrors.wandb_tracker:WandbTracker",
+            requires="wandb",
+            extra="wandb",
+        ),
+    ],
     Row,
 )
 

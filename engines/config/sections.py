@@ -58,6 +58,15 @@ class CriticConfig(StrictModel):
     """Passes of the critic over each batch; null: as many as the policy's, `rl.num_epochs`."""
 
 
+class KeepSamplesConfig(StrictModel):
+    """Samples of a round that are kept for people; `rlhf show` makes a page of them."""
+
+    num_per_step: int = Field(default=16, ge=0)
+    """Of the first prompts of a step; 0 keeps none."""
+    every_num_steps: int = Field(default=10, ge=1)
+    """Of these steps, and of the first and the last of a round."""
+
+
 class RLConfig(StrictModel):
     """Iterative RL; one round is one stage."""
 
@@ -82,6 +91,7 @@ class RLConfig(StrictModel):
     """The reference of a round is the policy that it starts with; off: that of round 1."""
     reward: RewardConfig = RewardConfig()
     mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
+    keep_samples: Annotated[KeepSamplesConfig, NotIdentity] = KeepSamplesConfig()
     max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
     """Steps in a row that may have nothing to train on; one more stops the run."""
     max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)

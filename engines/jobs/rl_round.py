@@ -112,6 +112,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             progress,
             probe_prompt(hf_dir, config.model.max_length),
             trained_steps(before) if before else None,
+            context.attempt_dir,
         )
         trainer.run()
         return policy_output(context, progress, hf_dir, trainer.trained_steps())

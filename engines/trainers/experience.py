@@ -200,9 +200,11 @@ class Collector:
         index = [place for place, group in enumerate(chosen) for _ in group]
         return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
 
-    def scored(self) -> TokenBatch:
+    def scored(self) -> Experience:
         """Everything that was scored, kept or not."""
-        return pack([sample for batch in self.batches for sample in batch.samples])
+        samples = tuple(sample for batch in self.batches for sample in batch.samples)
+        index = [sample.group for sample in samples]
+        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
 
 
 def pack(samples: Sequence[ScoredSample]) -> TokenBatch:

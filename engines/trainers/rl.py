@@ -14,6 +14,7 @@ What each line stands for is in its own module: prompts, experience, rl_metrics,
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -35,6 +36,7 @@ from engines.trainers.guards.mismatch import (
 )
 from engines.trainers.guards.poison import ROW, PoisonGuard
 from engines.trainers.guards.probe import WeightProbe
+from engines.trainers.kept_samples import SampleKeeper
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource, derive_seed
@@ -60,6 +62,7 @@ class RLTrainer:
         progress: journal, step checkpoints and job clock.
         probe_prompt: what every engine must continue as the trainer would, after each sync.
         before: what the round before left; None for the first.
+        attempt_dir: where samples are kept for people; None keeps none.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class RLTrainer:
         progress: StageProgress,
         probe_prompt: Sequence[int],
         before: TrainedSteps | None = None,
+        attempt_dir: Path | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
@@ -101,6 +105,7 @@ class RLTrainer:
         self.kl_coef = first if carried is None else carried
         self.seed = prompts.seed
         self.columns = StepColumns(config.rl, workers.run, self.seed)
+        self.keeper = SampleKeeper(config, workers.run, scorer.tokenizer, attempt_dir)
 
     def run(self) -> None:
         """Every step of the round that no step checkpoint holds yet."""
@@ -135,7 +140,9 @@ class RLTrainer:
                 # Engines that slept for an update that was not taken need their weights again.
                 sync_bytes = self.rollout.publish(self.version, self.probe).sent.num_bytes
         self.num_skipped = 0 if experience.num_groups else self.num_skipped + 1
-        untrained = {} if updates.policy else self._untrained(collector.scored(), clock)
+        untrained = {} if updates.policy else self._untrained(collector.scored().batch, clock)
+        if not experience.num_groups:
+            self.keeper.keep(collector.scored(), clock, global_step)
 
         metrics = step_metrics(collector, experience, updates, clock, self.workers.world_size)
         metrics |= self.workers.run(ModelWorker.performance_metrics) | untrained
@@ -189,6 +196,7 @@ class RLTrainer:
                 kl, num_samples = experience.metrics[KL_IN_REWARD], len(experience.samples)
                 control = config.algorithm.kl_ctrl
                 self.kl_coef = next_coefficient(control, self.kl_coef, kl, num_samples)
+        self.keeper.keep(experience, clock, global_step)
         if config.critic is not None:
             loss_fn = ValueObjective(config.critic.cliprange_value)
             num_epochs = config.critic.num_epochs or config.num_epochs

@@ -101,6 +101,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
     add("status", "show the servers of this home")
+    show = add("show", "write a page of what a run's policy wrote, step by step")
+    show.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run's name, its Prefect or MLflow id, or the beginning of a stage's fingerprint; "
+        "by default the latest",
+    )
+    show.add_argument("--against", metavar="RUN", help="another run, to put beside it")
+    show.add_argument("--out", metavar="FILE", help="the page; by default in the run's directory")
+    show.add_argument("--store", metavar="URI", help="another store than that of this home")
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from engines.config.base import StrictModel
 from engines.config.data import SOURCE_SPLITS, DataConfig
@@ -81,10 +81,20 @@ class LocationConfig(StrictModel):
     """Artifact store, a directory or a URI; null uses `<home>/store`."""
     tracker: str = "mlflow"
     """Where runs are shown."""
+    mirrors: tuple[str, ...] = ()
+    """Further trackers that are told the same: `tensorboard` (`<home>/tensorboard`), `wandb`."""
     tracking_uri: str | None = None
     """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`."""
     experiment: str = "rlhf"
-    """MLflow experiment."""
+    """MLflow experiment, and project of Weights & Biases."""
+
+    @model_validator(mode="after")
+    def _check_mirrors(self) -> "LocationConfig":
+        told = (self.tracker, *self.mirrors)
+        twice = next((name for name in told if told.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"mirrors: got {twice} twice; need each tracker once, one removed")
+        return self
 
 
 class Recipe(StrictModel):

@@ -17,6 +17,7 @@ from engines.config.options import (
     check_reward,
     check_rollout,
 )
+from engines.config.plugins import TRACKERS
 from engines.config.rules import check_answer_length
 from infra.errors import ConfigError
 
@@ -55,6 +56,9 @@ def _check_plugins(recipe: Recipe) -> None:
     check_parts(recipe.rl.algorithm)
     check_reward(recipe.rl.reward)
     check_preprocessors(recipe.data)
+    TRACKERS.find(recipe.location.tracker)
+    for name in recipe.location.mirrors:
+        TRACKERS.find(name, "location.mirrors")
 
 
 def _check_warmup(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The report on the Prefect run page: a table of the stages, and the plots in one page.
+"""The report on the Prefect run page: a table of the stages, the plots in one page, samples.
 
 Promises: nothing here can fail a run that has its results already.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.report.report import Report, markdown
+from flows.report.samples import PAGE_NAME, samples_markdown
 from tasks.runner.run import headline_metric
 
 MAX_PAGE_BYTES = 1_000_000
@@ -38,8 +39,15 @@ def show_report(report: Report, directory: Path) -> None:
     page = markdown(report, directory, embed=True)
     if len(page) > MAX_PAGE_BYTES:
         page = f"{markdown(report, directory)}\nThe plots are in `{directory}`."
+    samples = directory / PAGE_NAME
     try:
         create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
         create_markdown_artifact(markdown=page, key=f"report-{key}", description=report.run)
+        if samples.exists():
+            create_markdown_artifact(
+                markdown=samples_markdown(samples.read_text("utf-8"), samples),
+                key=f"samples-{key}",
+                description=f"{report.run}: samples",
+            )
     except Exception as error:  # noqa: BLE001  the page is a courtesy; the report is on disk
         _log.warning("the report is not shown on the run page: %s", error)

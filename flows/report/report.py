@@ -1,7 +1,7 @@
 """The report of a pipeline run: what ran, what came out, where the time went.
 
 `<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
-as SVG and PNG, and `recipe.json`, the resolved recipe.
+as SVG and PNG, `samples.html`, and `recipe.json`, the resolved recipe.
 Promises: times are those of the work itself, whoever did it; a run that reuses every stage
 leaves the report of the run that did the work as it is.
 """
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
+from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
@@ -144,6 +145,10 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
         return directory
     draw_plots(plot_data(report, history), directory)
+    rounds = [s.fingerprint for s in report.stages if s.name.startswith("rl_round")]
+    if rounds:
+        page = samples_page([shown_run(report.run, rounds, history)])
+        atomic_write_bytes(directory / PAGE_NAME, page.encode())
     atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
     atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")

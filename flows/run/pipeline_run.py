@@ -20,7 +20,7 @@ from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_report
 from flows.report.report import Report, build_report, write_report
 from flows.run.lazy_cluster import LazyCluster
-from flows.run.registry import Registry, open_tracker
+from flows.run.registry import Registry, open_mirrors, open_tracker
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
@@ -29,7 +29,9 @@ from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger
+from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
+from infra.tracking.tracker import Tracker
 from tasks.runner.cancellation import stop_followed
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
@@ -170,11 +172,15 @@ def open_run(
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
     """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
-    tracker = open_tracker(recipe)
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
-    ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+
+    def shipper(tracker: Tracker) -> Shipper:
+        ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
+        return Shipper(ledger, tracker, history)
+
+    mirrors = [shipper(mirror) for mirror in open_mirrors(recipe)]
     return Recorder(
-        Shipper(ledger, tracker, history),
+        FanOut(shipper(open_tracker(recipe)), mirrors),
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,

@@ -6,6 +6,7 @@ Does not promise that the answer still holds when the decision is told: whoever 
 again.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 from engines.config.plugins import TRACKERS
@@ -25,9 +26,18 @@ def tracking_uri(recipe: Recipe) -> str:
 
 def open_tracker(recipe: Recipe) -> Tracker:
     """The tracker of a recipe; nothing is opened or asked yet."""
-    location = recipe.location
-    settings = TrackerSettings(recipe.home, tracking_uri(recipe), location.experiment)
-    return TRACKERS.load(location.tracker)(settings)
+    return TRACKERS.load(recipe.location.tracker)(_settings(recipe))
+
+
+def open_mirrors(recipe: Recipe) -> list[Tracker]:
+    """What is told the same as the tracker, each in a place of its own; nothing is opened yet."""
+    # The address is that of the tracker.
+    settings = replace(_settings(recipe), uri=None)
+    return [TRACKERS.load(name)(settings) for name in recipe.location.mirrors]
+
+
+def _settings(recipe: Recipe) -> TrackerSettings:
+    return TrackerSettings(recipe.home, tracking_uri(recipe), recipe.location.experiment)
 
 
 class Registry:

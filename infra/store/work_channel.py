@@ -5,6 +5,7 @@ generation. It belongs to the store and not to a home, so whoever reaches the st
 
     work/<fingerprint>/
         attempt-<n>/spec.json, error.json, heartbeat, stacks.txt, journal.jsonl, output/ ...
+                    samples/00000010.json  what a step kept, see `infra.tracking.samples`
         steps-<g>/step-00000050/         g: first attempt of the generation; if it adopted a
                                          checkpoint, a part of that one's digest follows
         followers/<name>                 see `infra.store.followers`
@@ -30,6 +31,8 @@ from infra.store.atomic import atomic_write_bytes, make_directories, remove_dire
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
+
+SAMPLES_DIR = "samples"
 
 
 class JobProblem(FrozenModel):
@@ -77,11 +80,15 @@ class WorkChannel(Protocol):
         """A stretch of an attempt's journal segment; empty if there is none."""
         ...
 
+    def read_samples(self, attempt: int) -> dict[int, bytes]:
+        """What an attempt kept of its steps, by step; see `infra.tracking.samples`."""
+        ...
+
     def local_dir(self, attempt: int) -> Path:
         """A directory of the attempt alone, on this machine, where it may write what it likes.
 
-        `heartbeat` and `journal.jsonl` in it reach the watchers; an output that lies here is
-        published without a copy.
+        `heartbeat`, `journal.jsonl` and `samples/` in it reach the watchers; an output that lies
+        here is published without a copy.
         """
         ...
 
@@ -102,7 +109,7 @@ class WorkChannel(Protocol):
         """Remove what only a stage that is not done needs: after its commit, once or again.
 
         Step checkpoints go, and what the attempts kept in directories of their own, but for logs.
-        Specifications, errors, stacks, beats and journals stay.
+        Specifications, errors, stacks, beats, journals and kept samples stay.
 
         Args:
             attempts: numbers of all attempts of the committed generation.
@@ -171,6 +178,11 @@ class FileChannel:
         except FileNotFoundError:
             return b""
 
+    def read_samples(self, attempt: int) -> dict[int, bytes]:
+        """See `WorkChannel.read_samples`."""
+        files = sorted(self._path(attempt, SAMPLES_DIR).glob("[0-9]*.json"))
+        return {int(path.stem): path.read_bytes() for path in files if path.stem.isdigit()}
+
     def journal_bytes(self, attempt: int) -> int:
         """Bytes of the complete lines of an attempt's journal segment."""
         return self.read_journal(attempt).rfind(b"\n") + 1
@@ -191,7 +203,7 @@ class FileChannel:
         remove_directory(steps)
         for attempt in attempts:
             for path in self.local_dir(attempt).iterdir():
-                if path.is_dir() and not path.is_symlink():
+                if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
                     _remove_but_logs(path)
 
     def _path(self, attempt: int, name: str) -> Path:

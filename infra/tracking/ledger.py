@@ -10,6 +10,7 @@ is asked whenever something is told.
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -151,3 +152,10 @@ class Ledger:
         except (FileNotFoundError, ValidationError):
             # Of another version: the next run that uses the stage puts it anew.
             return None
+
+
+def told_runs(home: Path) -> Iterator[RunEntry]:
+    """Every run and stage that trackers of a home were told of, or are to be."""
+    for path in sorted((home / "tracking").glob("*/*/*.json")):
+        with suppress(FileNotFoundError, ValidationError):  # settled meanwhile; another version
+            yield RunEntry.model_validate_json(path.read_bytes())

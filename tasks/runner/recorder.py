@@ -13,7 +13,7 @@ from typing import Any, Literal
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Adoption, CommitRecord
 from infra.tracking.ledger import Owner, RunEntry
-from infra.tracking.shipper import Shipper
+from infra.tracking.mirrors.fan_out import Teller
 from tasks.runner.identity import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
@@ -27,7 +27,7 @@ class Recorder:
     """One pipeline run in the tracker: a parent run, and a child for each stage it computes.
 
     Args:
-        shipper: tells the tracker.
+        shipper: tells the trackers.
         identity: what makes this pipeline run this one; the same continues its run.
         name: of the parent run.
         params: settings of the parent run.
@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(
         self,
-        shipper: Shipper,
+        shipper: Teller,
         *,
         identity: Mapping[str, str],
         name: str,

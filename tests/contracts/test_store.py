@@ -21,8 +21,9 @@ from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Attempt, Holder, generation, journal_segments
 from infra.store.stage_spec import Adoption, CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
-from infra.store.work_channel import JobProblem
+from infra.store.work_channel import SAMPLES_DIR, JobProblem
 from infra.tracking.journal import Journal, read_journal
+from infra.tracking.samples import KeptSample, KeptStep, read_samples, write_samples
 
 
 @pytest.fixture
@@ -238,6 +239,38 @@ def test_a_committed_generation_is_pruned_and_still_tells_what_it_did(
         elsewhere = open_storage(uri)
         assert [record.step for record in read_journal(elsewhere, fingerprint)[0]] == [0, 1]
         assert elsewhere.channel(fingerprint).read_error(0) is not None
+
+
+def test_samples_of_steps_are_read_once_and_outlive_the_commit(
+    store: Storage, uri: str, fingerprint: str, tmp_path: Path
+) -> None:
+    """The second attempt repeats step 2, as after a kill."""
+    for number, steps in ((0, (1, 2)), (1, (2, 3))):
+        last = store.attempts.hold(fingerprint, holder(), number)
+        for step in steps:
+            sample = KeptSample(
+                name=f"attempt {number}",
+                group=0,
+                prompt="1+1=",
+                tokens=("</script>", "\N{SNOWMAN}"),
+                num_tokens=2,
+                mismatch=(0.5, None),
+                score=None,
+                reward=None,
+                finish_reason="stop",
+            )
+            kept = KeptStep(step=step, samples=(sample,))
+            write_samples(store.channel(fingerprint).local_dir(number), kept)
+    damaged = store.channel(fingerprint).local_dir(1) / SAMPLES_DIR / "00000004.json"
+    damaged.write_bytes(b"{")
+    for is_committed in (False, True):
+        if is_committed:
+            commit(store, tmp_path, last, "done")
+            store.channel(fingerprint).prune([0, 1], store.channel(fingerprint).steps_dir(0))
+        found = read_samples(open_storage(uri), fingerprint)
+        names = {step: kept.samples[0].name for step, kept in found.items()}
+        assert names == {1: "attempt 0", 2: "attempt 1", 3: "attempt 1"}
+        assert found[3].samples == (sample,)
 
 
 def test_followers_join_and_leave(store: Storage, uri: str, fingerprint: str) -> None:

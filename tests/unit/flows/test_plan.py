@@ -94,7 +94,7 @@ def recipe(storage: LocalStorage, *overrides: str) -> Recipe:
 def storage(tmp_path: Path) -> LocalStorage:
     """Of a home in which the quickstart was run."""
     storage = LocalStorage(tmp_path / "store")
-    run_stages(recipe(storage), Stages(storage))
+    run_stages(recipe(storage), Stages(storage), lambda _: None)
     return storage
 
 

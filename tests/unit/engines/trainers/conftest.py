@@ -195,6 +195,6 @@ def _run(
         )
         source = PromptSource(prompts, config, 0)
         prompt = probe_prompt(model, config.model.max_length)
-        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, before).run()
+        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, before, work).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

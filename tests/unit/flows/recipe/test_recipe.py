@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.config.plugins import TRACKERS
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import RECIPES_DIR, overlay, parse_yaml, recipe_names
 from infra.errors import ConfigError
+from infra.plugins import Row
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -181,3 +183,37 @@ def _recipe_directory(tmp_path_factory: pytest.TempPathFactory):
 )
 def test_scalars_are_what_a_reader_expects(text: str, value: object) -> None:
     assert parse_yaml(text, "v") == value
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "words"),
+    [
+        ("[nothing]", "location.mirrors: no 'nothing'; known: "),
+        ("[mlflow]", "location.mirrors: got mlflow twice; need each tracker once"),
+        ("[absent]", "location.mirrors: absent needs the extra: pip install 'rlhf-pipeline[none]'"),
+    ],
+)
+def test_a_mirror_that_cannot_be_is_told_by_the_plan(
+    mirrors: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Row(name="absent", target="a:b", requires="no_such_module", extra="none")
+    monkeypatch.setattr(TRACKERS, "rows", (*TRACKERS.rows, absent))
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("quickstart", [f"location.mirrors={mirrors}"])
+    assert words in str(refused.value)
+
+
+def test_mirrors_are_no_part_of_what_a_run_is() -> None:
+    plain, mirrored = (
+        load_recipe("quickstart"),
+        load_recipe("quickstart", ["location.mirrors=[tensorboard]"]),
+    )
+    assert mirrored.location.mirrors == ("tensorboard",)
+    assert mirrored.run_name == plain.run_name
+
+
+def test_samples_are_no_part_of_what_a_round_is() -> None:
+    plain = load_recipe("quickstart").rl_round_stage(1)
+    fewer = load_recipe("quickstart", ["rl.keep_samples.num_per_step=0"]).rl_round_stage(1)
+    assert fewer.identity_values() == plain.identity_values()
+    assert fewer.rl.keep_samples.num_per_step == 0

@@ -1,0 +1,144 @@
+"""Which samples of a step are kept for people, and what is said of them.
+
+Promises: no number of the round depends on it: what is measured here is read and not written, and
+a disk that does not take a step's samples costs those samples alone. The logprobs are the
+trainer's before the step's first update; where the step computed them anyway, they are those.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engines.config.stages import RLRoundStageConfig
+from engines.controller.model_worker import ModelWorker
+from engines.data.read.tokenizer import ChatTokenizer
+from engines.trainers.experience import Experience
+from engines.trainers.phases import PhaseClock
+from infra.tracking.samples import KeptSample, KeptStep, write_samples
+
+MAX_NUM_TOKENS = 2048
+MAX_PROMPT_CHARS = 16_384
+NUM_DIGITS = 5
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MAX_HELD_TOKENS = 8
+"""A character of UTF-8 has at most 4 bytes: tokens that held back more are no text at all."""
+
+logger = logging.getLogger(__name__)
+
+
+class SampleKeeper:
+    """Keeps samples of the steps that the configuration names.
+
+    Args:
+        config: of the round.
+        run: calls a method of every rank's `ModelWorker`.
+        tokenizer: of the policy.
+        attempt_dir: where they are written; None keeps none.
+    """
+
+    def __init__(
+        self,
+        config: RLRoundStageConfig,
+        run: Callable[..., Any],
+        tokenizer: ChatTokenizer,
+        attempt_dir: Path | None,
+    ) -> None:
+        self._config, self._run = config.rl.keep_samples, run
+        self._tokenizer, self._attempt_dir = tokenizer, attempt_dir
+        before = config.num_previous_steps
+        self._ends = {before + 1, before + config.rl.num_steps_per_round}
+        # It keeps what it inferred last for the update to repeat: nothing may come between.
+        self._may_infer = not config.training.options.get("router_replay")
+
+    def keep(self, experience: Experience, clock: PhaseClock, global_step: int) -> None:
+        """Keep the first samples of a step, if it is one of those. Collective over the ranks.
+
+        Args:
+            experience: of the step, before its first update.
+            clock: phase `keep_samples`.
+            global_step: over all rounds.
+        """
+        chosen = range(min(self._config.num_per_step, len(experience.samples)))
+        due = global_step in self._ends or global_step % self._config.every_num_steps == 0
+        if self._attempt_dir is None or not chosen or not due:
+            return
+        with clock("keep_samples"):
+            first = experience.take(chosen)
+            if "old_logprobs" not in first.batch.columns and self._may_infer:
+                logprobs_T = self._run(ModelWorker.infer_logprobs, first.batch)
+                first = first.with_columns(old_logprobs=logprobs_T)
+            samples = tuple(self._sample(first, place) for place in chosen)
+            try:
+                write_samples(self._attempt_dir, KeptStep(step=global_step, samples=samples))
+            except OSError as error:
+                logger.warning("samples of step %d are not kept: %s", global_step, error)
+
+    def _sample(self, first: Experience, place: int) -> KeptSample:
+        sample, answer = first.samples[place], first.samples[place].completion
+        row = first.batch.select([place])
+        columns = {name: column[len(sample.prompt_ids) :] for name, column in row.columns.items()}
+        half = MAX_NUM_TOKENS // 2
+        num_tokens = len(answer.token_ids)
+        is_long = num_tokens > MAX_NUM_TOKENS
+        parts = [slice(0, half), slice(num_tokens - half, None)] if is_long else [slice(None)]
+        mismatch_T = None
+        if "old_logprobs" in columns:
+            mismatch_T = columns["old_logprobs"] - columns["rollout_logprobs"]
+        advantages_T = columns.get("advantages")
+        prompt = self._tokenizer.decode(sample.prompt_ids)
+        return KeptSample(
+            name=first.name_of(place),
+            group=int(first.group_index_B[place]),
+            prompt=prompt[:MAX_PROMPT_CHARS] + " [...]" * (len(prompt) > MAX_PROMPT_CHARS),
+            tokens=tuple(
+                text
+                for part in parts
+                for text in token_texts(self._tokenizer, answer.token_ids[part])
+            ),
+            num_tokens=num_tokens,
+            mismatch=() if mismatch_T is None else _numbers(mismatch_T, parts),
+            score=_finite(sample.score),
+            reward=_finite(sample.reward),
+            advantage=None if advantages_T is None else _finite(float(advantages_T.mean())),
+            finish_reason=answer.finish_reason,
+            extras={name: _finite(value) for name, value in sample.extras.items()},
+        )
+
+
+def token_texts(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to those before it, special tokens too.
+
+    Args:
+        tokenizer: decodes.
+        token_ids: of one text.
+
+    Returns:
+        One text per token; a character that several tokens share is the last one's.
+    """
+    texts: list[str] = []
+    window: list[int] = []
+    known, num_read = "", 0
+    for place, token in enumerate(token_ids, 1):
+        window.append(token)
+        fresh = tokenizer.decode(window)[len(known) :]
+        is_held = fresh.endswith(UNFINISHED) and len(window) - num_read < MAX_HELD_TOKENS
+        if is_held and place < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(fresh)
+        # The text of a token may depend on the few before it: these stay in the window.
+        del window[:num_read]
+        num_read, known = len(window), tokenizer.decode(window)
+    return texts
+
+
+def _numbers(values_T: Tensor, parts: Sequence[slice]) -> tuple[float | None, ...]:
+    return tuple(_finite(value) for part in parts for value in values_T[part].tolist())
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.{NUM_DIGITS}g}") if math.isfinite(value) else None

@@ -1,0 +1,150 @@
+"""The page of samples: what a policy wrote step by step, alone or beside another run.
+
+Promises: one file without a resource outside it; whatever a text says is shown as text: the data
+are JSON in which no tag can begin or end, the page writes them as text alone, and its policy lets
+no script run but its own.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from infra.tracking.history import StageHistory
+from infra.tracking.samples import KeptSample, read_samples
+
+PAGE_NAME = "samples.html"
+CURVES = {
+    "reward": ("critic/score/mean",),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    "entropy": ("actor/entropy",),
+    "response length": ("response_length/mean",),
+    "mismatch": ("mismatch/logprob_abs_mean",),
+}
+"""Metrics of each plot: the first that a run has; the KL to the reference, else to the sampler."""
+
+MARKDOWN_SAMPLES, MARKDOWN_CHARS = 16, 2000
+MAX_RUN_BYTES = 16 * 2**20
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run as the page shows it.
+
+    Attributes:
+        name: of the run.
+        curves: `[step, value]` by title of the plot.
+        steps: samples by step.
+        num_steps: that kept samples; `steps` may be fewer, for the size of the page.
+    """
+
+    name: str
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+    steps: Mapping[int, Sequence[KeptSample]]
+    num_steps: int
+
+
+def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownRun:
+    """What the store keeps of a run's rounds, as far as they have come.
+
+    Args:
+        name: of the run.
+        rounds: fingerprints of its RL rounds.
+        history: of the stages.
+
+    Returns:
+        The run.
+    """
+    values: dict[int, Mapping[str, float]] = {}
+    steps: dict[int, Sequence[KeptSample]] = {}
+    for fingerprint in rounds:
+        for record in history.records(fingerprint, "")[0]:
+            if record.step is not None:
+                values[record.step] = {**values.get(record.step, {}), **record.values}
+        kept = read_samples(history.storage, fingerprint)
+        steps |= {step: each.samples for step, each in kept.items()}
+    return ShownRun(
+        name,
+        {title: _curve(values, metrics) for title, metrics in CURVES.items()},
+        _within(steps, MAX_RUN_BYTES),
+        len(steps),
+    )
+
+
+def samples_page(runs: Sequence[ShownRun]) -> str:
+    """The page.
+
+    Args:
+        runs: one, or two that are compared.
+
+    Returns:
+        HTML.
+    """
+    page = files("flows.report").joinpath("samples.html").read_text("utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    # No character of the data can end the element that holds them.
+    data = json.dumps([_plain(run) for run in runs], allow_nan=False).translate(_ESCAPES)
+    return page.replace("SCRIPT_DIGEST", digest, 1).replace("PAGE_DATA", data, 1)
+
+
+def samples_markdown(page: str, path: Path) -> str:
+    """What a page that cannot run a script shows of one that is: a few samples of its last step.
+
+    Args:
+        page: from `samples_page`, of one run.
+        path: where it is.
+
+    Returns:
+        Markdown, with every text inside a fence that it cannot end.
+    """
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    (run,) = json.loads(data)
+    lines = [f"# {run['name']}: samples", "", f"All of them: [{path}]({path.as_uri()})", ""]
+    for step in list(run["steps"])[-1:]:
+        lines += [f"## Step {step}", ""]
+        for sample in run["steps"][step][:MARKDOWN_SAMPLES]:
+            text = "".join((sample["prompt"], *sample["tokens"]))[:MARKDOWN_CHARS]
+            fence = "`" * (1 + max(map(len, re.findall("`{2,}", text)), default=2))
+            told = {name: sample[name] for name in ("score", "advantage", "num_tokens")}
+            facts = ", ".join(f"{name} {value}" for name, value in told.items())
+            lines += [facts, "", f"{fence}text", text, fence, ""]
+    return "\n".join(lines)
+
+
+def _plain(run: ShownRun) -> dict[str, object]:
+    steps = {
+        step: [sample.model_dump(mode="json") for sample in samples]
+        for step, samples in run.steps.items()
+    }
+    return {**asdict(run), "steps": steps}
+
+
+def _curve(
+    values: Mapping[int, Mapping[str, float]], metrics: Sequence[str]
+) -> list[tuple[int, float]]:
+    """The first of some metrics that any step has."""
+    for metric in metrics:
+        points = [
+            (step, found[metric]) for step, found in sorted(values.items()) if metric in found
+        ]
+        if points:
+            return [point for point in points if math.isfinite(point[1])]
+    return []
+
+
+def _within(
+    steps: Mapping[int, Sequence[KeptSample]], max_bytes: int
+) -> dict[int, Sequence[KeptSample]]:
+    """All steps, or every second, fourth, ... and the last, so that a page stays one."""
+    sizes = {step: sum(len(s.model_dump_json()) for s in each) for step, each in steps.items()}
+    chosen = sorted(steps)
+    while len(chosen) > 1 and sum(sizes[step] for step in chosen) > max_bytes:
+        chosen = chosen[::-1][::2][::-1]
+    return {step: steps[step] for step in chosen}

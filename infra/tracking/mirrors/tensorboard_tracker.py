@@ -1,0 +1,91 @@
+"""TensorBoard as a tracker: `tensorboard --logdir <home>/tensorboard`.
+
+Promises: one event file for each run, which TensorBoard follows while it grows; its library is
+imported at the first point. Values are kept as float32, which is all that TensorBoard has.
+Does not promise: what TensorBoard has no place for. States, tags and settings stand beside the
+event file, in `run.json`, the settings in its tab of texts too.
+"""
+
+import importlib
+import json
+import struct
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from infra.redact import redact
+from infra.tracking.mirrors.directory_tracker import DirectoryTracker, StoredRun
+from infra.tracking.tracker import MetricPoint, TrackerSettings
+
+FILE_VERSION = "brain.Event:2"
+SETTINGS = "settings"
+LENGTH = struct.Struct("<Q")
+
+
+class TensorBoardTracker(DirectoryTracker):
+    """An `infra.tracking.tracker.Tracker` over a log directory.
+
+    Args:
+        settings: `uri` is the log directory; None: `<home>/tensorboard`.
+    """
+
+    points_name = "events.out.tfevents.0000000000.rlhf"
+    """TensorBoard looks for the second and third word."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(self.root_of(settings, "tensorboard"))
+
+    def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
+        """One event for each step and time; the file begins with its version and the settings."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        new_event, new_summary = _proto("event").Event, _proto("summary").Summary
+        data = BytesIO()
+        writer = RecordWriter(data)
+        if not run.num_bytes:
+            began_s = points[0].time_ms / 1000
+            writer.write(
+                new_event(wall_time=began_s, file_version=FILE_VERSION).SerializeToString()
+            )
+            settings = new_summary(value=[_text(redact(json.dumps(run.params, indent=2)))])
+            writer.write(new_event(wall_time=began_s, step=0, summary=settings).SerializeToString())
+        moments: dict[tuple[int, int], list[MetricPoint]] = {}
+        for point in points:
+            moments.setdefault((point.step, point.time_ms), []).append(point)
+        for (step, time_ms), here in moments.items():
+            values = [new_summary.Value(tag=p.name, simple_value=p.value) for p in here]
+            event = new_event(
+                wall_time=time_ms / 1000, step=step, summary=new_summary(value=values)
+            )
+            writer.write(event.SerializeToString())
+        return data.getvalue()
+
+    def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
+        """A record is its length, that one's checksum, the event and its checksum."""
+        parse = _proto("event").Event.FromString
+        data, names = (path.read_bytes() if num_bytes else b"")[:num_bytes], set[tuple[str, int]]()
+        start = 0
+        while start < len(data):
+            (length,) = LENGTH.unpack_from(data, start)
+            event = parse(data[start + 12 : start + 12 + length])
+            names |= {(value.tag, event.step) for value in event.summary.value}
+            start += length + 16
+        return names
+
+
+def _text(text: str) -> Any:
+    """A text that TensorBoard shows as it is."""
+    summary, shown = _proto("summary"), "\n".join(f"    {line}" for line in text.splitlines())
+    plugin = summary.SummaryMetadata.PluginData(plugin_name="text")
+    tensor = _proto("tensor").TensorProto(
+        dtype=_proto("types").DT_STRING, string_val=[shown.encode()]
+    )
+    return summary.Summary.Value(
+        tag=SETTINGS, metadata=summary.SummaryMetadata(plugin_data=plugin), tensor=tensor
+    )
+
+
+def _proto(name: str) -> Any:
+    """Messages of TensorBoard's own; their classes are made when the module is imported."""
+    return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")

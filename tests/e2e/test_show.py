@@ -1,0 +1,75 @@
+"""A run to look at: its samples on a page, in MLflow, on the run page; its metrics in a mirror."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tiny_pipeline import Home
+
+from infra.store.storage import open_storage
+from infra.tracking.journal import read_journal
+from infra.tracking.samples import read_samples
+
+pytestmark = pytest.mark.slow
+
+
+def data_of(page: Path) -> list[dict]:
+    return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+
+
+def show(home: Home, *arguments: str) -> list[dict]:
+    command = [sys.executable, "-m", "flows.commands.cli", "show", *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=home.environment, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return data_of(Path(ended.stdout.strip()))
+
+
+def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    home = Home(tmp_path / "one")
+    home.rlhf("run", "--set", "location.mirrors=[tensorboard]")
+    (run,) = show(home)
+    assert list(run["steps"]) == ["1", "2"]
+    assert [len(samples) for samples in run["steps"].values()] == [16, 16]
+    assert [step for step, _ in run["curves"]["reward"]] == [1, 2]
+    for sample in run["steps"]["1"]:
+        assert len(sample["mismatch"]) == len(sample["tokens"]) == sample["num_tokens"]
+
+    (beside_report,) = home.path.glob("runs/*/samples.html")
+    (in_mlflow,) = home.path.glob("mlflow-artifacts/*/artifacts/report/samples.html")
+    assert data_of(beside_report) == data_of(in_mlflow) == [run]
+    with closing(sqlite3.connect(home.path / "prefect" / "prefect.db")) as database:
+        query = "SELECT data FROM artifact WHERE key = 'samples-tiny'"
+        ((shown,),) = database.execute(query).fetchall()
+    assert "## Step 2" in shown
+
+    mirrored = EventMultiplexer({"scalars": 0}).AddRunsFromDirectory(str(home.path / "tensorboard"))
+    mirrored.Reload()
+    names = {name.rpartition("/")[2].rpartition("-")[0]: name for name in mirrored.Runs()}
+    assert {"sft", "rl_round_1", "evaluate", "promote"} <= set(names)
+    storage = open_storage(str(home.path / "store"))
+    for known in storage.runs.known():
+        for fingerprint in known.used_at:
+            spec = storage.channel(fingerprint).read_specification(0)
+            if spec.stage not in {"sft", "rl_round"}:
+                continue
+            label = "sft" if spec.stage == "sft" else "rl_round_1"
+            records, _ = read_journal(storage, fingerprint)
+            points = {(name, r.step) for r in records if r.step for name in r.values}
+            told = [
+                (tag, scalar.step)
+                for tag in mirrored.Runs()[names[label]]["scalars"]
+                for scalar in mirrored.Scalars(names[label], tag)
+                if scalar.step
+            ]
+            assert len(told) == len(set(told))
+            assert set(told) == points
+            assert bool(read_samples(storage, fingerprint)) == (label == "rl_round_1")
