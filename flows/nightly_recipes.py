@@ -17,10 +17,10 @@ from prefect.flows import Flow
 
 from flows.measuring import measure
 from flows.nightly import night as nights
-from flows.nightly.measurement import read_baseline
+from flows.nightly.measurement import Measurement, read_baseline
 from flows.nightly.night import Night, Outcome
-from flows.nightly.page import show_night
-from flows.nightly.verdict import judge
+from flows.nightly.page import show_night, write_night
+from flows.nightly.verdict import Verdict, judge
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe
 from flows.rlhf_pipeline import rlhf_pipeline, stop_jobs
@@ -64,19 +64,23 @@ def nightly_recipes(
         NotReproducedError: a recipe failed; what was found is in the night's directory.
     """
     matrix = nights.load_matrix(recipes)
+    stored = {each.name: read_baseline(Path(baselines), each.name) for each in matrix}
     directory = nights.open_night(env.home(), _name())
     night = Night(name=directory.name, outcomes=())
     for recipe in matrix:
-        outcome = _compute(nights.afresh(recipe, directory), Path(baselines), night.name)
+        measurement = _compute(nights.afresh(recipe, directory), night.name)
+        verdict = judge(stored[recipe.name], measurement)
+        outcome = Outcome(measurement=measurement, verdict=verdict)
         night = night.model_copy(update={"outcomes": (*night.outcomes, outcome)})
         nights.keep_night(directory, night)
-        _tell(outcome)
-    show_night(night, directory, Path(baselines))
+        _tell(verdict)
+    write_night(night, stored, directory)
+    show_night(night, stored, directory)
     if night.failed:
         raise NotReproducedError(f"not reproduced: {', '.join(night.failed)}")
 
 
-def _compute(recipe: Recipe, baselines: Path, night: str) -> Outcome:
+def _compute(recipe: Recipe, night: str) -> Measurement:
     """Run one recipe to its end, or to where it stops."""
     problem = ""
     try:
@@ -84,14 +88,11 @@ def _compute(recipe: Recipe, baselines: Path, night: str) -> Outcome:
         rlhf_pipeline(recipe)
     except (PipelineError, OSError) as error:  # it may be this recipe's alone; the others go on
         problem = redact(" ".join(str(error).split()))
-    measurement = measure(recipe, night, problem)
-    verdict = judge(read_baseline(baselines, recipe.name), measurement)
-    return Outcome(measurement=measurement, verdict=verdict)
+    return measure(recipe, night, problem)
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(verdict: Verdict) -> None:
     """Raise the event that automations listen to."""
-    verdict = outcome.verdict
     resource = {
         "prefect.resource.id": f"rlhf.nightly.{verdict.recipe}",
         "prefect.resource.name": verdict.recipe,

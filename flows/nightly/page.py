@@ -4,12 +4,12 @@ Promises: nothing here can change a verdict; a page that Prefect does not take i
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.nightly.measurement import Measurement, read_baseline
+from flows.nightly.measurement import Measurement
 from flows.nightly.night import Night, Outcome
 from flows.nightly.plots import draw_curve, draw_ratios, ratios
 from flows.report.page import MAX_PAGE_BYTES
@@ -22,23 +22,29 @@ MARKS = {"pass": "🟢 pass", "drift": "🟠 drift", "fail": "🔴 fail"}
 _log = logging.getLogger(__name__)
 
 
-def show_night(night: Night, directory: Path, baselines: Path) -> None:
-    """Write the page and its plots, and create the Prefect artifact.
+def write_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
+    """Write the page and its plots.
 
     Args:
         night: what it found.
+        stored: by recipe, what it was compared with.
         directory: of the night.
-        baselines: what it was compared with.
     """
-    stored = {
-        each.verdict.recipe: read_baseline(baselines, each.verdict.recipe)
-        for each in night.outcomes
-    }
     draw_ratios(night, stored, directory / "ratios.svg")
     for each in night.outcomes:
         name = each.verdict.recipe
         draw_curve(each, stored[name], directory / f"curve-{name}.svg")
     atomic_write_bytes(directory / NIGHT_MD, markdown(night, stored, directory).encode())
+
+
+def show_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
+    """Create the artifact of a night that was written.
+
+    Args:
+        night: what it found.
+        stored: by recipe, what it was compared with.
+        directory: of the night.
+    """
     page = markdown(night, stored, directory, embed=True)
     if len(page) > MAX_PAGE_BYTES:
         page = f"{markdown(night, stored, directory)}\nThe plots are in `{directory}`."
@@ -49,7 +55,7 @@ def show_night(night: Night, directory: Path, baselines: Path) -> None:
 
 
 def markdown(
-    night: Night, stored: dict[str, Measurement | None], directory: Path, *, embed: bool = False
+    night: Night, stored: Mapping[str, Measurement | None], directory: Path, *, embed: bool = False
 ) -> str:
     """The page of a night.
 

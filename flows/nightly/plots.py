@@ -45,7 +45,9 @@ def _memory(run: Run) -> float:
 
 
 def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None:
-    """Rewards of the RL steps, stage after stage, over the band of the stored runs.
+    """Rewards of the RL steps, stage after stage, or the losses of SFT if that is named.
+
+    Behind them is the band of the stored runs.
 
     Args:
         outcome: what the night found of a recipe.
@@ -54,10 +56,12 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
     """
     tonight, verdict = outcome.measurement.runs[-1], outcome.verdict
     labels = [label for label, stage in tonight.stages.items() if stage.curve]
-    labels = [label for label in labels if label.startswith("rl_round")] or labels
+    rounds = [label for label in labels if label.startswith("rl_round")]
+    named = verdict.stage or verdict.drifted
+    is_loss = bool(labels) and (not rounds or (named in labels and named not in rounds))
+    labels = [label for label in labels if (label not in rounds) == is_loss]
     if not labels:
         return
-    is_loss = not labels[0].startswith("rl_round")
 
     def draw(axes: Axes) -> None:
         start = 1
@@ -67,8 +71,7 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
             runs = stored.runs if stored else ()
             bands = [run.stages[label].curve for run in runs if label in run.stages]
             _draw_band(axes, steps, bands)
-            is_named = label in (verdict.stage, verdict.drifted)
-            axes.plot(steps, curve, color=ORANGE if is_named else BLUE, linewidth=1.5)
+            axes.plot(steps, curve, color=ORANGE if label == named else BLUE, linewidth=1.5)
             start += len(curve)
             if label != labels[-1]:
                 axes.axvline(start - 0.5, color=GREY, linewidth=1, linestyle=":")
@@ -76,8 +79,10 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
         axes.set_ylabel("loss per token" if is_loss else "mean reward of a step")
         axes.margins(x=0.01)
         axes.plot([], [], color=BLUE, label="tonight")
-        axes.plot([], [], color=ORANGE, label="tonight, the stage that is named")
-        axes.fill_between([], [], color=GREY, alpha=0.5, label="stored runs")
+        if named in labels:
+            axes.plot([], [], color=ORANGE, label=f"tonight, {named}")
+        if stored:
+            axes.fill_between([], [], color=GREY, alpha=0.5, label="stored runs")
         axes.legend(frameon=False, fontsize=8, loc="best")
 
     save_figure(path, draw)
@@ -122,7 +127,9 @@ def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Pa
         axes.invert_yaxis()
         axes.set(title="Speed and memory, tonight / median of the stored runs")
         axes.grid(visible=False, axis="y")
-        axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper right")
+        axes.legend(
+            ncols=2, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1)
+        )
         axes.margins(x=0.15)
 
     save_figure(path, draw)
