@@ -15,10 +15,6 @@ EDITED = "engines/algorithms/policy_objective.py"
 ENTROPY = "return self.algorithm.entropy_coeff * entropy"
 STAGES = {
     "supervised": ["preprocess", "sft", "evaluate_sft", "merge", "evaluate", "promote"],
-    "tiny": [
-        *("preprocess", "sft", "evaluate_sft", "rl_round_1", "evaluate_rl_round_1"),
-        *("merge", "evaluate", "promote"),
-    ],
     "reinforced": [
         *("preprocess", "rl_round_1", "evaluate_rl_round_1", "merge", "evaluate", "promote"),
     ],
@@ -40,7 +36,7 @@ class Nights:
             self.write(name)
 
     def write(self, name: str, sft_lr: float = 0.001) -> None:
-        """Write a recipe: `tiny`, or one that ends after SFT, or one that begins with RL."""
+        """Write a recipe that ends after SFT (`supervised`), or one that begins with RL."""
         recipe = yaml.safe_load(RECIPE) | {"name": name}
         recipe["sft"]["optimizer"]["lr"] = sft_lr
         recipe["rl"]["algorithm"] = {"entropy_coeff": 0.01}
@@ -98,7 +94,7 @@ def test_a_night_computes_afresh_and_names_the_stage_that_fails(tmp_path: Path) 
 
 @pytest.mark.stacks
 def test_two_recipes_night_after_night(tmp_path: Path) -> None:
-    names = ("tiny", "reinforced")
+    names = ("supervised", "reinforced")
     nights = Nights(tmp_path, *names)
     nights.run()
     nights.run("--accept")
@@ -106,13 +102,13 @@ def test_two_recipes_night_after_night(tmp_path: Path) -> None:
     assert nights.jobs(again) == all_stages(*names)
     assert [each.verdict.word for each in again.outcomes] == ["pass", "pass"]
 
-    nights.write("tiny", sft_lr=0.01)
+    nights.write("supervised", sft_lr=0.01)
     source = nights.tree / EDITED
     assert ENTROPY in source.read_text()
     source.write_text(source.read_text().replace(ENTROPY, f"{ENTROPY} * 1.01"))
     third = nights.run(code=1)
     assert nights.jobs(third) == all_stages(*names)
-    tiny, reinforced = (each.verdict for each in third.outcomes)
-    assert (tiny.word, tiny.stage) == ("fail", "sft")
+    supervised, reinforced = (each.verdict for each in third.outcomes)
+    assert (supervised.word, supervised.stage) == ("fail", "sft")
     assert (reinforced.word, reinforced.stage) == ("drift", "rl_round_1")
     assert reinforced.causes == (f"sources: {EDITED}",)
