@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CURVES = ("critic/score/mean", "train/loss")
 SPEED, MEMORY = "perf/throughput", "perf/max_memory_allocated_gb"
 SOURCE_DIGITS = 16
+WHOLE_RUN = "the run"
+"""Where a run stopped if that was at none of its stages."""
 
 
 class StoppedError(PipelineError):
@@ -49,11 +51,14 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
         The measurement.
     """
     reader = _Reader(StageHistory(open_storage(recipe.store_uri)), recipe.seed)
-    stopped_at = ""
+    stopped_at = WHOLE_RUN if problem else ""
     try:
         run_stages(recipe, reader)
     except StoppedError as stopped:
-        stopped_at = str(stopped)
+        stopped_at, problem = str(stopped), problem or "it has no output in the store"
+    except PipelineError:
+        if not problem:  # else what ended the run ends the reading, too
+            raise
     return Measurement(
         recipe=recipe.name,
         machine=this_machine(recipe),

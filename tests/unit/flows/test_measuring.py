@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from engines.config.training import HardwareConfig
-from flows.measuring import measure, observed
+from flows import measuring
+from flows.measuring import WHOLE_RUN, measure, observed
+from flows.nightly.verdict import judge
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.stage_order import run_stages
+from infra.errors import ConfigError
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
@@ -105,6 +108,27 @@ def test_a_run_that_stopped_is_told_up_to_there(tmp_path: Path) -> None:
 def test_nothing_was_committed(tmp_path: Path) -> None:
     found = measure(committed(tmp_path, "preprocess"), "a night", "no data")
     assert (found.stopped_at, found.runs[0].stages) == ("preprocess", {})
+
+
+def test_what_ends_a_run_may_end_its_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = committed(tmp_path, "preprocess")
+
+    def fails(*_: object) -> None:
+        raise ConfigError("data.rl", "is not there any more")
+
+    monkeypatch.setattr(measuring, "run_stages", fails)
+    found = measure(recipe, "a night", "data.rl: is not there any more")
+    assert (found.stopped_at, found.stages) == (WHOLE_RUN, {})
+    assert judge(None, found).word == "fail"
+    with pytest.raises(ConfigError, match="not there any more"):
+        measure(recipe, "a night")
+
+
+def test_a_run_that_failed_after_its_last_stage(tmp_path: Path) -> None:
+    found = measure(committed(tmp_path), "a night", "the disk is full")
+    assert (found.stopped_at, [*found.stages]) == (WHOLE_RUN, LABELS)
 
 
 @pytest.mark.parametrize(
