@@ -62,6 +62,7 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
     labels = [label for label in labels if (label not in rounds) == is_loss]
     if not labels:
         return
+    from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
         start = 1
@@ -78,7 +79,9 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
         axes.set(title=f"{verdict.recipe}: {verdict.word}", xlabel="step")
         axes.set_ylabel("loss per token" if is_loss else "mean reward of a step")
         axes.margins(x=0.01)
-        axes.plot([], [], color=BLUE, label="tonight")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+        if labels != [named]:
+            axes.plot([], [], color=BLUE, label="tonight")
         if named in labels:
             axes.plot([], [], color=ORANGE, label=f"tonight, {named}")
         if stored:

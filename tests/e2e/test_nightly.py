@@ -1,6 +1,7 @@
 """Nights of tiny recipes on the command line: afresh each time, and a verdict that says where."""
 
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,12 @@ def test_a_night_computes_afresh_and_names_the_stage_that_fails(tmp_path: Path) 
     assert not (nights.home.path / "mlflow.db").exists()
     page = (nights_of(nights.home.path) / second.name / "night.md").read_text()
     assert "| supervised | 🔴 fail | sft |" in page
+    database = sqlite3.connect(nights.home.path / "prefect" / "prefect.db")
+    events = database.execute("SELECT event FROM events WHERE event LIKE 'rlhf.nightly.%'")
+    assert {event for (event,) in events} == {"rlhf.nightly.drifted", "rlhf.nightly.failed"}
+    pages = database.execute("SELECT data FROM artifact WHERE key = 'nightly'").fetchall()
+    assert len(pages) == 2
+    assert "data:image/svg+xml;base64," in pages[1][0]
 
 
 @pytest.mark.stacks
