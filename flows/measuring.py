@@ -177,5 +177,4 @@ def observed(record: CommitRecord, journal: Sequence[JournalRecord]) -> Observed
         accuracy_room=round((high - low) / 2, 6),
         tokens_per_s=round(statistics.median(speeds), 1) if speeds else None,
         peak_bytes=max(peaks) * 1e9 if peaks else None,
-        seconds=round(record.seconds.get("total", 0.0), 3),
     )

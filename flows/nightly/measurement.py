@@ -69,8 +69,6 @@ class Observed(FrozenModel):
     """Median over the steps, of one rank."""
     peak_bytes: float | None = None
     """Memory, as the training engine reports it."""
-    seconds: float = 0.0
-    """Of the whole job."""
 
 
 class Run(FrozenModel):

@@ -115,7 +115,7 @@ def keep_night(directory: Path, night: Night) -> None:
 
 
 def last_night(home: Path) -> Night:
-    """The newest night that came to its end.
+    """The newest night that finished a recipe; of one that was ended early, those it finished.
 
     Args:
         home: of the ordinary runs.
