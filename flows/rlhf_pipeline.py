@@ -22,7 +22,7 @@ from infra import env
 from infra.plugins import import_external_modules
 
 
-def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
+def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
     """A cancelled run leaves no job behind, even if its process could not stop it itself."""
     location = flow_run.parameters.get("recipe", {}).get("location", {})
     home = Path(location["home"]) if location.get("home") else env.home()
@@ -32,7 +32,7 @@ def _on_cancellation(flow: Flow[..., Report], flow_run: FlowRun, state: State[Re
 @flow(
     name="rlhf-pipeline",
     flow_run_name="{recipe.name}-seed{recipe.seed}",
-    on_cancellation=[_on_cancellation],
+    on_cancellation=[stop_jobs],
     persist_result=True,
     result_serializer="json",
     log_prints=False,

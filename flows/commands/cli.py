@@ -115,6 +115,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")
     )
+    _add_nightly_arguments(
+        add("nightly", "compute recipes afresh and say of each whether it was reproduced")
+    )
     merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
@@ -149,6 +152,18 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
         dest="start_from",
         metavar="STAGE",
         help="reuse everything before a stage, which runs again; refused if some of it is not done",
+    )
+
+
+def _add_nightly_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "recipes", metavar="RECIPE", nargs="*", help="names or YAML files; default: all that ship"
+    )
+    command.add_argument(
+        "--baselines", metavar="DIR", help="what is stored of them; default: flows/baselines"
+    )
+    command.add_argument(
+        "--accept", action="store_true", help="run nothing; take the last night's results for right"
     )
 
 

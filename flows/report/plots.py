@@ -112,10 +112,19 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
         drawings.append(("step", lambda axes: _draw_step(axes, data.step)))
     if data.seconds:
         drawings.append(("time", lambda axes: _draw_seconds(axes, data.seconds)))
-    return [_save(directory / f"{name}.svg", draw) for name, draw in drawings]
+    return [save_figure(directory / f"{name}.svg", draw) for name, draw in drawings]
 
 
-def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
+def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
+    """Draw one plot as SVG, and as PNG beside it.
+
+    Args:
+        path: of the SVG.
+        draw: fills the axes.
+
+    Returns:
+        The path.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

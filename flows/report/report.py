@@ -266,7 +266,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
     for name, title in PLOT_TITLES.items():
         path = directory / f"{name}.svg"
         if path.exists():
-            source = _data_uri(path) if embed else path.name
+            source = data_uri(path) if embed else path.name
             lines += [f"![{title}]({source})", ""]
     return "\n".join(lines)
 
@@ -278,5 +278,6 @@ def _verdict(report: Report) -> str:
     return f"{accuracy}{promoted} Wall time {report.seconds:.0f} s, seed {report.seed}."
 
 
-def _data_uri(path: Path) -> str:
+def data_uri(path: Path) -> str:
+    """An SVG file as an address that holds all of it."""
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

@@ -157,7 +157,7 @@ def refuse_other_libraries(planned: Mapping[str, str | None], interpreter: Path,
 
 
 def _digest_here(module: str) -> str | None:
-    path = _module_file(module)
+    path = module_file(module)
     return sha256_file(path) if path is not None and path.is_file() else None
 
 
@@ -274,7 +274,7 @@ def project_modules(script: Path) -> set[str]:
         for name in _imported_names(_Source(path.stem, path))
         if name.partition(".")[0] in OUR_PACKAGES
     }
-    return {name for name in names if (file := _module_file(name)) and file.is_file()}
+    return {name for name in names if (file := module_file(name)) and file.is_file()}
 
 
 def _own_sources_digest(module: str) -> str | None:
@@ -320,7 +320,7 @@ def _root_sources(name: str) -> list[_Source]:
         if not path.is_file():
             raise ConfigError(name, f"{path} does not exist; give another path")
         return [_Source(_FILE_PREFIX + path.name, path)]
-    if _module_file(name) is None:
+    if module_file(name) is None:
         raise ConfigError(name, "no such module; install the package that holds it")
     return list(_executed_by(name))
 
@@ -330,7 +330,7 @@ def _executed_by(name: str) -> Iterator[_Source]:
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         module = ".".join(parts[:length])
-        path = _module_file(module)
+        path = module_file(module)
         if path is not None and path.is_file():
             yield _Source(module, path)
 
@@ -346,7 +346,7 @@ def _beside(directory: Path, name: str) -> Iterator[_Source]:
                 break
 
 
-def _module_file(name: str) -> Path | None:
+def module_file(name: str) -> Path | None:
     """The file of a module, or the directory of a namespace package; nothing is imported."""
     top, *rest = name.split(".")
     for directory in _package_directories(top):

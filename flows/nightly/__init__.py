@@ -1,0 +1,1 @@
+"""What a night measures, how it is judged, and how it is shown."""

@@ -1,0 +1,226 @@
+"""Whether a night reproduced what is stored: pass, drift or fail, and where and why.
+
+* A stage whose digest is the stored one is reproduced, whatever the clock says. If all are, the
+  recipe passes.
+* A stage whose digest is another is compared by its accuracy and by its curve of rewards or losses.
+  Beyond the spread of the stored runs and the room below, in either direction, the recipe fails:
+  a figure that is better than it can be is no reproduction. Within them it drifts.
+* The first stage with another digest is named, with what differs of its settings, sources,
+  libraries and data. Where nothing does, the stage does not repeat.
+* On another kind of machine digests are not compared, only those figures; nothing drifts there.
+* Speed and memory are compared on an equal machine with at least `MIN_RUNS` stored runs, else
+  noted. Much more memory fails; much lower speed fails where the digest is another, too.
+* A run that did not end fails at the stage where it stopped. Without a baseline it drifts.
+
+Promises: nothing is read, asked or written here: equal measurements give equal verdicts.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from flows.nightly.measurement import Made, Measurement, Observed
+from infra.frozen_model import FrozenModel
+from infra.store.stage_spec import some
+
+Word = Literal["pass", "drift", "fail"]
+
+MIN_ACCURACY_ROOM = 0.01
+CURVE_ROOM = 0.02
+"""Of the largest value of a curve, or of 1 where all are smaller."""
+NUM_NOISES = 3.0
+"""How many standard deviations of a stretch's mean a curve has room for."""
+NUM_STRETCHES = 4
+"""Of a curve, compared by their means."""
+SPEED_ROOM, MEMORY_ROOM = 0.25, 0.10
+MIN_RUNS = 3
+"""Fewer tell nothing about how much speed and memory vary."""
+NOTHING_DIFFERS = "nothing that is recorded differs: the stage does not repeat"
+
+
+class Verdict(FrozenModel):
+    """What is said of a recipe."""
+
+    recipe: str
+    word: Word
+    stage: str = ""
+    """The first that failed, or else drifted; empty for a pass."""
+    drifted: str = ""
+    """The first with another digest than the stored one."""
+    causes: tuple[str, ...] = ()
+    """What differs of what that one was made from."""
+    problems: tuple[str, ...] = ()
+    """What failed."""
+    notes: tuple[str, ...] = ()
+
+
+def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
+    """Compare a night with what is stored.
+
+    Args:
+        baseline: of the recipe; None if nothing is stored.
+        tonight: one run.
+
+    Returns:
+        The verdict.
+    """
+    stopped = (f"{tonight.stopped_at}: {tonight.problem}",) if tonight.problem else ()
+    if baseline is None:
+        note = "no baseline is stored; `rlhf nightly --accept` takes this night for one"
+        word: Word = "fail" if stopped else "drift"
+        return Verdict(
+            recipe=tonight.recipe,
+            word=word,
+            stage=tonight.stopped_at,
+            problems=stopped,
+            notes=() if stopped else (note,),
+        )
+    comparable = baseline.machine.kind == tonight.machine.kind
+    changed = [label for label in _labels(baseline, tonight) if _differs(baseline, tonight, label)]
+    drifted = changed[0] if changed and comparable else ""
+    problems, notes = _compared(baseline, tonight, changed if comparable else None)
+    if not comparable:
+        where = f"the baseline is of {baseline.machine}, this is {tonight.machine}"
+        notes.insert(0, f"digests were not compared: {where}")
+    failed = problems[0][0] if problems else tonight.stopped_at
+    return Verdict(
+        recipe=tonight.recipe,
+        word="fail" if failed else "drift" if drifted else "pass",
+        stage=failed or drifted,
+        drifted=drifted,
+        causes=tuple(_causes(baseline, tonight, drifted)) if drifted else (),
+        problems=(*(f"{label}: {text}" for label, text in problems), *stopped),
+        notes=tuple(notes),
+    )
+
+
+def _labels(baseline: Measurement, tonight: Measurement) -> list[str]:
+    """Stages of tonight in their order, then those that it has no more, unless it stopped."""
+    gone = () if tonight.problem else baseline.stages
+    return list(dict.fromkeys((*tonight.stages, *gone)))
+
+
+def _differs(baseline: Measurement, tonight: Measurement, label: str) -> bool:
+    one, other = baseline.stages.get(label), tonight.stages.get(label)
+    return one is None or other is None or one.digest != other.digest
+
+
+def _compared(
+    baseline: Measurement, tonight: Measurement, changed: Sequence[str] | None
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Problems by stage, and notes; of the stages that are not `changed` not by their figures.
+
+    Args:
+        baseline: what is stored.
+        tonight: one run.
+        changed: stages with another digest; None where digests say nothing.
+
+    Returns:
+        Both, in the order of the stages.
+    """
+    problems: list[tuple[str, str]] = []
+    notes: list[str] = []
+    is_same_machine = baseline.machine == tonight.machine
+    for label, now in tonight.runs[-1].stages.items():
+        before = [run.stages[label] for run in baseline.runs if label in run.stages]
+        is_other = changed is None or label in changed
+        if is_other:
+            problems += [(label, text) for text in _figures_beyond(before, now)]
+        for text, is_clock in _resources_beyond(before, now):
+            is_known = is_same_machine and len(before) >= MIN_RUNS
+            if is_known and (is_other or not is_clock):
+                problems.append((label, text))
+            else:
+                notes.append(f"{label}: {text}")
+    return problems, notes
+
+
+def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
+    """Accuracy and curve, where they left the spread of earlier runs."""
+    known = [each for each in before if each.accuracy is not None]
+    values = [each.accuracy for each in known if each.accuracy is not None]
+    if now.accuracy is not None and values:
+        room = max(MIN_ACCURACY_ROOM, *(each.accuracy_room for each in known))
+        if not min(values) - room <= now.accuracy <= max(values) + room:
+            yield f"accuracy {now.accuracy:.1%}, stored {_span(values, '.1%')}, room {room:.1%}"
+    curves = [each.curve for each in before if each.curve]
+    if not (now.curve and curves):
+        return
+    stored = [_stretches(curve) for curve in curves]
+    for number, value in enumerate(_stretches(now.curve)):
+        means = [each[number] for each in stored if number < len(each)]
+        room = _curve_room(curves[-1])
+        if means and not min(means) - room <= value <= max(means) + room:
+            of = f"{number + 1} of {NUM_STRETCHES}"
+            yield f"curve {value:.4g} in stretch {of}, stored {_span(means)}, room {room:.2g}"
+            return
+
+
+def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tuple[str, bool]]:
+    """Speed and memory that are worse than in all earlier runs, with room; whether it is speed."""
+    speeds = [each.tokens_per_s for each in before if each.tokens_per_s]
+    if speeds and now.tokens_per_s and now.tokens_per_s < min(speeds) * (1 - SPEED_ROOM):
+        ratio = now.tokens_per_s / statistics.median(speeds)
+        yield f"{now.tokens_per_s:,.0f} tokens/s, {ratio:.2f} of the stored median", True
+    peaks = [each.peak_bytes for each in before if each.peak_bytes]
+    if peaks and now.peak_bytes and now.peak_bytes > max(peaks) * (1 + MEMORY_ROOM):
+        ratio = now.peak_bytes / statistics.median(peaks)
+        yield f"{now.peak_bytes / 2**20:,.0f} MiB, {ratio:.2f} of the stored median", False
+
+
+def _stretches(curve: Sequence[float]) -> list[float]:
+    """Means of a curve's consecutive parts, as equal as can be; of a short one its values."""
+    num = min(NUM_STRETCHES, len(curve))
+    ends = [len(curve) * part // num for part in range(num + 1)]
+    return [statistics.fmean(curve[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _curve_room(curve: Sequence[float]) -> float:
+    """What a stretch's mean may differ for reasons of sampling alone.
+
+    The noise of a step is taken from second differences, which a slope does not enlarge: the
+    variance of x[i] - 2 x[i+1] + x[i+2] is six times that of x.
+    """
+    floor = CURVE_ROOM * max(1.0, *(abs(value) for value in curve if math.isfinite(value)), 0.0)
+    bends = [a - 2 * b + c for a, b, c in zip(curve, curve[1:], curve[2:], strict=False)]
+    noise = math.sqrt(statistics.fmean(bend**2 for bend in bends) / 6) if bends else 0.0
+    length = max(1, len(curve) // NUM_STRETCHES)
+    return max(floor, NUM_NOISES * noise / math.sqrt(length))
+
+
+def _span(values: Sequence[float], form: str = ".4g") -> str:
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str]:
+    """What differs of what a stage was made from."""
+    before, now = baseline.stages.get(label), tonight.stages.get(label)
+    settings = differences(baseline.settings, tonight.settings)
+    if before is None or now is None:
+        return [f"settings: {some(settings)}" if settings else "the recipe has other stages"]
+    kinds = {
+        "settings": settings if before.settings != now.settings else [],
+        "sources": sorted(_changed_files(baseline, tonight, before, now)),
+        "libraries": differences(before.libraries, now.libraries),
+        "data": [text.partition(" ")[0] for text in differences(before.data, now.data)],
+    }
+    return [f"{kind}: {some(what)}" for kind, what in kinds.items() if what] or [NOTHING_DIFFERS]
+
+
+def _changed_files(
+    baseline: Measurement, tonight: Measurement, before: Made, now: Made
+) -> set[str]:
+    """Files that are in one and not in the other, or have other bytes."""
+    one, other = baseline.sources.get(before.sources, {}), tonight.sources.get(now.sources, {})
+    return {file for file, _ in one.items() ^ other.items()}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each name with both of its values, where they differ."""
+    return [
+        f"{name} {before.get(name)} -> {now.get(name)}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
