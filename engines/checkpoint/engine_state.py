@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
 from engines.checkpoint.staging import StagingBuffers
+from engines.checkpoint.tensor_files import read_tensors, write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from hardware.base import PlatformBase
@@ -118,7 +118,7 @@ def _write_small_files(
 ) -> None:
     """Random generators of this rank and, on rank 0, the scalars."""
     (path / _RNG_DIR).mkdir(exist_ok=True)
-    save_file(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
+    write_tensors(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
         text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
         (path / ENGINE_FILE).write_text(text, encoding="utf-8")
@@ -152,7 +152,7 @@ def load_engine_state(
         file = path / _RNG_DIR / f"rank-{collectives.rank():05d}.safetensors"
         if not file.exists():
             raise CheckpointError(f"{file} is absent")
-        platform.set_rng_state(load_file(file))
+        platform.set_rng_state(read_tensors(file))
     return scalars
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from engines.checkpoint.tensor_files import write_tensors
 
 _WEIGHTS = "model"
 _METADATA = {"format": "pt"}
@@ -56,7 +57,7 @@ def _write_shards(
 
     def flush() -> None:
         nonlocal size_bytes
-        save_file(shard, out_dir / _part_name(len(parts)), metadata=_METADATA)
+        write_tensors(shard, out_dir / _part_name(len(parts)), metadata=_METADATA)
         parts.append(list(shard))
         shard.clear()
         size_bytes = 0

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.checkpoint.tensor_files import write_tensors
 from engines.config.training import LoraConfig
 
 _PREFIX = "base_model.model."
@@ -35,7 +35,7 @@ def write_peft_adapter(
         heads: modules that were trained whole and are among the tensors.
     """
     named = {f"{_PREFIX}{name}": tensor for name, tensor in sorted(tensors.items())}
-    save_file(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensors(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.sharded import SHARDING_INFO
 from engines.checkpoint.staging import StagingBuffers
+from engines.checkpoint.tensor_files import write_tensors
 
 _MAX_FILE_BYTES = 2 << 30
 
@@ -121,13 +120,7 @@ class _RegionWriter:
             offsets = {name: {"saved_offsets": list(r.offsets)} for name, r in file.items()}
             name = f"shard-{self._rank:05d}-{self._num_written:05d}.safetensors"
             info = json.dumps(offsets, sort_keys=True)
-            try:
-                save_file(
-                    {name: file[name].values for name in sorted(file)},
-                    self._path / name,
-                    metadata={SHARDING_INFO: info},
-                )
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
+            tensors = {name: file[name].values for name in sorted(file)}
+            write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
             self._num_written += 1
         self._files, self._size_bytes = [], 0

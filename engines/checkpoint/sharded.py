@@ -19,8 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +31,7 @@ from torch.futures import Future
 
 from engines import collectives
 from engines.checkpoint.staging import StagingBuffers
+from engines.checkpoint.tensor_files import disk_error, write_tensors
 from engines.errors import CheckpointError
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -49,7 +49,7 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: on every rank, when the disk of any one is full or fails.
     """
-    with _no_group_needed(), _own_errors(f"cannot save {path}"):
+    with _no_group_needed(), _own_errors("save", path):
         state_dict_saver.save(
             dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone()
         )
@@ -69,7 +69,7 @@ def stage_sharded(
         Writes the copies, for any thread: it uses no collective and raises `OSError`.
     """
     writer = _SafetensorsWriter(path, buffers)
-    with _no_group_needed(), _own_errors(f"cannot save {path}"):
+    with _no_group_needed(), _own_errors("save", path):
         state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=_alone())
     return writer.write_staged
 
@@ -87,8 +87,8 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: a tensor is absent, damaged or has another shape.
         OSError: a file could not be read.
     """
-    reader = HuggingFaceStorageReader(str(path))
-    with _no_group_needed(), _own_errors(f"cannot load {path}"):
+    reader = _Reader(str(path))
+    with _no_group_needed(), _own_errors("load", path, reader):
         state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=_alone())
 
 
@@ -104,22 +104,38 @@ def _no_group_needed() -> Iterator[None]:
         yield
 
 
+class _Reader(HuggingFaceStorageReader):
+    """Keeps a read error: torch takes it for files that hold no such thing, and says only that."""
+
+    problem: OSError | None = None
+
+    def read_metadata(self) -> Metadata:
+        """As the parent's."""
+        try:
+            return super().read_metadata()
+        except (SafetensorError, OSError, RuntimeError) as error:
+            problem = disk_error(error, Path(self.path))
+            self.problem = problem if isinstance(problem, OSError) else None
+            raise
+
+
 @contextmanager
-def _own_errors(what: str) -> Iterator[None]:
+def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
     """Unwrap torch's `CheckpointException`, which no `except Exception` would catch."""
     try:
         yield
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise _translated(what, cause) from error
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
-        raise _translated(what, error) from error
+        raise _translated(doing, path, (reader and reader.problem) or cause) from error
+    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
+        raise _translated(doing, path, error) from error
 
 
-def _translated(what: str, cause: BaseException) -> Exception:
+def _translated(doing: str, path: Path, error: BaseException) -> Exception:
+    cause = disk_error(error, path)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return cause
-    return CheckpointError(f"{what}: {' '.join(str(cause).split())[:500]}")
+    return CheckpointError(f"cannot {doing} {path}: {' '.join(str(cause).split())[:500]}")
 
 
 class _SafetensorsWriter(StorageWriter):
@@ -152,7 +168,7 @@ class _SafetensorsWriter(StorageWriter):
     ) -> None:
         info = json.dumps(offsets, sort_keys=True)
         name = f"shard-{self._rank:05d}-{part:05d}.safetensors"
-        save_file(tensors, self._path / name, metadata={SHARDING_INFO: info})
+        write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between saves."""

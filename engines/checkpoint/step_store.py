@@ -30,12 +30,11 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.canonical import canonical_json
-from infra.store.step_directories import newest_valid, step_directories, verify_step
+from infra.store.step_directories import STEP_KIND, newest_valid, step_directories, verify_step
 from infra.waiting import when_there_is_room
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
-_KIND = "step-checkpoint"
 _MIN_KEEP = 2
 
 
@@ -107,7 +106,7 @@ class StepCheckpoints:
             write(tmp / CHECKPOINT_DIR)
             content = {"step": state.step, "values": dict(state.values)}
             (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
-            manifest = build_manifest(tmp, _KIND)
+            manifest = build_manifest(tmp, STEP_KIND)
             write_manifest(tmp, manifest)
             final = self._publish(step, tmp, manifest.digest)
         finally:
@@ -150,15 +149,18 @@ class StepCheckpoints:
             CheckpointError: it is absent or damaged; lists those that are there.
         """
         try:
-            return _read(verify_step(self._root, step)[0])
+            found = _read(verify_step(self._root, step)[0])
         except ArtifactError as error:
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
+        if found.step != step:
+            raise CheckpointError(f"step {step}: {found.path} is of step {found.step}")
+        return found
 
     def _digest(self, directory: Path) -> str | None:
         """Digest of a published checkpoint; None when it is absent or damaged."""
         try:
-            return verify_directory(directory).digest
+            return verify_directory(directory, kind=STEP_KIND).digest
         except (ArtifactNotFoundError, ArtifactCorruptError):
             return None
 

@@ -132,18 +132,19 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """The manifest as written; the files are not looked at.
 
     Args:
         directory: what was published.
+        kind: that it has to be of; None: of any.
 
     Returns:
-        The manifest, well-formed and of a schema that this code knows.
+        The manifest, of a schema that this code knows: the one text of its values, byte by byte.
 
     Raises:
         ArtifactNotFoundError: there is no manifest, so nothing was published here.
-        ArtifactCorruptError: the manifest does not parse.
+        ArtifactCorruptError: the manifest does not parse, or is not the text that was written.
         ArtifactError: a newer version of this program wrote it.
     """
     path = directory / MANIFEST_NAME
@@ -151,59 +152,92 @@ def read_manifest(directory: Path) -> Manifest:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactNotFoundError(f"{directory} has no {MANIFEST_NAME}") from None
+    schema = None
     try:
-        values = json.loads(data)
-        schema = values.get("schema") if isinstance(values, dict) else None
+        values = dict(json.loads(data))
+        schema = values.get("schema")
+        # A newer schema differs in more than its number; a damaged number differs in nothing else.
+        values |= {"schema": MANIFEST_SCHEMA} | ({"kind": kind} if kind else {})
+        manifest = Manifest.model_validate(values)
+    except (TypeError, ValueError, RecursionError) as error:  # of JSON and of pydantic: ValueError
         if isinstance(schema, int) and schema > MANIFEST_SCHEMA:
-            raise ArtifactError(f"{path} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}")
-        return Manifest.model_validate(values)
-    except (ValueError, RecursionError) as error:  # ValidationError and JSON errors are ValueErrors
-        reason = str(error).splitlines()[0]
-        raise ArtifactCorruptError(f"{path} is not a manifest: {reason}") from error
+            raise ArtifactError(
+                f"{path} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}"
+            ) from None
+        raise _damaged(path, data, str(error).splitlines()[0]) from error
+    if data != manifest.to_bytes():
+        raise _damaged(path, data, "its kind, schema or spelling is another")
+    return manifest
 
 
-def verify_directory(directory: Path, level: Level = "bytes") -> Manifest:
+def _damaged(path: Path, data: bytes, reason: str) -> ArtifactCorruptError:
+    digest = hashlib.sha256(data).hexdigest()
+    return ArtifactCorruptError(f"{path}: sha256 {digest} is not of its manifest ({reason})")
+
+
+def verify_directory(directory: Path, level: Level = "bytes", kind: str | None = None) -> Manifest:
     """Compare a directory with its manifest.
 
     Args:
         directory: what was published.
         level: how closely to look.
+        kind: that it has to be of; None: of any, and then nothing vouches for the kind.
 
     Returns:
         The manifest, which is true of the directory now as far as `level` goes.
 
     Raises:
         ArtifactNotFoundError: there is no manifest.
-        ArtifactCorruptError: a file is altered, missing, extra or not regular; names it.
+        ArtifactCorruptError: a file is altered, missing, extra or not regular; names it, and the
+            digests that were found and expected of an altered one.
         OSError: something could not be read; nothing is known about the content then.
     """
-    manifest = read_manifest(directory)
-    if level == "manifest":
-        return manifest
+    try:
+        manifest = read_manifest(directory, kind)
+        present = {} if level == "manifest" else _listed(directory, manifest)
+    except ArtifactCorruptError as error:
+        if level == "bytes" and kind is not None:
+            raise _with_digests(error, directory, kind) from error
+        raise
+    for name, entry in present.items():
+        if _size_bytes(entry) != manifest.files[name].size_bytes:
+            _check_entry(entry, _hash_regular(Path(entry.path)), manifest.files[name])
+    if level == "bytes":
+        paths = {name: Path(entry.path) for name, entry in present.items()}
+        for name, found in _hash_all(paths).items():
+            _check_entry(present[name], found, manifest.files[name])
+    return manifest
+
+
+def _listed(directory: Path, manifest: Manifest) -> "dict[str, os.DirEntry[str]]":
+    """The files of a directory, which are those of its manifest."""
     present = {}
     for name, entry in _walk(directory):
         if name == MANIFEST_NAME and entry.is_file(follow_symlinks=False):
             continue
-        expected = manifest.files.get(name)
-        if expected is None:
+        if name not in manifest.files:
             raise ArtifactCorruptError(f"{entry.path} is not in the manifest")
         if not entry.is_file(follow_symlinks=False):
             raise ArtifactCorruptError(f"{entry.path} is no longer a regular file")
-        _check_size(entry, expected)
-        present[name] = Path(entry.path)
+        present[name] = entry
     missing = sorted(set(manifest.files) - set(present))
     if missing:
         raise ArtifactCorruptError(
             f"{directory} lacks {len(missing)} of {len(manifest.files)} files: {missing[0]}"
         )
-    if level == "bytes":
-        for name, found in _hash_all(present).items():
-            expected = manifest.files[name]
-            if found != expected:
-                raise ArtifactCorruptError(
-                    f"{present[name]}: sha256 {found.sha256} != {expected.sha256} of the manifest"
-                )
-    return manifest
+    return present
+
+
+def _with_digests(error: ArtifactCorruptError, directory: Path, kind: str) -> ArtifactCorruptError:
+    """The error of a manifest that is not that of its directory, with the digest it had to have."""
+    try:
+        need = hashlib.sha256(build_manifest(directory, kind).to_bytes()).hexdigest()
+    except ArtifactError:
+        return error
+    found = _hash_regular(directory / MANIFEST_NAME).sha256
+    return ArtifactCorruptError(
+        f"{error}; {MANIFEST_NAME} has sha256 {found}, its files need {need}"
+    )
 
 
 def external_artifact(path: Path, field: str | None = None) -> Artifact:
@@ -287,12 +321,16 @@ def _hash_all(
         return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
 
 
-def _check_size(entry: "os.DirEntry[str]", expected: FileEntry) -> None:
+def _size_bytes(entry: "os.DirEntry[str]") -> int:
     try:
-        size_bytes = entry.stat(follow_symlinks=False).st_size
+        return entry.stat(follow_symlinks=False).st_size
     except FileNotFoundError:
         raise ArtifactCorruptError(f"{entry.path} vanished while it was verified") from None
-    if size_bytes != expected.size_bytes:
+
+
+def _check_entry(entry: "os.DirEntry[str]", found: FileEntry, expected: FileEntry) -> None:
+    if found != expected:
         raise ArtifactCorruptError(
-            f"{entry.path} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
+            f"{entry.path}: {found.size_bytes} bytes, sha256 {found.sha256}; need "
+            f"{expected.size_bytes} bytes, sha256 {expected.sha256}, going by {MANIFEST_NAME}"
         )

@@ -17,6 +17,7 @@ from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
 from infra.store.artifacts import verify_directory
 from infra.store.atomic import make_directories, publish_directory, temporary_sibling
 
+STEP_KIND = "step-checkpoint"
 _NAME = re.compile(r"step-(\d{8,})(?:-[0-9a-f]{12})?")
 
 _log = logging.getLogger(__name__)
@@ -84,11 +85,11 @@ def verify_step(root: Path, step: int) -> tuple[Path, str]:
     # Who was killed between a replacement and the removal of what it replaces left both.
     *others, path = step_directories(root).get(step) or [root / f"step-{step:08d}"]
     try:
-        return path, verify_directory(path).digest
+        return path, verify_directory(path, kind=STEP_KIND).digest
     except ArtifactCorruptError:
         if not others:
             raise
-        return others[-1], verify_directory(others[-1]).digest
+        return others[-1], verify_directory(others[-1], kind=STEP_KIND).digest
 
 
 def link_checkpoint(source: Path, root: Path) -> None:

@@ -22,9 +22,11 @@ from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigErro
 from infra.faults import fault
 from infra.store.artifacts import (
     EXTERNAL_KIND,
+    MANIFEST_NAME,
     Level,
     build_manifest,
     external_artifact,
+    read_manifest,
     verify_directory,
     write_manifest,
 )
@@ -349,13 +351,16 @@ def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
 
 
 def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
-    """Verify a directory whose name is its digest, so that it must have a manifest."""
+    """Verify a directory below the name of its kind that must have the manifest of that digest."""
     try:
-        found = verify_directory(directory, level).digest
+        found = read_manifest(directory, directory.parent.name).digest
     except ArtifactNotFoundError as error:
         raise ArtifactCorruptError(str(error)) from error
+    except ArtifactCorruptError as error:
+        raise ArtifactCorruptError(f"{error}; need that of digest {digest}") from error
     if found != digest:
-        raise ArtifactCorruptError(f"{directory} holds the artifact {found}")
+        raise ArtifactCorruptError(f"{directory / MANIFEST_NAME}: digest {found}; need {digest}")
+    verify_directory(directory, level)
 
 
 def _check_unchanged(artifact: Artifact) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from engines.checkpoint import sharded
 from engines.checkpoint.sharded import ShardedReader, load_sharded, save_sharded
+from engines.checkpoint.tensor_files import write_tensors
 from engines.errors import CheckpointError
 
 
@@ -88,11 +90,25 @@ def test_a_failing_disk_is_an_os_error_and_not_a_damaged_checkpoint(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(sharded, "save_file", full)
+    monkeypatch.setattr(sharded, "write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         save_sharded(tmp_path, tensors(0))
     with pytest.raises(CheckpointError, match="cannot load"):
         load_sharded(tmp_path / "absent", tensors(0))
+
+
+def test_a_disk_that_takes_no_more_is_an_os_error_with_the_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            write_tensors({"x": torch.zeros(1000)}, tmp_path / "x.safetensors")
+        with pytest.raises(OSError, match="File too large"):
+            save_sharded(tmp_path, {"x": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.errno == errno.EFBIG
+    assert refused.value.filename == str(tmp_path / "x.safetensors")
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:

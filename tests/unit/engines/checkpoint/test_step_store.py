@@ -99,7 +99,7 @@ def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path: Path) ->
 def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved(tmp_path, 5, 10)
 
-    def fails(directory: Path) -> None:
+    def fails(directory: Path, kind: str) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("infra.store.step_directories.verify_directory", fails)

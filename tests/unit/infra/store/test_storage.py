@@ -1,9 +1,6 @@
-import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -12,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from infra import env
 from infra.errors import (
     ArtifactCorruptError,
     ArtifactError,
@@ -28,8 +24,6 @@ from infra.store.storage import LocalStorage, Storage, open_storage
 
 FINGERPRINT = "f" * 64
 OTHER = "e" * 64
-ROOT = Path(__file__).resolve().parents[4]
-DRIVER = Path(__file__).with_name("storage_kill_driver.py")
 
 
 @pytest.fixture
@@ -286,28 +280,6 @@ def test_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in ("", "s3://bucket/x", "file://host/x", "http://x"):
         with pytest.raises(ConfigError, match=r"^storage: got .*need a directory"):
             open_storage(uri)
-
-
-@pytest.mark.parametrize(
-    "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
-)
-def test_kill_at_every_line_of_publish_and_commit(
-    tmp_path: Path, other_disk: Path, origin: str
-) -> None:
-    # The store is in memory, where fsync costs nothing: a kill does not test power loss anyway.
-    work = other_disk if origin == "same disk" else tmp_path
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(other_disk / "store"), str(work / "out")],
-        env=env.child_environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["killed"] >= 100
-    assert summary["states"] == ["committed", "nothing", "published"]
 
 
 def bytes_read() -> int:

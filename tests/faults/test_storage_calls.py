@@ -1,0 +1,106 @@
+"""Every storage system call of a save and of a publish: the last one, or failing.
+
+Rows 1, 7 and 8 of the fault matrix. The children are watched by the kernel, so that no call of
+any thread or library is left out; each program says how many there were.
+"""
+
+import errno
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_calls import UnsupportedError
+
+from infra import env
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 600.0
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, where fsync costs nothing: no kill here tests a power loss."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as directory:
+        yield Path(directory)
+
+
+def figures(program: str, *arguments: object) -> dict[str, Any]:
+    """What a program prints at its end; a skip where its children cannot be watched."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / program), *map(str, arguments)],
+        env=env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    unsupported = re.search(rf"{UnsupportedError.__name__}: (.*)", done.stderr)
+    if unsupported:
+        pytest.skip(unsupported[1])
+    assert done.returncode == 0, done.stderr
+    print(program, *arguments[-2:], done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "background"])
+def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
+    memory: Path, how: str
+) -> None:
+    found = figures("save_driver.py", memory, "kill", how)
+    assert found["points"] >= 70
+    assert found["newest"] == [2, 3, 4], "before, between and after the two saves"
+
+
+@pytest.mark.parametrize(
+    "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
+)
+def test_fault_row_1_killed_at_every_call_of_a_publish_and_commit(
+    memory: Path, tmp_path: Path, origin: str
+) -> None:
+    if origin == "other disk" and memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on another file system than the temporary directory")
+    source = memory if origin == "same disk" else tmp_path
+    found = figures("publish_driver.py", memory, source, "kill")
+    assert found["points"] >= 35
+    assert found["states"] == ["committed", "nothing", "published"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_fault_row_7_and_8_a_save_whose_disk_fails_at_any_call_publishes_nothing(
+    memory: Path, error: int
+) -> None:
+    found = figures("save_driver.py", memory, "fail", error)
+    assert found["points"] >= 35
+    assert found["swallowed"] == [], "the caller is told of every one"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_fault_row_7_and_8_a_publish_whose_disk_fails_at_any_call_commits_nothing(
+    memory: Path, error: int
+) -> None:
+    found = figures("publish_driver.py", memory, memory, "fail", error)
+    assert found["points"] >= 35
+    assert found["swallowed"] == [], "the caller is told of every one"
+
+
+@pytest.mark.slow
+def test_fault_row_8_a_checkpoint_that_cannot_be_read_is_neither_absent_nor_damaged(
+    memory: Path,
+) -> None:
+    assert figures("save_driver.py", memory, "read", errno.EIO)["points"] >= 60
+
+
+def test_fault_row_8_an_artifact_that_cannot_be_read_is_neither_absent_nor_damaged(
+    memory: Path,
+) -> None:
+    assert figures("publish_driver.py", memory, memory, "read", errno.EIO)["points"] >= 40
