@@ -151,15 +151,34 @@ def read_manifest(directory: Path) -> Manifest:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactNotFoundError(f"{directory} has no {MANIFEST_NAME}") from None
+    return parse_manifest(data, str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in the bytes of its file.
+
+    Args:
+        data: of the file.
+        where: it is, for errors.
+
+    Returns:
+        The manifest, well-formed and of a schema that this code knows.
+
+    Raises:
+        ArtifactCorruptError: it does not parse.
+        ArtifactError: a newer version of this program wrote it.
+    """
     try:
         values = json.loads(data)
         schema = values.get("schema") if isinstance(values, dict) else None
         if isinstance(schema, int) and schema > MANIFEST_SCHEMA:
-            raise ArtifactError(f"{path} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}")
+            raise ArtifactError(
+                f"{where} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}"
+            )
         return Manifest.model_validate(values)
     except (ValueError, RecursionError) as error:  # ValidationError and JSON errors are ValueErrors
         reason = str(error).splitlines()[0]
-        raise ArtifactCorruptError(f"{path} is not a manifest: {reason}") from error
+        raise ArtifactCorruptError(f"{where} is not a manifest: {reason}") from error
 
 
 def verify_directory(directory: Path, level: Level = "bytes") -> Manifest:

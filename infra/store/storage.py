@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
+from infra.plugin_table import PluginTable
+from infra.plugins import Row
 from infra.store.artifacts import (
     EXTERNAL_KIND,
     Level,
@@ -36,15 +39,23 @@ from infra.store.atomic import (
     remove_abandoned,
     temporary_sibling,
 )
+from infra.store.followers import LocalFollowers
 from infra.store.runs import LocalRuns, Runs
-from infra.store.stage_log import Attempt, Attempts, LocalAttempts, latest_commit
+from infra.store.stage_log import Attempt, Attempts, LocalLogFiles, StageLogs, latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
 from infra.store.work_channel import FileChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_KIND = re.compile(r"[a-z][a-z0-9_-]*")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+KIND = re.compile(r"[a-z][a-z0-9_-]*")
 NO_DIGESTS: Mapping[str, str] = {}
+STORES = PluginTable(
+    "store",
+    "storage",
+    [Row(name="s3", target="infra.store.s3.storage:S3Storage", requires="boto3", extra="s3")],
+    Row,
+)
+"""Stores that are not directories, by the scheme of their address."""
 
 
 class Storage(Protocol):
@@ -164,7 +175,7 @@ def open_storage(uri: str) -> Storage:
     """The store at an address.
 
     Args:
-        uri: `/path`, `path` or `file:///path`.
+        uri: `/path`, `path`, `file:///path` or `s3://bucket/prefix`.
 
     Returns:
         The store; its directory is made when something is published.
@@ -179,10 +190,54 @@ def open_storage(uri: str) -> Storage:
         return LocalStorage(Path(uri))
     if parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path:
         return LocalStorage(Path(unquote(parts.path)))
-    raise ConfigError("storage", f"got {uri!r}; need a directory or file:///directory")
+    if parts.scheme in STORES.names():
+        return STORES.load(parts.scheme)(uri)
+    forms = "a directory, file:///directory or s3://bucket/prefix"
+    raise ConfigError("storage", f"got {parts.scheme}://; need {forms}")
 
 
-class LocalStorage:
+class StageResults(ABC):
+    """What is asked of any store about finished stages, by their logs."""
+
+    attempts: Attempts
+
+    @abstractmethod
+    def verify(self, artifact: Artifact, level: Level) -> None:
+        """See `Storage.verify`."""
+
+    @abstractmethod
+    def _place(self, kind: str, digest: str) -> str:
+        """Where the store has, or would have, an artifact."""
+
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
+        """See `Storage.commit`."""
+        self.verify(record.artifact, "manifest")
+        return self._located(self.attempts.commit(attempt, record))
+
+    def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
+        """See `Storage.lookup`."""
+        record = latest_commit(self.attempts.entries(fingerprint), force)
+        if record is None:
+            return None
+        try:
+            self.verify(record.artifact, "manifest")
+        except (ArtifactNotFoundError, ArtifactCorruptError) as error:
+            raise ArtifactCorruptError(
+                f"stage {record.stage} {fingerprint} is committed, but its output is damaged: "
+                f"{error}; restore it, or run with --force to compute it again"
+            ) from error
+        return self._located(record)
+
+    def _located(self, record: CommitRecord) -> CommitRecord:
+        """The record with the artifact's place in this store, also after the store was moved."""
+        place = self._place(record.artifact.kind, record.artifact.digest)
+        artifact = record.artifact.model_copy(
+            update={"uri": place, "fingerprint": record.fingerprint}
+        )
+        return record.model_copy(update={"artifact": artifact})
+
+
+class LocalStorage(StageResults):
     """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`.
 
     Args:
@@ -191,7 +246,8 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
-        self.attempts = LocalAttempts(self._root, self._journal_bytes)
+        followers = LocalFollowers(self._root / "work")
+        self.attempts = StageLogs(LocalLogFiles(self._root), followers, self._journal_bytes)
         self.runs = LocalRuns(self._root)
         self._verified: set[tuple[str, str]] = set()
 
@@ -222,7 +278,7 @@ class LocalStorage:
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """See `Storage.publish`. On the store's own file system this is one rename, no copy."""
-        _require(_KIND, kind, "artifact kind")
+        require(KIND, kind, "artifact kind")
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
         write_manifest(source, manifest)
@@ -236,31 +292,12 @@ class LocalStorage:
             self._take_in(source, final, manifest.digest)
         return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
 
-    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """See `Storage.commit`."""
-        self.verify(record.artifact, "manifest")
-        return self._located(self.attempts.commit(attempt, record))
-
-    def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
-        """See `Storage.lookup`."""
-        record = latest_commit(self.attempts.entries(fingerprint), force)
-        if record is None:
-            return None
-        try:
-            self.verify(record.artifact, "manifest")
-        except (ArtifactNotFoundError, ArtifactCorruptError) as error:
-            raise ArtifactCorruptError(
-                f"stage {record.stage} {fingerprint} is committed, but its output is damaged: "
-                f"{error}; restore it, or run with --force to compute it again"
-            ) from error
-        return self._located(record)
-
     def verify(self, artifact: Artifact, level: Level) -> None:
         """See `Storage.verify`."""
         directory = self._artifact_dir(artifact.kind, artifact.digest)
         if not directory.exists():
             raise ArtifactNotFoundError(f"{directory} is not in the store")
-        _verify_named(directory, artifact.digest, level)
+        verify_named(directory, artifact.digest, level)
 
     def local_copy(self, artifact: Artifact) -> Path:
         """See `Storage.local_copy`."""
@@ -268,7 +305,7 @@ class LocalStorage:
         key = (artifact.uri if external else artifact.kind, artifact.digest)
         if key not in self._verified:
             if external:
-                _check_unchanged(artifact)
+                check_unchanged(artifact)
             else:
                 self.verify(artifact, "bytes")
             self._verified.add(key)
@@ -279,9 +316,12 @@ class LocalStorage:
     def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
         return self.channel(fingerprint).journal_bytes(attempt)
 
+    def _place(self, kind: str, digest: str) -> str:
+        return str(self._artifact_dir(kind, digest))
+
     def _artifact_dir(self, kind: str, digest: str) -> Path:
-        _require(_KIND, kind, "artifact kind")
-        _require(_SHA256, digest, "artifact digest")
+        require(KIND, kind, "artifact kind")
+        require(SHA256, digest, "artifact digest")
         return self._root / "artifacts" / kind / digest
 
     def _holds(self, final: Path, digest: str) -> bool:
@@ -291,7 +331,7 @@ class LocalStorage:
         except FileNotFoundError:
             return False
         try:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         except ArtifactCorruptError as error:
             aside = final.with_name(f".damaged-{temporary_sibling(final).name.lstrip('.')}")
             _log.warning("replacing a damaged artifact, kept as %s: %s", aside, error)
@@ -310,7 +350,7 @@ class LocalStorage:
         try:
             publish_directory(source_dir, final)
         except FileExistsError:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
@@ -325,30 +365,22 @@ class LocalStorage:
         temporary = temporary_sibling(final)
         try:
             shutil.copytree(source_dir, temporary, copy_function=_copy_file)
-            _verify_named(temporary, digest)
+            verify_named(temporary, digest)
             publish_directory(temporary, final)
         except FileExistsError:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
 
-    def _located(self, record: CommitRecord) -> CommitRecord:
-        """The record with the artifact's place in this store, also after the store was moved."""
-        directory = self._artifact_dir(record.artifact.kind, record.artifact.digest)
-        artifact = record.artifact.model_copy(
-            update={"uri": str(directory), "fingerprint": record.fingerprint}
-        )
-        return record.model_copy(update={"artifact": artifact})
 
-
-def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
+def require(pattern: re.Pattern[str], value: str, what: str) -> None:
     """These values become path components, so nothing but the expected form may pass."""
     if not pattern.fullmatch(value):
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
 
 
-def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
+def verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
     """Verify a directory whose name is its digest, so that it must have a manifest."""
     try:
         found = verify_directory(directory, level).digest
@@ -358,7 +390,8 @@ def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
         raise ArtifactCorruptError(f"{directory} holds the artifact {found}")
 
 
-def _check_unchanged(artifact: Artifact) -> None:
+def check_unchanged(artifact: Artifact) -> None:
+    """Refuse an external input whose bytes are others than when it was planned."""
     found = external_artifact(Path(artifact.uri))
     if found.digest != artifact.digest:
         raise ArtifactCorruptError(

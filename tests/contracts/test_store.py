@@ -11,9 +11,11 @@ Not covered: how long any of it takes, and what a power loss leaves.
 
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
 from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
 from infra.store.heartbeat import Heartbeat
@@ -25,10 +27,24 @@ from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, read_journal
 
 
-@pytest.fixture
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of the store under test; by default a new local one."""
-    return request.config.getoption("--store", default=None) or str(tmp_path / "store")
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the store under test; by default a new one of each form."""
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    named = request.config.getoption("--store", default=None)
+    if named and request.param == "bucket":
+        pytest.skip("needs no second store: --store names the one")
+    if named or request.param == "directory":
+        return named or str(tmp_path / "store")
+    for name, value in environment(request.getfixturevalue("endpoint")).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
