@@ -11,6 +11,7 @@ import base64
 import functools
 import hashlib
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ PART_BYTES = 32 * 2**20
 MAX_PARTS = 9_000
 NUM_READS = 3
 
+_opening = threading.Lock()
+
 
 class Found(NamedTuple):
     """An object in a listing."""
@@ -59,7 +62,7 @@ class Objects:
         self.address = address
         self._honours_conditions = False
         endpoint = env.AWS_ENDPOINT_URL_S3.get() or env.AWS_ENDPOINT_URL.get() or ""
-        with told(self.place(""), endpoint):
+        with told(self.place(""), endpoint), _opening:
             self._client = _client(endpoint, env.AWS_PROFILE.get(), os.getpid())
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
@@ -110,7 +113,7 @@ class Objects:
                     if standing is not None:
                         return standing == data
                 if time.monotonic() > ends_at:
-                    raise StoreUnreachableError(f"{self.place(name)}: {error}") from error
+                    raise StoreUnreachableError(str(error)) from error
             time.sleep(CREATE_POLL_S)
 
     def require_conditions(self) -> None:
@@ -258,7 +261,13 @@ def _client(endpoint: str, profile: str | None, process: int) -> Any:
         # Names of buckets are hosts of Amazon's alone.
         s3={"addressing_style": "path" if endpoint else "auto"},
     )
-    return boto3.Session().client("s3", config=config)
+    return _session(profile).client("s3", config=config)
+
+
+@functools.cache
+def _session(profile: str | None) -> Any:
+    """What knows the service's operations and the credentials: the costly part of a client."""
+    return boto3.Session(profile_name=profile)
 
 
 def _checksum(data: bytes) -> str:
