@@ -56,6 +56,7 @@ STORES = PluginTable(
     Row,
 )
 """Stores that are not directories, by the scheme of their address."""
+SECOND_REFUSED = "of two who create one name the second is refused"
 
 
 class Storage(Protocol):
@@ -79,6 +80,18 @@ class Storage(Protocol):
     @property
     def runs(self) -> Runs:
         """Which pipeline runs use which stages."""
+        ...
+
+    def probe(self) -> str:
+        """Show that the store can be written, and tells two creators of one name apart.
+
+        Returns:
+            What was seen, in one line.
+
+        Raises:
+            ConfigError: both creators succeeded, so that two attempts could own one stage.
+            OSError: the store cannot be written, or not reached.
+        """
         ...
 
     def channel(self, fingerprint: str) -> WorkChannel:
@@ -266,6 +279,17 @@ class LocalStorage(StageResults):
             make_directories(self._root)
             create_exclusively(path, uuid.uuid4().hex[:8].encode())
             return path.read_text(encoding="ascii")
+
+    def probe(self) -> str:
+        """See `Storage.probe`."""
+        make_directories(self._root)
+        path = temporary_sibling(self._root / "probe")
+        try:
+            if not create_exclusively(path, b"") or create_exclusively(path, b""):
+                raise ConfigError("storage", f"{self._root} lets two create one file; name another")
+        finally:
+            path.unlink(missing_ok=True)
+        return f"{self._root}: {SECOND_REFUSED}"
 
     def channel(self, fingerprint: str) -> FileChannel:
         """See `Storage.channel`."""

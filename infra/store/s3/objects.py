@@ -65,6 +65,11 @@ class Objects:
         with told(self.place(""), endpoint), _opening:
             self._client = _client(endpoint, env.AWS_PROFILE.get(), os.getpid())
 
+    @property
+    def endpoint(self) -> str:
+        """Address of the service."""
+        return self._client.meta.endpoint_url
+
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
         """The bytes of an object from `start` to before `end`; None if it is absent."""
         stretch = {} if start == 0 and end is None else {"Range": _range(start, end)}
@@ -132,7 +137,7 @@ class Objects:
                         self._put(name, data, IfNoneMatch="*")
                 raise ConfigError(
                     "storage",
-                    f"{self._endpoint()} ignores If-None-Match, so that two attempts could own one "
+                    f"{self.endpoint} ignores If-None-Match, so that two attempts could own one "
                     "stage; need a service that honours conditional writes",
                 )
         finally:
@@ -236,10 +241,7 @@ class Objects:
             raise
 
     def _told(self, name: str) -> AbstractContextManager[None]:
-        return told(self.place(name), self._endpoint())
-
-    def _endpoint(self) -> str:
-        return self._client.meta.endpoint_url
+        return told(self.place(name), self.endpoint)
 
 
 @functools.cache

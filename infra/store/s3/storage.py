@@ -34,7 +34,15 @@ from infra.store.s3.objects import Objects
 from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
 from infra.store.stage_log import StageLogs
 from infra.store.stage_spec import Artifact, check_fingerprint
-from infra.store.storage import KIND, NO_DIGESTS, SHA256, StageResults, check_unchanged, require
+from infra.store.storage import (
+    KIND,
+    NO_DIGESTS,
+    SECOND_REFUSED,
+    SHA256,
+    StageResults,
+    check_unchanged,
+    require,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +79,11 @@ class S3Storage(StageResults):
         while (found := self._objects.get("name")) is None:
             self._objects.create("name", uuid.uuid4().hex[:8].encode())
         return found.decode()
+
+    def probe(self) -> str:
+        """See `Storage.probe`."""
+        self._objects.require_conditions()
+        return f"{self.uri} at {self._objects.endpoint}: {SECOND_REFUSED}"
 
     def channel(self, fingerprint: str) -> S3Channel:
         """See `Storage.channel`."""

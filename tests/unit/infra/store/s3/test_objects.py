@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf.testing.fault_proxy import FaultProxy
 
+from flows.checks import all_checks
 from infra import env
 from infra.errors import ConfigError, StoreDeniedError, StoreError, StoreUnreachableError
 from infra.store.s3 import objects as objects_module
@@ -163,9 +164,14 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
     proxy.fail("ignore condition", "PUT", times=99)
     with pytest.raises(ConfigError, match=r"^storage: .* ignores If-None-Match.*; need a service"):
         objects.create("entry", b"mine")
+    with pytest.raises(ConfigError, match="ignores If-None-Match"):
+        open_storage(uri).probe()
+    (check,) = [each for each in all_checks(uri) if each.name == "store"]
+    assert (check.status, "ignores If-None-Match" in check.detail) == ("error", True)
     assert objects.listed("") == []
     proxy.heal()
     assert objects.create("entry", b"mine")
+    assert open_storage(uri).probe().startswith(f"{uri} at {proxy.address}: of two who create")
 
 
 def test_missing_credentials_are_told(uri: str, proxy: FaultProxy) -> None:
