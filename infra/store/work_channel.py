@@ -30,6 +30,7 @@ from infra.store.atomic import atomic_write_bytes, make_directories, remove_dire
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
+from infra.store.step_directories import step_directories
 
 
 class JobProblem(FrozenModel):
@@ -96,6 +97,30 @@ class WorkChannel(Protocol):
         Returns:
             The directory; it may not exist.
         """
+        ...
+
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """Bring the newest valid step checkpoint here, and let others have those to come.
+
+        Args:
+            attempt: that continues from it, and has opened its journal.
+            steps: the place, as `steps_dir` named it.
+
+        Raises:
+            OSError: what is there cannot be known.
+        """
+        ...
+
+    def fetch_steps(self, steps: Path) -> None:
+        """Bring the newest valid step checkpoint of a place here; raises as `share_steps`."""
+        ...
+
+    def ship_steps(self, steps: Path) -> None:
+        """Let others have the checkpoints of a place before this returns; raises the same."""
+        ...
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """Steps with a checkpoint in a place, ascending; whether they verify is not said."""
         ...
 
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
@@ -172,6 +197,19 @@ class FileChannel:
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """See `WorkChannel.steps_dir`."""
         return self._directory / steps_name(generation, adopted)
+
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """See `WorkChannel.share_steps`: the place is shared."""
+
+    def fetch_steps(self, steps: Path) -> None:
+        """See `WorkChannel.fetch_steps`."""
+
+    def ship_steps(self, steps: Path) -> None:
+        """See `WorkChannel.ship_steps`."""
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """See `WorkChannel.step_numbers`."""
+        return list(step_directories(steps))
 
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
         """See `WorkChannel.prune`."""

@@ -5,6 +5,7 @@ writes in two steps, so here such requests go one by one.
 Does not promise: durability, and checksums that are compared.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def serve() -> None:
     from werkzeug.serving import make_server
 
     os.environ.update(environment(""))
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = DomainDispatcherApplication(create_backend_app)
     conditional = threading.Lock()
 

@@ -13,30 +13,23 @@ Does not promise: the limit, where living processes read more than it.
 """
 
 import fcntl
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 from infra import env
 from infra.errors import ArtifactCorruptError, ConfigError
-from infra.store.artifacts import FileEntry, Manifest, write_manifest
+from infra.store.artifacts import Manifest
 from infra.store.atomic import make_directories, publish_directory, remove_directory
 from infra.store.process_stamp import is_dead, own_stamp
+from infra.store.s3.download import Read, download
 from infra.store.storage import verify_named
-from infra.waiting import wait_for, when_there_is_room
+from infra.waiting import wait_for
 
-NUM_TRANSFERS = 4
 LOCK_DEADLINE_S = 3600.0
 """How long another process of this machine may take to download the same artifact."""
-
-Read = Callable[[str, int, int], bytes]
-"""A file's bytes from one place to before another."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +39,10 @@ class ArtifactCache:
 
     Args:
         directory: created on first use.
-        part_bytes: how much of a file is asked for at once.
     """
 
-    def __init__(self, directory: Path, part_bytes: int) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._part_bytes = part_bytes
 
     def take_in(self, source: Path, kind: str, digest: str) -> None:
         """Keep a published directory, whose manifest is written, instead of loading it again."""
@@ -89,41 +80,10 @@ class ArtifactCache:
             unfinished = self._directory / "partial" / digest
             self._make_room(sum(entry.size_bytes for entry in files.files.values()), digest)
             make_directories(unfinished)
-            with ThreadPoolExecutor(NUM_TRANSFERS, "download") as pool:
-                done = [
-                    pool.submit(self._load, unfinished, *each, read) for each in files.files.items()
-                ]
-                for each in done:
-                    each.result()
-            write_manifest(unfinished, files)
+            download(unfinished, files, read)
             make_directories(final.parent)
             publish_directory(unfinished, final)
             return final
-
-    def _load(self, directory: Path, name: str, entry: FileEntry, read: Read) -> None:
-        """Bring one file to its whole size; what is there of it already is not asked for again."""
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with path.open("a+b") as file:
-                if file.tell() > entry.size_bytes:
-                    file.truncate(0)
-                file.seek(0)
-                digest = hashlib.file_digest(file, "sha256")
-                resumed = at = file.tell()
-                while at < entry.size_bytes:
-                    data = read(name, at, min(at + self._part_bytes, entry.size_bytes))
-                    when_there_is_room(partial(_write, file, data, at), str(path))
-                    digest.update(data)
-                    at += len(data)
-            if digest.hexdigest() == entry.sha256:
-                return
-            path.unlink()
-            if not resumed:
-                found = digest.hexdigest()
-                raise ArtifactCorruptError(
-                    f"{name}: sha256 {found} != {entry.sha256} of the manifest"
-                )
 
     def _make_room(self, needed_bytes: int, digest: str) -> None:
         """Remove what was not used for longest and is not read, until the limit holds."""
@@ -195,12 +155,6 @@ def _is_sound(directory: Path, digest: str) -> bool:
         remove_directory(directory)
         return False
     return True
-
-
-def _write(file: IO[bytes], data: bytes, start: int) -> None:
-    file.truncate(start)  # what a full disk left of an earlier try
-    file.write(data)
-    file.flush()
 
 
 def _size_bytes(directory: Path) -> int:

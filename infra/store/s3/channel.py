@@ -2,15 +2,17 @@
 
     work/<fingerprint>/attempt-<n>/spec.json, error.json    objects
                                    heartbeat, stacks.txt, journal/   see `infra.store.s3.mirror`
+                       steps-<g>/                                    see `infra.store.s3.steps`
+    with-steps/<fingerprint>                                         whose steps may be there
 
 Promises: as of `infra.store.work_channel`. A reader sees what a writer in his own process wrote at
-once, and what another wrote after `mirror.SHIP_EVERY_S`.
-Does not promise: step checkpoints on another machine than that which saved them. `flows.preflight`
-refuses runs on such a store.
+once, and what another wrote after `mirror.SHIP_EVERY_S`; a checkpoint, when it was uploaded.
+Does not promise: to bring together what the ranks of several machines write into one checkpoint.
 """
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from infra import env
@@ -21,6 +23,7 @@ from infra.store.heartbeat import Beat, checked_content, parse_beat
 from infra.store.s3 import mirror
 from infra.store.s3.mirror import JournalChunks
 from infra.store.s3.objects import Objects
+from infra.store.s3.steps import SharedSteps, StepsShipper
 from infra.store.stage_spec import Adoption, StageSpec
 from infra.store.work_channel import (
     JobProblem,
@@ -31,6 +34,7 @@ from infra.store.work_channel import (
 )
 
 _DIGITS = 12
+_WITH_STEPS = "with-steps"
 
 
 class S3Channel:
@@ -45,14 +49,16 @@ class S3Channel:
         self._objects = objects
         self._root = f"work/{fingerprint}"
         self._directory = _local(objects) / fingerprint
+        self._fingerprint = fingerprint
+        self._shippers: list[StepsShipper] = []
         self._journals: dict[int, JournalChunks] = {}
 
     @staticmethod
     def with_steps(objects: Objects) -> list[str]:
-        """See `Storage.with_steps`; of this machine."""
-        return sorted(
-            {path.parent.parent.name for path in _local(objects).glob("*/steps-*/step-*")}
-        )
+        """See `Storage.with_steps`."""
+        here = {path.parent.parent.name for path in _local(objects).glob("*/steps-*/step-*")}
+        there = {each.name.rpartition("/")[2] for each in objects.listed(f"{_WITH_STEPS}/")}
+        return sorted(here | there)
 
     def write_specification(self, spec: StageSpec) -> None:
         """See `WorkChannel.write_specification`. A journal that begins here goes before it."""
@@ -102,15 +108,46 @@ class S3Channel:
         """See `WorkChannel.steps_dir`."""
         return self._directory / steps_name(generation, adopted)
 
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """See `WorkChannel.share_steps`. A thread ships them while the job goes on."""
+        self.fetch_steps(steps)
+        self._mark_steps()
+        journal = partial(mirror.ship, self._local_path(attempt))
+        self._shippers.append(StepsShipper(self._shared(steps), journal))
+
+    def fetch_steps(self, steps: Path) -> None:
+        """See `WorkChannel.fetch_steps`."""
+        self._shared(steps).fetch()
+
+    def ship_steps(self, steps: Path) -> None:
+        """See `WorkChannel.ship_steps`."""
+        self._mark_steps()
+        self._shared(steps).ship()
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """See `WorkChannel.step_numbers`."""
+        return self._shared(steps).numbers()
+
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
         """See `WorkChannel.prune`. Logs stay on the machine that wrote them."""
+        for shipper in self._shippers:
+            shipper.end()
         remove_directory(steps)
+        self._shared(steps).remove()
+        if not self._objects.children(f"{self._root}/steps-"):
+            self._objects.delete([f"{_WITH_STEPS}/{self._fingerprint}"])
         for attempt in attempts:
             path = self._local_path(attempt)
             mirror.ship(path)
             mirror.end(path)
             make_directories(path)
             prune_attempt(path)
+
+    def _shared(self, steps: Path) -> SharedSteps:
+        return SharedSteps(self._objects, f"{self._root}/{steps.name}", steps)
+
+    def _mark_steps(self) -> None:
+        self._objects.put(f"{_WITH_STEPS}/{self._fingerprint}", b"")
 
     def _journal(self, attempt: int) -> JournalChunks:
         mirror.ship(self._local_path(attempt))

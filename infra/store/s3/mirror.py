@@ -107,11 +107,7 @@ class JournalChunks:
         self._known.append(Chunk(self.num_bytes, len(standing)))
 
     def _read(self, stretch: Stretch) -> bytes:
-        name = self._name(stretch.chunk.offset)
-        data = self._objects.get(name, stretch.start, stretch.end)
-        if data is None or len(data) != stretch.end - stretch.start:
-            raise ArtifactCorruptError(f"{self._objects.place(name)} lost some of its bytes")
-        return data
+        return self._objects.part(self._name(stretch.chunk.offset), stretch.start, stretch.end)
 
     def _name(self, offset: int) -> str:
         return f"{self._root}/{offset:016d}"

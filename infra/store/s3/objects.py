@@ -85,6 +85,25 @@ class Objects:
                 return None
         raise AssertionError
 
+    def part(self, name: str, start: int, end: int) -> bytes:
+        """As `get`, of an object that a manifest says is there and large enough.
+
+        Args:
+            name: of the object.
+            start: of the part.
+            end: behind it.
+
+        Returns:
+            All of its bytes.
+
+        Raises:
+            ArtifactCorruptError: the object has not got them.
+        """
+        data = self.get(name, start, end)
+        if data is None or len(data) != end - start:
+            raise ArtifactCorruptError(f"{self.place(name)} lost bytes {start} to {end}")
+        return data
+
     def put(self, name: str, data: bytes) -> None:
         """Make an object, or replace it; the service compares its sha256."""
         with self._told(name):

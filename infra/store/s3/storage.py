@@ -28,8 +28,9 @@ from infra.store.artifacts import (
 )
 from infra.store.s3 import objects as objects_of
 from infra.store.s3.address import S3Address
-from infra.store.s3.cache import NUM_TRANSFERS, ArtifactCache
+from infra.store.s3.cache import ArtifactCache
 from infra.store.s3.channel import S3Channel
+from infra.store.s3.download import NUM_TRANSFERS
 from infra.store.s3.objects import Objects
 from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
 from infra.store.stage_log import StageLogs
@@ -60,7 +61,7 @@ class S3Storage(StageResults):
     def __init__(self, uri: str) -> None:
         self._address = S3Address.parse(uri)
         self._objects = Objects(self._address)
-        self._cache = ArtifactCache(env.home() / "cache", objects_of.PART_BYTES)
+        self._cache = ArtifactCache(env.home() / "cache")
         self._channels: dict[str, S3Channel] = {}
         self.attempts = StageLogs(
             S3LogFiles(self._objects), S3Followers(self._objects), self._journal_bytes
@@ -144,7 +145,7 @@ class S3Storage(StageResults):
                 found, at = hashlib.sha256(), 0
                 while at < entry.size_bytes:
                     end = min(at + objects_of.PART_BYTES, entry.size_bytes)
-                    found.update(self._read(f"{root}/{name}", at, end))
+                    found.update(self._objects.part(f"{root}/{name}", at, end))
                     at = end
                 if found.hexdigest() != entry.sha256:
                     raise ArtifactCorruptError(
@@ -172,7 +173,7 @@ class S3Storage(StageResults):
             return self._manifest(artifact)
 
         def read(name: str, start: int, end: int) -> bytes:
-            return self._read(f"{root}/{name}", start, end)
+            return self._objects.part(f"{root}/{name}", start, end)
 
         self._manifest(artifact)  # what the store has not is not taken from another's copies
         return self._cache.fetch(artifact.kind, artifact.digest, manifest, read)
@@ -190,12 +191,6 @@ class S3Storage(StageResults):
     def _sizes(self, root: str) -> dict[str, int]:
         cut = len(root) + 1
         return {each.name[cut:]: each.size_bytes for each in self._objects.listed(f"{root}/")}
-
-    def _read(self, name: str, start: int, end: int) -> bytes:
-        data = self._objects.get(name, start, end)
-        if data is None or len(data) != end - start:
-            raise ArtifactCorruptError(f"{self._objects.place(name)} lost bytes {start} to {end}")
-        return data
 
     def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
         return self.channel(fingerprint).journal_bytes(attempt)
