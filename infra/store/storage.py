@@ -206,7 +206,7 @@ def open_storage(uri: str) -> Storage:
     if parts.scheme in STORES.names():
         return STORES.load(parts.scheme)(uri)
     forms = "a directory, file:///directory or s3://bucket/prefix"
-    raise ConfigError("storage", f"got {parts.scheme}://; need {forms}")
+    raise ConfigError("storage", f"got {uri!r}; need {forms}")
 
 
 class StageResults(ABC):
