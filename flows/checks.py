@@ -24,6 +24,7 @@ from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_modules, import_external_modules
 from infra.store.atomic import atomic_write_bytes
+from infra.store.storage import open_storage
 
 Status = Literal["ok", "warning", "error"]
 
@@ -48,8 +49,15 @@ class Check:
     detail: str
 
 
-def all_checks() -> Iterator[Check]:
-    """Every check, in an order that puts causes before consequences."""
+def all_checks(store: str | None = None) -> Iterator[Check]:
+    """Every check, in an order that puts causes before consequences.
+
+    Args:
+        store: address of a store besides the home; None: no other.
+
+    Yields:
+        Each as soon as it is made.
+    """
     yield _python()
     yield from _distributions()
     yield from _packages()
@@ -58,6 +66,8 @@ def all_checks() -> Iterator[Check]:
     yield from _name_clashes()
     yield from _engines()
     yield _storage(env.home())
+    if store is not None:
+        yield _named_store(store)
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
 
@@ -157,6 +167,13 @@ def _storage(home: Path) -> Check:
     free = shutil.disk_usage(home).free
     detail = f"{home}, {free / 1024**3:.1f} GiB free"
     return Check("storage", "ok" if free >= MIN_FREE_BYTES else "warning", detail)
+
+
+def _named_store(uri: str) -> Check:
+    try:
+        return Check("store", "ok", open_storage(uri).probe())
+    except (PipelineError, OSError) as error:
+        return Check("store", "error", str(error))
 
 
 def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:

@@ -39,6 +39,12 @@ def preflight(recipe: Recipe) -> Recipe:
     make_place(recipe.home, "home", "set RLHF_HOME, or location.home of the recipe")
     if recipe.location.home:  # where this process and its jobs keep what they know of files
         env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
+    if recipe.store_uri.startswith("s3://"):
+        raise ConfigError(
+            "location.store",
+            f"got {recipe.store_uri}; need a directory: a run's step checkpoints do not reach a "
+            "bucket yet; name a directory that all machines of the run share",
+        )
     if "://" not in recipe.store_uri:
         make_place(Path(recipe.store_uri), "location.store", "name another")
     hardware = resolve_hardware(recipe.hardware, recipe.home)

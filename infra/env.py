@@ -83,6 +83,9 @@ RLHF_ENGINE_VENDOR = EnvVar("RLHF_ENGINE_VENDOR", None, "vendor name that picks 
 RLHF_USE_EXTERNAL_MODULES = EnvVar(
     "RLHF_USE_EXTERNAL_MODULES", None, "comma-separated modules that register plugins on import"
 )
+RLHF_CACHE_BYTES = EnvVar(
+    "RLHF_CACHE_BYTES", "200000000000", "room for copies of what lies in a store elsewhere"
+)
 RLHF_DEBUG = EnvVar("RLHF_DEBUG", None, "1 prints the traceback of user errors too")
 RLHF_PROCESS_MARK = EnvVar(
     "RLHF_PROCESS_MARK", None, "names the family of a process that we started; set by us"
@@ -113,6 +116,11 @@ HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", s
 HF_HOME = EnvVar("HF_HOME", None, "directory of the Hugging Face cache")
 HF_ENDPOINT = EnvVar("HF_ENDPOINT", None, "address of the Hugging Face hub or of a mirror")
 HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
+
+AWS_ENDPOINT_URL = EnvVar("AWS_ENDPOINT_URL", None, "address of an S3 service other than Amazon's")
+AWS_ENDPOINT_URL_S3 = EnvVar("AWS_ENDPOINT_URL_S3", None, "the same, before AWS_ENDPOINT_URL")
+AWS_PROFILE = EnvVar("AWS_PROFILE", None, "profile of the AWS files that names the credentials")
+AWS_REGION = EnvVar("AWS_REGION", None, "region of the S3 service")
 
 # Read by libraries when they load; set by us for our own processes.
 RAY_USAGE_STATS_ENABLED = EnvVar("RAY_USAGE_STATS_ENABLED", None, "0 keeps Ray from phoning home")

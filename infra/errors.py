@@ -6,6 +6,9 @@
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
     │   └── ArtifactCorruptError      it was published, and does not verify now
+    ├── StoreError                    a store elsewhere refused, and says nothing of what it holds
+    │   ├── StoreDeniedError          it does not let us
+    │   └── StoreUnreachableError     no answer, or a failure of its own
     ├── FencedError                   another attempt took over; this one must not commit
     ├── JournalError                  a journal is damaged before its last record
     ├── JobError
@@ -64,6 +67,18 @@ class ArtifactNotFoundError(ArtifactError):
 
 class ArtifactCorruptError(ArtifactError):
     """A published artifact no longer verifies: names the file and both digests."""
+
+
+class StoreError(PipelineError, OSError):
+    """A store elsewhere did not do what it was asked: as a failing disk, it is no absence."""
+
+
+class StoreDeniedError(StoreError):
+    """The store does not let us, or does not know us; names the credentials' way."""
+
+
+class StoreUnreachableError(StoreError):
+    """The store gave no answer, or one that says that it failed; asking later may help."""
 
 
 class FencedError(PipelineError):

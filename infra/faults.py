@@ -30,6 +30,7 @@ POINTS: dict[str, str] = {
     "atomic.after_publish": "a directory has its visible name, its parent is not yet durable",
     "artifacts.before_manifest": "all files are hashed, the manifest is not yet written",
     "storage.during_copy": "a copy into the store is half done",
+    "storage.before_manifest": "an artifact's files are in a bucket, its manifest is not",
     "stage_log.before_hold": "an attempt is about to be claimed",
     "storage.before_publish": "a job's files are complete, none of them is in the store",
     "storage.before_commit": "an artifact is published, its fingerprint not yet committed",

@@ -322,6 +322,7 @@ def _open_context(
     journal = Journal(directory / "journal.jsonl", earlier)
     stack.callback(journal.close)
     steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
+    channel.share_steps(spec.attempt, steps_dir)
     context = JobContext(
         spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
     )

@@ -98,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     engines.add_argument("--json", action="store_true", help="for machines")
     doctor = add("doctor", "check this machine from end to end")
     doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor.add_argument(
+        "--store", metavar="URI", help="a store that a recipe names, to look at too"
+    )
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
     add("status", "show the servers of this home")

@@ -13,7 +13,7 @@ MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 def main(arguments: argparse.Namespace) -> int:
     """Check everything; the exit code is 1 if something that is needed is broken."""
     checks: list[Check] = []
-    for check in all_checks():
+    for check in all_checks(arguments.store):
         checks.append(check)
         if not arguments.json:
             sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")

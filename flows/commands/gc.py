@@ -36,6 +36,9 @@ def main(arguments: argparse.Namespace) -> int:
     for names, kept in ((arguments.keep, True), (arguments.release, False)):
         for name in names:
             keep(storage.runs, name, kept=kept)
+    if "://" in storage.uri:
+        problem = f"got {storage.uri}; need a directory; give the bucket a lifecycle rule instead"
+        raise ConfigError("--store", problem)
     inventory = LocalInventory(Path(storage.uri))
     found = survey(storage, inventory, aliased(home), limits)
     done = collect(storage, inventory, found) if arguments.delete else None

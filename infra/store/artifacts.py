@@ -152,6 +152,24 @@ def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactNotFoundError(f"{directory} has no {MANIFEST_NAME}") from None
+    return parse_manifest(data, str(path), kind)
+
+
+def parse_manifest(data: bytes, where: str, kind: str | None = None) -> Manifest:
+    """The manifest in the bytes of its file.
+
+    Args:
+        data: of the file.
+        where: it is, for errors.
+        kind: that it must say; None: any.
+
+    Returns:
+        The manifest, well-formed and of a schema that this code knows.
+
+    Raises:
+        ArtifactCorruptError: it is not what this code writes.
+        ArtifactError: a newer version of this program wrote it.
+    """
     schema = None
     try:
         values = dict(json.loads(data))
@@ -162,17 +180,17 @@ def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
     except (TypeError, ValueError, RecursionError) as error:  # of JSON and of pydantic: ValueError
         if isinstance(schema, int) and schema > MANIFEST_SCHEMA:
             raise ArtifactError(
-                f"{path} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}"
+                f"{where} has schema {schema}; this code reads <= {MANIFEST_SCHEMA}"
             ) from None
-        raise _damaged(path, data, str(error).splitlines()[0]) from error
+        raise _damaged(where, data, str(error).splitlines()[0]) from error
     if data != manifest.to_bytes():
-        raise _damaged(path, data, "its kind, schema or spelling is another")
+        raise _damaged(where, data, "its kind, schema or spelling is another")
     return manifest
 
 
-def _damaged(path: Path, data: bytes, reason: str) -> ArtifactCorruptError:
+def _damaged(where: str, data: bytes, reason: str) -> ArtifactCorruptError:
     digest = hashlib.sha256(data).hexdigest()
-    return ArtifactCorruptError(f"{path}: sha256 {digest} is not of its manifest ({reason})")
+    return ArtifactCorruptError(f"{where}: sha256 {digest} is not of its manifest ({reason})")
 
 
 def verify_directory(directory: Path, level: Level = "bytes", kind: str | None = None) -> Manifest:

@@ -8,6 +8,7 @@ Does not promise: to see a dead follower elsewhere at once. Its job then merely 
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from infra.store.heartbeat import FixedFile, read_fixed
 from infra.store.process_stamp import is_dead, own_stamp
@@ -16,8 +17,24 @@ from infra.store.stage_spec import check_fingerprint
 STALE_S = 120.0
 
 
-class Followers:
-    """The followers of all stages of a store.
+class Followers(Protocol):
+    """The followers of all stages of a store, wherever it is: a part of `Attempts`."""
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `Attempts.join`."""
+        ...
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """See `Attempts.leave`."""
+        ...
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `Attempts.followed_by`."""
+        ...
+
+
+class LocalFollowers:
+    """`Followers` in a directory.
 
     Args:
         work: holds a directory for each fingerprint.

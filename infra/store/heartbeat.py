@@ -105,22 +105,30 @@ def read_fixed(path: Path) -> bytes | None:
         OSError: it could not be read, which says nothing about the writer.
     """
     try:
-        data = path.read_bytes()
+        return checked_content(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def checked_content(data: bytes) -> bytes | None:
+    """The text in the bytes of a `FixedFile`; None if they were torn or spoiled."""
     content = data[9:].rstrip()
     return content if data[:8] == b"%08x" % zlib.crc32(content) else None
 
 
 def read_beat(path: Path) -> Beat | None:
     """What a heartbeat file says; raises as `read_fixed`, None also before the first beat."""
-    content = read_fixed(path)
+    return parse_beat(read_fixed(path), str(path))
+
+
+def parse_beat(content: bytes | None, where: str) -> Beat | None:
+    """What the text of a heartbeat says; None if it is absent or says nothing."""
     if not content:
         return None
     try:
         return Beat.model_validate_json(content)
     except ValidationError:
-        _log.warning("%s holds no heartbeat", path)
+        _log.warning("%s holds no heartbeat", where)
         return None
 
 

@@ -174,34 +174,88 @@ class Attempts(Protocol):
         ...
 
 
-class LocalAttempts:
-    """`Attempts` in a directory: an entry is made by `link`, which fails where a name is taken.
+class LogFiles(Protocol):
+    """The entries of all logs as bytes, by fingerprint and number; none of them ever changes."""
+
+    def place(self, fingerprint: str) -> str:
+        """Where a log is, for error lines."""
+        ...
+
+    def numbers(self, fingerprint: str) -> list[int]:
+        """Those that are taken, sorted; none if nobody ever asked for the stage."""
+        ...
+
+    def read(self, fingerprint: str, number: int) -> bytes:
+        """An entry that is there."""
+        ...
+
+    def create(self, fingerprint: str, number: int, data: bytes) -> bool:
+        """Make an entry, whole; False if its number is taken, and then it stays as it is."""
+        ...
+
+
+class LocalLogFiles:
+    """`LogFiles` in a directory: an entry is made by `link`, which fails where a name is taken.
 
     Args:
         root: of the store.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._stages = root / "stages"
+
+    def place(self, fingerprint: str) -> str:
+        """See `LogFiles.place`."""
+        return str(self._stages / check_fingerprint(fingerprint))
+
+    def numbers(self, fingerprint: str) -> list[int]:
+        """See `LogFiles.numbers`."""
+        try:
+            found = Path(self.place(fingerprint)).iterdir()
+            return sorted(int(path.name) for path in found if path.name.isdigit())
+        except FileNotFoundError:
+            return []
+
+    def read(self, fingerprint: str, number: int) -> bytes:
+        """See `LogFiles.read`."""
+        return Path(self.place(fingerprint), str(number)).read_bytes()
+
+    def create(self, fingerprint: str, number: int, data: bytes) -> bool:
+        """See `LogFiles.create`."""
+        directory = Path(self.place(fingerprint))
+        make_directories(directory)
+        return create_exclusively(directory / str(number), data)
+
+
+class StageLogs:
+    """`Attempts` on logs wherever they are.
+
+    Args:
+        files: the entries.
+        followers: who waits for what.
         journal_bytes: how many bytes of complete records an attempt's journal segment has now,
             by fingerprint and attempt.
     """
 
-    def __init__(self, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
-        self._root = root
+    def __init__(
+        self,
+        files: LogFiles,
+        followers: Followers,
+        journal_bytes: Callable[[str, int], int],
+    ) -> None:
+        self._files = files
         self._journal_bytes = journal_bytes
-        self._followers = Followers(root / "work")
         self._known: dict[tuple[str, int], LogEntry] = {}
-        self.join = self._followers.join
-        self.leave = self._followers.leave
-        self.followed_by = self._followers.followed_by
+        self.join = followers.join
+        self.leave = followers.leave
+        self.followed_by = followers.followed_by
 
     def entries(self, fingerprint: str) -> list[LogEntry]:
         """See `Attempts.entries`."""
-        directory = self._directory(fingerprint)
-        try:
-            names = [path.name for path in directory.iterdir() if path.name.isdigit()]
-        except FileNotFoundError:
-            return []
-        numbers = sorted(map(int, names))
+        numbers = self._files.numbers(fingerprint)
         if numbers != list(range(len(numbers))):
-            raise ArtifactCorruptError(f"{directory} has entries {numbers}; restore the others")
+            place = self._files.place(fingerprint)
+            raise ArtifactCorruptError(f"{place} has entries {numbers}; restore the others")
         return [self._entry(fingerprint, number) for number in numbers]
 
     def hold(
@@ -269,17 +323,15 @@ class LocalAttempts:
         return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
 
     def _create(self, fingerprint: str, entry: LogEntry) -> bool:
-        directory = self._directory(fingerprint)
-        make_directories(directory)
-        return create_exclusively(directory / str(entry.number), canonical_json(entry) + b"\n")
+        return self._files.create(fingerprint, entry.number, canonical_json(entry) + b"\n")
 
     def _entry(self, fingerprint: str, number: int) -> LogEntry:
         known = self._known.get((fingerprint, number))
         if known is not None:
             return known
-        path = self._directory(fingerprint) / str(number)
+        path = f"{self._files.place(fingerprint)}/{number}"
         try:
-            entry = LogEntry.model_validate_json(path.read_bytes())
+            entry = LogEntry.model_validate_json(self._files.read(fingerprint, number))
         except ValidationError as error:
             reason = str(error).splitlines()[0]
             raise ArtifactCorruptError(f"{path} is no entry of a stage log: {reason}") from error
@@ -288,9 +340,6 @@ class LocalAttempts:
             raise ArtifactCorruptError(f"{path} is entry {entry.number} of {of}")
         self._known[fingerprint, number] = entry
         return entry
-
-    def _directory(self, fingerprint: str) -> Path:
-        return self._root / "stages" / check_fingerprint(fingerprint)
 
 
 def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:

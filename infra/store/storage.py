@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
+from infra.plugin_table import PluginTable
+from infra.plugins import Row
 from infra.store.artifacts import (
     EXTERNAL_KIND,
     MANIFEST_NAME,
@@ -38,15 +41,24 @@ from infra.store.atomic import (
     remove_abandoned,
     temporary_sibling,
 )
+from infra.store.followers import LocalFollowers
 from infra.store.runs import LocalRuns, Runs
-from infra.store.stage_log import Attempt, Attempts, LocalAttempts, latest_commit
+from infra.store.stage_log import Attempt, Attempts, LocalLogFiles, StageLogs, latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
 from infra.store.work_channel import FileChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_KIND = re.compile(r"[a-z][a-z0-9_-]*")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+KIND = re.compile(r"[a-z][a-z0-9_-]*")
 NO_DIGESTS: Mapping[str, str] = {}
+STORES = PluginTable(
+    "store",
+    "storage",
+    [Row(name="s3", target="infra.store.s3.storage:S3Storage", requires="boto3", extra="s3")],
+    Row,
+)
+"""Stores that are not directories, by the scheme of their address."""
+SECOND_REFUSED = "of two who create one name the second is refused"
 
 
 class Storage(Protocol):
@@ -70,6 +82,18 @@ class Storage(Protocol):
     @property
     def runs(self) -> Runs:
         """Which pipeline runs use which stages."""
+        ...
+
+    def probe(self) -> str:
+        """Show that the store can be written, and tells two creators of one name apart.
+
+        Returns:
+            What was seen, in one line.
+
+        Raises:
+            ConfigError: both creators succeeded, so that two attempts could own one stage.
+            OSError: the store cannot be written, or not reached.
+        """
         ...
 
     def channel(self, fingerprint: str) -> WorkChannel:
@@ -166,7 +190,7 @@ def open_storage(uri: str) -> Storage:
     """The store at an address.
 
     Args:
-        uri: `/path`, `path` or `file:///path`.
+        uri: `/path`, `path`, `file:///path` or `s3://bucket/prefix`.
 
     Returns:
         The store; its directory is made when something is published.
@@ -181,62 +205,24 @@ def open_storage(uri: str) -> Storage:
         return LocalStorage(Path(uri))
     if parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path:
         return LocalStorage(Path(unquote(parts.path)))
-    raise ConfigError("storage", f"got {uri!r}; need a directory or file:///directory")
+    if parts.scheme in STORES.names():
+        return STORES.load(parts.scheme)(uri)
+    forms = "a directory, file:///directory or s3://bucket/prefix"
+    raise ConfigError("storage", f"got {uri!r}; need {forms}")
 
 
-class LocalStorage:
-    """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`.
+class StageResults(ABC):
+    """What is asked of any store about finished stages, by their logs."""
 
-    Args:
-        root: created on first use.
-    """
+    attempts: Attempts
 
-    def __init__(self, root: Path) -> None:
-        self._root = root.expanduser().absolute()
-        self.attempts = LocalAttempts(self._root, self._journal_bytes)
-        self.runs = LocalRuns(self._root)
-        self._verified: set[tuple[str, str]] = set()
+    @abstractmethod
+    def verify(self, artifact: Artifact, level: Level) -> None:
+        """See `Storage.verify`."""
 
-    @property
-    def uri(self) -> str:
-        """The absolute path of the store."""
-        return str(self._root)
-
-    @property
-    def name(self) -> str:
-        """Made once per store, so that two stores of equal paths on two machines differ."""
-        path = self._root / "name"
-        try:
-            return path.read_text(encoding="ascii")
-        except FileNotFoundError:
-            make_directories(self._root)
-            create_exclusively(path, uuid.uuid4().hex[:8].encode())
-            return path.read_text(encoding="ascii")
-
-    def channel(self, fingerprint: str) -> FileChannel:
-        """See `Storage.channel`."""
-        return FileChannel(self._root / "work" / check_fingerprint(fingerprint))
-
-    def with_steps(self) -> list[str]:
-        """See `Storage.with_steps`."""
-        found = (self._root / "work").glob("*/steps-*/step-*")
-        return sorted({path.parent.parent.name for path in found})
-
-    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`. On the store's own file system this is one rename, no copy."""
-        _require(_KIND, kind, "artifact kind")
-        fault("storage.before_publish")
-        manifest = build_manifest(source, kind, digests)
-        write_manifest(source, manifest)
-        final = self._artifact_dir(kind, manifest.digest)
-        make_directories(final.parent)
-        if self._holds(final, manifest.digest):
-            # Whoever published it may have died before its name was durable.
-            fsync_directory(final.parent)
-            shutil.rmtree(source)
-        else:
-            self._take_in(source, final, manifest.digest)
-        return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
+    @abstractmethod
+    def _place(self, kind: str, digest: str) -> str:
+        """Where the store has, or would have, an artifact."""
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """See `Storage.commit`."""
@@ -257,12 +243,87 @@ class LocalStorage:
             ) from error
         return self._located(record)
 
+    def _located(self, record: CommitRecord) -> CommitRecord:
+        """The record with the artifact's place in this store, also after the store was moved."""
+        place = self._place(record.artifact.kind, record.artifact.digest)
+        artifact = record.artifact.model_copy(
+            update={"uri": place, "fingerprint": record.fingerprint}
+        )
+        return record.model_copy(update={"artifact": artifact})
+
+
+class LocalStorage(StageResults):
+    """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`.
+
+    Args:
+        root: created on first use.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.expanduser().absolute()
+        followers = LocalFollowers(self._root / "work")
+        self.attempts = StageLogs(LocalLogFiles(self._root), followers, self._journal_bytes)
+        self.runs = LocalRuns(self._root)
+        self._verified: set[tuple[str, str]] = set()
+
+    @property
+    def uri(self) -> str:
+        """The absolute path of the store."""
+        return str(self._root)
+
+    @property
+    def name(self) -> str:
+        """Made once per store, so that two stores of equal paths on two machines differ."""
+        path = self._root / "name"
+        try:
+            return path.read_text(encoding="ascii")
+        except FileNotFoundError:
+            make_directories(self._root)
+            create_exclusively(path, uuid.uuid4().hex[:8].encode())
+            return path.read_text(encoding="ascii")
+
+    def probe(self) -> str:
+        """See `Storage.probe`."""
+        make_directories(self._root)
+        path = temporary_sibling(self._root / "probe")
+        try:
+            if not create_exclusively(path, b"") or create_exclusively(path, b""):
+                raise ConfigError("storage", f"{self._root} lets two create one file; name another")
+        finally:
+            path.unlink(missing_ok=True)
+        return f"{self._root}: {SECOND_REFUSED}"
+
+    def channel(self, fingerprint: str) -> FileChannel:
+        """See `Storage.channel`."""
+        return FileChannel(self._root / "work" / check_fingerprint(fingerprint))
+
+    def with_steps(self) -> list[str]:
+        """See `Storage.with_steps`."""
+        found = (self._root / "work").glob("*/steps-*/step-*")
+        return sorted({path.parent.parent.name for path in found})
+
+    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
+        """See `Storage.publish`. On the store's own file system this is one rename, no copy."""
+        require(KIND, kind, "artifact kind")
+        fault("storage.before_publish")
+        manifest = build_manifest(source, kind, digests)
+        write_manifest(source, manifest)
+        final = self._artifact_dir(kind, manifest.digest)
+        make_directories(final.parent)
+        if self._holds(final, manifest.digest):
+            # Whoever published it may have died before its name was durable.
+            fsync_directory(final.parent)
+            shutil.rmtree(source)
+        else:
+            self._take_in(source, final, manifest.digest)
+        return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
+
     def verify(self, artifact: Artifact, level: Level) -> None:
         """See `Storage.verify`."""
         directory = self._artifact_dir(artifact.kind, artifact.digest)
         if not directory.exists():
             raise ArtifactNotFoundError(f"{directory} is not in the store")
-        _verify_named(directory, artifact.digest, level)
+        verify_named(directory, artifact.digest, level)
 
     def local_copy(self, artifact: Artifact) -> Path:
         """See `Storage.local_copy`."""
@@ -270,7 +331,7 @@ class LocalStorage:
         key = (artifact.uri if external else artifact.kind, artifact.digest)
         if key not in self._verified:
             if external:
-                _check_unchanged(artifact)
+                check_unchanged(artifact)
             else:
                 self.verify(artifact, "bytes")
             self._verified.add(key)
@@ -281,9 +342,12 @@ class LocalStorage:
     def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
         return self.channel(fingerprint).journal_bytes(attempt)
 
+    def _place(self, kind: str, digest: str) -> str:
+        return str(self._artifact_dir(kind, digest))
+
     def _artifact_dir(self, kind: str, digest: str) -> Path:
-        _require(_KIND, kind, "artifact kind")
-        _require(_SHA256, digest, "artifact digest")
+        require(KIND, kind, "artifact kind")
+        require(SHA256, digest, "artifact digest")
         return self._root / "artifacts" / kind / digest
 
     def _holds(self, final: Path, digest: str) -> bool:
@@ -293,7 +357,7 @@ class LocalStorage:
         except FileNotFoundError:
             return False
         try:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         except ArtifactCorruptError as error:
             aside = final.with_name(f".damaged-{temporary_sibling(final).name.lstrip('.')}")
             _log.warning("replacing a damaged artifact, kept as %s: %s", aside, error)
@@ -312,7 +376,7 @@ class LocalStorage:
         try:
             publish_directory(source_dir, final)
         except FileExistsError:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
@@ -327,30 +391,22 @@ class LocalStorage:
         temporary = temporary_sibling(final)
         try:
             shutil.copytree(source_dir, temporary, copy_function=_copy_file)
-            _verify_named(temporary, digest)
+            verify_named(temporary, digest)
             publish_directory(temporary, final)
         except FileExistsError:
-            _verify_named(final, digest)
+            verify_named(final, digest)
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
 
-    def _located(self, record: CommitRecord) -> CommitRecord:
-        """The record with the artifact's place in this store, also after the store was moved."""
-        directory = self._artifact_dir(record.artifact.kind, record.artifact.digest)
-        artifact = record.artifact.model_copy(
-            update={"uri": str(directory), "fingerprint": record.fingerprint}
-        )
-        return record.model_copy(update={"artifact": artifact})
 
-
-def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
+def require(pattern: re.Pattern[str], value: str, what: str) -> None:
     """These values become path components, so nothing but the expected form may pass."""
     if not pattern.fullmatch(value):
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
 
 
-def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
+def verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
     """Verify a directory below the name of its kind that must have the manifest of that digest."""
     try:
         found = read_manifest(directory, directory.parent.name).digest
@@ -363,7 +419,8 @@ def _verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
     verify_directory(directory, level)
 
 
-def _check_unchanged(artifact: Artifact) -> None:
+def check_unchanged(artifact: Artifact) -> None:
+    """Refuse an external input whose bytes are others than when it was planned."""
     found = external_artifact(Path(artifact.uri))
     if found.digest != artifact.digest:
         raise ArtifactCorruptError(

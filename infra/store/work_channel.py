@@ -31,6 +31,7 @@ from infra.store.atomic import atomic_write_bytes, make_directories, remove_dire
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
+from infra.store.step_directories import step_directories
 
 SAMPLES_DIR = "samples"
 
@@ -105,6 +106,30 @@ class WorkChannel(Protocol):
         """
         ...
 
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """Bring the newest valid step checkpoint here, and let others have those to come.
+
+        Args:
+            attempt: that continues from it, and has opened its journal.
+            steps: the place, as `steps_dir` named it.
+
+        Raises:
+            OSError: what is there cannot be known.
+        """
+        ...
+
+    def fetch_steps(self, steps: Path) -> None:
+        """Bring the newest valid step checkpoint of a place here; raises as `share_steps`."""
+        ...
+
+    def ship_steps(self, steps: Path) -> None:
+        """Let others have the checkpoints of a place before this returns; raises the same."""
+        ...
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """Steps with a checkpoint in a place, ascending; whether they verify is not said."""
+        ...
+
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
         """Remove what only a stage that is not done needs: after its commit, once or again.
 
@@ -140,14 +165,7 @@ class FileChannel:
     def read_specification(self, attempt: int) -> StageSpec:
         """See `WorkChannel.read_specification`."""
         path = self._path(attempt, "spec.json")
-        try:
-            return StageSpec.model_validate(json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            raise ConfigError(str(path), "does not exist; need the specification") from None
-        except ValidationError as error:
-            raise to_config_error(error, StageSpec, "spec") from None
-        except ValueError as error:
-            raise ConfigError(str(path), f"not JSON ({error})") from None
+        return parse_specification(_read(path), str(path))
 
     def write_error(self, attempt: int, problem: JobProblem) -> None:
         """See `WorkChannel.write_error`."""
@@ -158,12 +176,7 @@ class FileChannel:
     def read_error(self, attempt: int) -> JobProblem | None:
         """See `WorkChannel.read_error`."""
         path = self._path(attempt, "error.json")
-        try:
-            return JobProblem.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise ArtifactCorruptError(f"{path}: {str(error).splitlines()[0]}") from error
+        return parse_problem(_read(path), str(path))
 
     def read_beat(self, attempt: int) -> Beat | None:
         """See `WorkChannel.read_beat`."""
@@ -195,19 +208,68 @@ class FileChannel:
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """See `WorkChannel.steps_dir`."""
-        of = f"-{adopted.digest[:12]}" if adopted else ""
-        return self._directory / f"steps-{generation}{of}"
+        return self._directory / steps_name(generation, adopted)
+
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """See `WorkChannel.share_steps`: the place is shared."""
+
+    def fetch_steps(self, steps: Path) -> None:
+        """See `WorkChannel.fetch_steps`."""
+
+    def ship_steps(self, steps: Path) -> None:
+        """See `WorkChannel.ship_steps`."""
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """See `WorkChannel.step_numbers`."""
+        return list(step_directories(steps))
 
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
         """See `WorkChannel.prune`."""
         remove_directory(steps)
         for attempt in attempts:
-            for path in self.local_dir(attempt).iterdir():
-                if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
-                    _remove_but_logs(path)
+            prune_attempt(self.local_dir(attempt))
 
     def _path(self, attempt: int, name: str) -> Path:
         return self._directory / f"attempt-{attempt}" / name
+
+
+def parse_specification(data: bytes | None, where: str) -> StageSpec:
+    """The specification in the bytes of its file, of which None says that there are none."""
+    if data is None:
+        raise ConfigError(where, "does not exist; need the specification")
+    try:
+        return StageSpec.model_validate(json.loads(data))
+    except ValidationError as error:
+        raise to_config_error(error, StageSpec, "spec") from None
+    except ValueError as error:
+        raise ConfigError(where, f"not JSON ({error})") from None
+
+
+def parse_problem(data: bytes | None, where: str) -> JobProblem | None:
+    """The problem in the bytes of its file, of which None says that there are none."""
+    try:
+        return None if data is None else JobProblem.model_validate_json(data)
+    except ValidationError as error:
+        raise ArtifactCorruptError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def steps_name(generation: int, adopted: Adoption | None) -> str:
+    """What the place of a generation's step checkpoints is called."""
+    return f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
+
+
+def prune_attempt(directory: Path) -> None:
+    """Remove what an attempt kept in directories of its own, but for logs and samples."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
+            _remove_but_logs(path)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _remove_but_logs(directory: Path) -> None:

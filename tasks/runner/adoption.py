@@ -22,7 +22,7 @@ from engines.config.base import Change
 from infra.errors import ArtifactNotFoundError, ConfigError
 from infra.store.stage_log import generation
 from infra.store.stage_spec import Adoption, some
-from infra.store.step_directories import link_checkpoint, newest_valid, step_directories
+from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
 from infra.tracking.journal import Journal, read_journal
 from tasks.runner.differences import DIGITS, UNNAMED, differences, specification
@@ -86,7 +86,9 @@ def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
 def own_step(storage: Storage, request: StageRequest) -> int:
     """The newest step checkpoint of a stage's own work that is not committed; 0 without one."""
     own = _open_generation(storage, request.fingerprint)
-    return max(step_directories(own[1]), default=0) if own else 0
+    if own is None:
+        return 0
+    return max(storage.channel(request.fingerprint).step_numbers(own[1]), default=0)
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
@@ -137,6 +139,7 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
     Raises:
         ArtifactError: no checkpoint of the work is valid any more.
     """
+    storage.channel(work.fingerprint).fetch_steps(work.root)
     newest = newest_valid(work.root)
     if newest is None:
         raise ArtifactNotFoundError(f"the checkpoints in {work.root} are gone")
@@ -148,7 +151,10 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
         digest=digest,
         differs=work.differs,
     )
-    link_checkpoint(path, storage.channel(fingerprint).steps_dir(attempt, adopted))
+    channel = storage.channel(fingerprint)
+    steps = channel.steps_dir(attempt, adopted)
+    link_checkpoint(path, steps)
+    channel.ship_steps(steps)
     return adopted
 
 
@@ -183,7 +189,7 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
     work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
-    steps = step_directories(work[1]) if work else {}
+    steps = storage.channel(fingerprint).step_numbers(work[1]) if work else []
     if work is None or not steps or spec is None or spec.stage != request.config.stage:
         return None
     found = differences(spec, request)

@@ -142,6 +142,11 @@ def forwarded_environment() -> dict[str, str]:
     Secrets are not among them: whoever may list jobs can read a job's environment.
     """
     forwarded = (
+        env.AWS_ENDPOINT_URL,
+        env.AWS_ENDPOINT_URL_S3,
+        env.AWS_PROFILE,
+        env.AWS_REGION,
+        env.RLHF_CACHE_BYTES,
         env.RLHF_DEBUG,
         env.RLHF_ENGINE_DEVICE,
         env.RLHF_ENGINE_VENDOR,

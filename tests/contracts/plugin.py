@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--reward", help="reward: a name or path/to/file.py:name (test_reward)")
     group.addoption("--preprocessor", help="layout of raw rows (test_preprocessor)")
     group.addoption("--rows", help="JSON lines of raw rows (same)")
-    group.addoption("--store", help="an empty store (test_store); by default a local one")
+    group.addoption("--store", help="an empty store (test_store); by default one of each form")
     group.addoption("--reward-kwargs", help="JSON object of its arguments (same)")
     group.addoption("--reward-cases", help="JSON lines of right, wrong, ground_truth (same)")
 

@@ -11,9 +11,11 @@ Not covered: how long any of it takes, and what a power loss leaves.
 
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
 from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
 from infra.store.heartbeat import Heartbeat
@@ -26,10 +28,24 @@ from infra.tracking.journal import Journal, read_journal
 from infra.tracking.samples import KeptSample, KeptStep, read_samples, write_samples
 
 
-@pytest.fixture
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of the store under test; by default a new local one."""
-    return request.config.getoption("--store", default=None) or str(tmp_path / "store")
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the store under test; by default a new one of each form."""
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    named = request.config.getoption("--store", default=None)
+    if named and request.param == "bucket":
+        pytest.skip("needs no second store: --store names the one")
+    if named or request.param == "directory":
+        return named or str(tmp_path / "store")
+    for name, value in environment(request.getfixturevalue("endpoint")).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -99,6 +115,11 @@ def test_a_commit_is_found_from_anywhere(
     assert open_storage(uri).lookup(fingerprint) == record
     assert record.artifact.fingerprint == fingerprint
     assert open_storage(uri).name == store.name
+
+
+def test_a_store_shows_that_two_cannot_own_one_name(store: Storage, uri: str) -> None:
+    assert store.probe().startswith(f"{uri}")
+    assert store.probe().endswith("of two who create one name the second is refused")
 
 
 def test_of_many_claims_of_one_entry_one_succeeds(uri: str, fingerprint: str) -> None:

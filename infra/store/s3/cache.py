@@ -1,0 +1,169 @@
+"""Verified local copies of artifacts that lie elsewhere: below `cache/` of the home.
+
+    cache/artifacts/<kind>/<digest>/   whole and verified when it got its name
+          partial/<digest>/            what a download has so far
+          uses/<digest>/<stamp>        processes that read it
+          locks/<digest>
+
+Promises: a download goes on where an earlier one was cut, and every byte of it is verified; what a
+process of this machine reads stays while that process lives; of the rest the least recently used
+goes, when a download would need more than `RLHF_CACHE_BYTES`. Copies are named by content alone, so
+all stores share them.
+Does not promise: the limit, where living processes read more than it.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from infra import env
+from infra.errors import ArtifactCorruptError, ConfigError
+from infra.store.artifacts import Manifest
+from infra.store.atomic import make_directories, publish_directory, remove_directory
+from infra.store.process_stamp import is_dead, own_stamp
+from infra.store.s3.download import Read, download
+from infra.store.storage import verify_named
+from infra.waiting import wait_for
+
+LOCK_DEADLINE_S = 3600.0
+"""How long another process of this machine may take to download the same artifact."""
+
+_log = logging.getLogger(__name__)
+
+
+class ArtifactCache:
+    """The copies of one machine.
+
+    Args:
+        directory: created on first use.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def take_in(self, source: Path, kind: str, digest: str) -> None:
+        """Keep a published directory, whose manifest is written, instead of loading it again."""
+        final = self._path(kind, digest)
+        with self._locked(digest), suppress(OSError):
+            self._make_room(_size_bytes(source), digest)
+            make_directories(final.parent)
+            publish_directory(source, final)
+
+    def fetch(self, kind: str, digest: str, manifest: Callable[[], Manifest], read: Read) -> Path:
+        """A verified copy of an artifact.
+
+        Args:
+            kind: of the artifact.
+            digest: of it.
+            manifest: gives that of the store; asked if there is no copy.
+            read: gives a stretch of a file of the store.
+
+        Returns:
+            A directory that stays while this process lives.
+
+        Raises:
+            ArtifactCorruptError: the store's bytes are not those of the manifest.
+            DeadlineError: another process is loading it, and does not finish.
+        """
+        final = self._path(kind, digest)
+        with self._locked(digest):
+            use = self._directory / "uses" / digest / own_stamp()
+            use.parent.mkdir(parents=True, exist_ok=True)
+            use.touch()
+            if final.exists() and _is_sound(final, digest):
+                os.utime(final)
+                return final
+            files = manifest()
+            unfinished = self._directory / "partial" / digest
+            self._make_room(sum(entry.size_bytes for entry in files.files.values()), digest)
+            make_directories(unfinished)
+            download(unfinished, files, read)
+            make_directories(final.parent)
+            publish_directory(unfinished, final)
+            return final
+
+    def _make_room(self, needed_bytes: int, digest: str) -> None:
+        """Remove what was not used for longest and is not read, until the limit holds."""
+        limit_bytes = _limit_bytes()
+        copies = [*self._directory.glob("artifacts/*/*"), *self._directory.glob("partial/*")]
+        others = sorted(
+            (path for path in copies if path.name != digest and not path.name.startswith(".")),
+            key=lambda path: path.stat().st_mtime,
+        )
+        sizes = {path: _size_bytes(path) for path in others}
+        total_bytes = needed_bytes + sum(sizes.values())
+        for path, size_bytes in sizes.items():
+            if total_bytes <= limit_bytes:
+                return
+            with self._try_lock(path.name) as is_ours:
+                if is_ours and not self._is_read(path.name):
+                    remove_directory(path)
+                    total_bytes -= size_bytes
+        if total_bytes > limit_bytes:
+            _log.warning(
+                "%s takes %d bytes, more than RLHF_CACHE_BYTES: all of it is in use",
+                self._directory,
+                total_bytes,
+            )
+
+    def _is_read(self, digest: str) -> bool:
+        uses = [*(self._directory / "uses" / digest).glob("*")]
+        for use in uses:
+            if is_dead(use.name):
+                use.unlink(missing_ok=True)
+        return any(not is_dead(use.name) for use in uses)
+
+    @contextmanager
+    def _locked(self, digest: str) -> Iterator[None]:
+        """Nobody else of this machine makes or removes the copy meanwhile."""
+        with self._lock_file(digest) as descriptor:
+            wait_for(lambda: _lock(descriptor), f"the download of {digest[:12]}", LOCK_DEADLINE_S)
+            yield
+
+    @contextmanager
+    def _try_lock(self, digest: str) -> Iterator[bool]:
+        with self._lock_file(digest) as descriptor:
+            yield _lock(descriptor)
+
+    @contextmanager
+    def _lock_file(self, digest: str) -> Iterator[int]:
+        path = self._directory / "locks" / digest
+        make_directories(path.parent)
+        with path.open("ab") as file:
+            yield file.fileno()
+
+    def _path(self, kind: str, digest: str) -> Path:
+        return self._directory / "artifacts" / kind / digest
+
+
+def _limit_bytes() -> int:
+    value = env.RLHF_CACHE_BYTES.require()
+    if not value.isdigit():
+        raise ConfigError(f"environment.{env.RLHF_CACHE_BYTES.name}", f"got {value!r}; need bytes")
+    return int(value)
+
+
+def _is_sound(directory: Path, digest: str) -> bool:
+    """Whether a copy is still what it was; a damaged one is removed, for the store has another."""
+    try:
+        verify_named(directory, digest)
+    except ArtifactCorruptError as error:
+        _log.warning("loading a damaged copy again: %s", error)
+        remove_directory(directory)
+        return False
+    return True
+
+
+def _size_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""`work/<fingerprint>/` of a store in a bucket, and the directory of an attempt on this machine.
+
+    work/<fingerprint>/attempt-<n>/spec.json, error.json    objects
+                                   heartbeat, stacks.txt, journal/   see `infra.store.s3.mirror`
+                       steps-<g>/                                    see `infra.store.s3.steps`
+    with-steps/<fingerprint>                                         whose steps may be there
+
+Promises: as of `infra.store.work_channel`. A reader sees what a writer in his own process wrote at
+once, and what another wrote after `mirror.SHIP_EVERY_S`; a checkpoint, when it was uploaded.
+Does not promise: to bring together what the ranks of several machines write into one checkpoint.
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from infra import env
+from infra.errors import StoreError
+from infra.store.atomic import make_directories, remove_directory
+from infra.store.canonical import canonical_json, sha256_json
+from infra.store.heartbeat import Beat, checked_content, parse_beat
+from infra.store.s3 import mirror
+from infra.store.s3.mirror import JournalChunks
+from infra.store.s3.objects import Objects
+from infra.store.s3.steps import SharedSteps, StepsShipper
+from infra.store.stage_spec import Adoption, StageSpec
+from infra.store.work_channel import (
+    JobProblem,
+    parse_problem,
+    parse_specification,
+    prune_attempt,
+    steps_name,
+)
+
+_DIGITS = 12
+_WITH_STEPS = "with-steps"
+
+
+class S3Channel:
+    """`WorkChannel` in a bucket.
+
+    Args:
+        objects: of the store.
+        fingerprint: whose channel it is.
+    """
+
+    def __init__(self, objects: Objects, fingerprint: str) -> None:
+        self._objects = objects
+        self._root = f"work/{fingerprint}"
+        self._directory = _local(objects) / fingerprint
+        self._fingerprint = fingerprint
+        self._shippers: list[StepsShipper] = []
+        self._journals: dict[int, JournalChunks] = {}
+
+    @staticmethod
+    def with_steps(objects: Objects) -> list[str]:
+        """See `Storage.with_steps`."""
+        here = {path.parent.parent.name for path in _local(objects).glob("*/steps-*/step-*")}
+        there = {each.name.rpartition("/")[2] for each in objects.listed(f"{_WITH_STEPS}/")}
+        return sorted(here | there)
+
+    def write_specification(self, spec: StageSpec) -> None:
+        """See `WorkChannel.write_specification`. A journal that begins here goes before it."""
+        mirror.ship(self._local_path(spec.attempt))
+        self._objects.put(self._name(spec.attempt, "spec.json"), canonical_json(spec))
+
+    def read_specification(self, attempt: int) -> StageSpec:
+        """See `WorkChannel.read_specification`."""
+        name = self._name(attempt, "spec.json")
+        return parse_specification(self._objects.get(name), self._objects.place(name))
+
+    def write_error(self, attempt: int, problem: JobProblem) -> None:
+        """See `WorkChannel.write_error`."""
+        with suppress(StoreError):
+            mirror.ship(self._local_path(attempt))
+        self._objects.put(self._name(attempt, "error.json"), canonical_json(problem))
+
+    def read_error(self, attempt: int) -> JobProblem | None:
+        """See `WorkChannel.read_error`."""
+        name = self._name(attempt, "error.json")
+        return parse_problem(self._objects.get(name), self._objects.place(name))
+
+    def read_beat(self, attempt: int) -> Beat | None:
+        """See `WorkChannel.read_beat`."""
+        mirror.ship(self._local_path(attempt))
+        name = self._name(attempt, "heartbeat")
+        data = self._objects.get(name)
+        return parse_beat(data and checked_content(data), self._objects.place(name))
+
+    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
+        """See `WorkChannel.read_journal`."""
+        return self._journal(attempt).read(start, end)
+
+    def journal_bytes(self, attempt: int) -> int:
+        """Bytes of the complete lines of an attempt's journal segment that arrived."""
+        chunks = self._journal(attempt)
+        chunks.refresh()
+        return chunks.num_bytes
+
+    def local_dir(self, attempt: int) -> Path:
+        """See `WorkChannel.local_dir`."""
+        path = self._local_path(attempt)
+        mirror.mirror(self._objects, self._name(attempt), path)
+        return path
+
+    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
+        """See `WorkChannel.steps_dir`."""
+        return self._directory / steps_name(generation, adopted)
+
+    def share_steps(self, attempt: int, steps: Path) -> None:
+        """See `WorkChannel.share_steps`. A thread ships them while the job goes on."""
+        self.fetch_steps(steps)
+        self._mark_steps()
+        journal = partial(mirror.ship, self._local_path(attempt))
+        self._shippers.append(StepsShipper(self._shared(steps), journal))
+
+    def fetch_steps(self, steps: Path) -> None:
+        """See `WorkChannel.fetch_steps`."""
+        self._shared(steps).fetch()
+
+    def ship_steps(self, steps: Path) -> None:
+        """See `WorkChannel.ship_steps`."""
+        self._mark_steps()
+        self._shared(steps).ship()
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """See `WorkChannel.step_numbers`."""
+        return self._shared(steps).numbers()
+
+    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+        """See `WorkChannel.prune`. Logs stay on the machine that wrote them."""
+        for shipper in self._shippers:
+            shipper.end()
+        remove_directory(steps)
+        self._shared(steps).remove()
+        if not self._objects.children(f"{self._root}/steps-"):
+            self._objects.delete([f"{_WITH_STEPS}/{self._fingerprint}"])
+        for attempt in attempts:
+            path = self._local_path(attempt)
+            mirror.ship(path)
+            mirror.end(path)
+            make_directories(path)
+            prune_attempt(path)
+
+    def _shared(self, steps: Path) -> SharedSteps:
+        return SharedSteps(self._objects, f"{self._root}/{steps.name}", steps)
+
+    def _mark_steps(self) -> None:
+        self._objects.put(f"{_WITH_STEPS}/{self._fingerprint}", b"")
+
+    def _journal(self, attempt: int) -> JournalChunks:
+        mirror.ship(self._local_path(attempt))
+        if attempt not in self._journals:
+            self._journals[attempt] = JournalChunks(self._objects, self._name(attempt))
+        return self._journals[attempt]
+
+    def _local_path(self, attempt: int) -> Path:
+        return self._directory / f"attempt-{attempt}"
+
+    def _name(self, attempt: int, name: str = "") -> str:
+        return f"{self._root}/attempt-{attempt}/{name}".rstrip("/")
+
+
+def _local(objects: Objects) -> Path:
+    """Where this machine works for a store."""
+    return env.home() / "remote" / sha256_json(objects.address.uri)[:_DIGITS] / "work"

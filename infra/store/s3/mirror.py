@@ -1,0 +1,222 @@
+"""What an attempt writes in its directory on one machine, shipped to where its watchers look.
+
+    <attempt>/heartbeat, stacks.txt    replaced whenever they changed
+              journal/<offset>         chunks of whole lines, each of which begins at that byte
+
+Promises: chunks never change, and follow each other without a gap, so a reader who joins them has
+the journal's beginning as it was written. What was written before `ship` is there when it returns;
+a thread ships every `SHIP_EVERY_S` besides. A service that fails costs a warning and the beats.
+A journal that goes on elsewhere begins with what was shipped.
+Does not promise: that lines written since the last shipment outlive the machine. Whoever takes over
+repeats their steps, from a checkpoint before them.
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.errors import ArtifactCorruptError, PipelineError
+from infra.store.atomic import atomic_write_bytes, make_directories
+from infra.store.s3.objects import Objects
+
+SHIP_EVERY_S = 2.0
+JOURNAL_NAME = "journal.jsonl"
+_REPLACED = ("heartbeat", "stacks.txt")
+
+_log = logging.getLogger(__name__)
+_mirrors: dict[Path, "Mirror"] = {}
+_opening = threading.Lock()
+
+
+class Chunk(NamedTuple):
+    """A part of a journal."""
+
+    offset: int
+    num_bytes: int
+
+
+class Stretch(NamedTuple):
+    """What of a chunk belongs to a part of the journal; both ends count from its beginning."""
+
+    chunk: Chunk
+    start: int
+    end: int
+
+
+class JournalChunks:
+    """The shipped part of one journal.
+
+    Args:
+        objects: of the store.
+        attempt: name of the attempt in it.
+    """
+
+    def __init__(self, objects: Objects, attempt: str) -> None:
+        self._objects = objects
+        self._root = f"{attempt}/journal"
+        self._known: list[Chunk] = []
+
+    def refresh(self) -> Sequence[Chunk]:
+        """All chunks that are there now.
+
+        Returns:
+            In order.
+
+        Raises:
+            ArtifactCorruptError: one is missing.
+        """
+        after = self._name(self._known[-1].offset) if self._known else ""
+        for each in self._objects.listed(f"{self._root}/", after):
+            chunk = Chunk(int(each.name.rpartition("/")[2]), each.size_bytes)
+            if chunk.offset != self.num_bytes:
+                place = self._objects.place(each.name)
+                raise ArtifactCorruptError(f"{place}: bytes from {self.num_bytes} on are missing")
+            self._known.append(chunk)
+        return self._known
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all chunks that are known."""
+        return sum(self._known[-1]) if self._known else 0
+
+    def read(self, start: int, end: int | None) -> bytes:
+        """A stretch of what is there now; shorter than asked for where it ends before."""
+        return b"".join(map(self._read, stretches(self.refresh(), start, end)))
+
+    def append(self, data: bytes) -> None:
+        """Ship whole lines that follow what is known.
+
+        Args:
+            data: not empty.
+
+        Raises:
+            ArtifactCorruptError: another writer shipped something else.
+        """
+        name = self._name(self.num_bytes)
+        if self._objects.create(name, data):
+            self._known.append(Chunk(self.num_bytes, len(data)))
+            return
+        # Another process of this machine has the same file, and was faster.
+        standing = self._objects.get(name)
+        if not standing or not (data.startswith(standing) or standing.startswith(data)):
+            raise ArtifactCorruptError(f"{self._objects.place(name)} is of another journal")
+        self._known.append(Chunk(self.num_bytes, len(standing)))
+
+    def _read(self, stretch: Stretch) -> bytes:
+        return self._objects.part(self._name(stretch.chunk.offset), stretch.start, stretch.end)
+
+    def _name(self, offset: int) -> str:
+        return f"{self._root}/{offset:016d}"
+
+
+class Mirror:
+    """Ships one attempt's directory.
+
+    Args:
+        objects: of the store.
+        attempt: name of the attempt in it.
+        directory: of the attempt, here; gets the journal that was shipped, if it has none.
+    """
+
+    def __init__(self, objects: Objects, attempt: str, directory: Path) -> None:
+        self._objects, self._attempt, self._directory = objects, attempt, directory
+        self._chunks = JournalChunks(objects, attempt)
+        self._shipped: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        make_directories(directory)
+        if self._chunks.refresh() and not (directory / JOURNAL_NAME).exists():
+            atomic_write_bytes(directory / JOURNAL_NAME, self._chunks.read(0, None))
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+        atexit.register(self._ship_or_warn)
+
+    def ship(self) -> None:
+        """Ship what is new.
+
+        Raises:
+            StoreError: some of it could not be shipped.
+            ArtifactCorruptError: another writer ships another journal of the same attempt.
+        """
+        with self._lock:
+            self._ship_journal()
+            for name in _REPLACED:
+                data = _read_from(self._directory / name, 0)
+                if data and data != self._shipped.get(name):
+                    self._objects.put(f"{self._attempt}/{name}", data)
+                    self._shipped[name] = data
+
+    def end(self) -> None:
+        """Ship no more by itself."""
+        self._ended.set()
+        atexit.unregister(self._ship_or_warn)
+
+    def _ship_journal(self) -> None:
+        data = _read_from(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
+        # A torn tail is cut when the journal is opened again, and a chunk is for ever.
+        lines = data[: data.rfind(b"\n") + 1]
+        if lines:
+            self._chunks.append(lines)
+
+    def _run(self) -> None:
+        while not self._ended.wait(SHIP_EVERY_S):
+            self._ship_or_warn()
+
+    def _ship_or_warn(self) -> None:
+        try:
+            self.ship()
+        except (PipelineError, OSError) as error:
+            _log.warning("what %s says does not reach its watchers: %s", self._directory, error)
+
+
+def mirror(objects: Objects, attempt: str, directory: Path) -> Mirror:
+    """The one mirror of a directory in this process; arguments as of `Mirror`."""
+    with _opening:
+        if directory not in _mirrors:
+            _mirrors[directory] = Mirror(objects, attempt, directory)
+        return _mirrors[directory]
+
+
+def ship(directory: Path) -> None:
+    """Ship what this process mirrors of a directory; raises as of `Mirror.ship`."""
+    known = _mirrors.get(directory)
+    if known is not None:
+        known.ship()
+
+
+def end(directory: Path) -> None:
+    """Mirror a directory no more, if this process did."""
+    with _opening:
+        known = _mirrors.pop(directory, None)
+    if known is not None:
+        known.end()
+
+
+def stretches(chunks: Sequence[Chunk], start: int, end: int | None) -> list[Stretch]:
+    """Where the bytes from `start` to before `end` are.
+
+    Args:
+        chunks: in order, without a gap, from byte 0 on.
+        start: not negative.
+        end: None: as far as there are any.
+
+    Returns:
+        The parts of chunks that joined are those bytes, or as many of them as there are.
+    """
+    found = []
+    for chunk in chunks:
+        first = max(start - chunk.offset, 0)
+        last = chunk.num_bytes if end is None else min(end - chunk.offset, chunk.num_bytes)
+        if first < last:
+            found.append(Stretch(chunk, first, last))
+    return found
+
+
+def _read_from(path: Path, start: int) -> bytes:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(start)
+        return file.read()
+    return b""

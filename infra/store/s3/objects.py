@@ -1,0 +1,304 @@
+"""The objects of a store in a bucket.
+
+Promises: an object appears whole or not at all; of any number of callers that create one name
+exactly one succeeds, and whoever gets no answer looks what stands there: it is his if it has his
+bytes. A service that ignores the condition is refused before anything relies on it.
+Does not promise: that the parts of a large object whose writer was killed go away by themselves;
+nobody sees them, and a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
+"""
+
+import base64
+import functools
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra import env
+from infra.errors import ArtifactCorruptError, ConfigError, StoreError, StoreUnreachableError
+from infra.store.artifacts import FileEntry
+from infra.store.s3.address import S3Address
+from infra.store.s3.answers import AbsentError, ConflictError, TakenError, told
+
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 60.0
+CREATE_DEADLINE_S = 60.0
+"""How long a caller tries to learn whether a name became his."""
+CREATE_POLL_S = 0.2
+PART_BYTES = 32 * 2**20
+"""Larger files are uploaded, and downloaded, in parts of this size; S3 takes 5 MiB and more."""
+MAX_PARTS = 9_000
+NUM_READS = 3
+
+_opening = threading.Lock()
+
+
+class Found(NamedTuple):
+    """An object in a listing."""
+
+    name: str
+    size_bytes: int
+    changed_at: float
+    """By the service's clock, in seconds since the epoch."""
+
+
+class Objects:
+    """What lies below an address.
+
+    Args:
+        address: of the store; names below are relative to it.
+    """
+
+    def __init__(self, address: S3Address) -> None:
+        self.address = address
+        self._honours_conditions = False
+        endpoint = env.AWS_ENDPOINT_URL_S3.get() or env.AWS_ENDPOINT_URL.get() or ""
+        with told(self.place(""), endpoint), _opening:
+            self._client = _client(endpoint, env.AWS_PROFILE.get(), os.getpid())
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the service."""
+        return self._client.meta.endpoint_url
+
+    def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """The bytes of an object from `start` to before `end`; None if it is absent."""
+        stretch = {} if start == 0 and end is None else {"Range": _range(start, end)}
+        for remaining in reversed(range(NUM_READS)):
+            try:
+                with self._told(name):
+                    body = self._client.get_object(**self._at(name), **stretch)["Body"]
+                    return body.read()
+            except StoreUnreachableError:  # botocore asks again for an answer, not for its rest
+                if not remaining:
+                    raise
+            except AbsentError:
+                return None
+        raise AssertionError
+
+    def part(self, name: str, start: int, end: int) -> bytes:
+        """As `get`, of an object that a manifest says is there and large enough.
+
+        Args:
+            name: of the object.
+            start: of the part.
+            end: behind it.
+
+        Returns:
+            All of its bytes.
+
+        Raises:
+            ArtifactCorruptError: the object has not got them.
+        """
+        data = self.get(name, start, end)
+        if data is None or len(data) != end - start:
+            raise ArtifactCorruptError(f"{self.place(name)} lost bytes {start} to {end}")
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        """Make an object, or replace it; the service compares its sha256."""
+        with self._told(name):
+            self._put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Make an object unless the name is taken.
+
+        Args:
+            name: of the object.
+            data: unlike any other caller's, if the callers are to be told apart.
+
+        Returns:
+            Whether these bytes stand there now.
+
+        Raises:
+            ConfigError: the service does not honour the condition.
+            StoreError: as of the module; after `CREATE_DEADLINE_S` nobody knows whose it is.
+        """
+        self.require_conditions()
+        ends_at = time.monotonic() + CREATE_DEADLINE_S
+        while True:
+            try:
+                with self._told(name):
+                    self._put(name, data, IfNoneMatch="*")
+                return True
+            except (TakenError, ConflictError, StoreUnreachableError) as error:
+                # A lost answer, or a retry of botocore's that met its own first request.
+                with suppress(StoreUnreachableError):
+                    standing = self.get(name)
+                    if standing is not None:
+                        return standing == data
+                if time.monotonic() > ends_at:
+                    raise StoreUnreachableError(str(error)) from error
+            time.sleep(CREATE_POLL_S)
+
+    def require_conditions(self) -> None:
+        """Refuse a service on which two could own one name; asked once by a process.
+
+        Raises:
+            ConfigError: the second of two exclusive creates of one name succeeded.
+        """
+        if self._honours_conditions:
+            return
+        name = f"probes/{uuid.uuid4().hex}"
+        try:
+            with suppress(TakenError, ConflictError):
+                for data in (b"first", b"second"):
+                    with self._told(name):
+                        self._put(name, data, IfNoneMatch="*")
+                raise ConfigError(
+                    "storage",
+                    f"{self.endpoint} ignores If-None-Match, so that two attempts could own one "
+                    "stage; need a service that honours conditional writes",
+                )
+        finally:
+            with suppress(StoreError):
+                self.delete([name])
+        self._honours_conditions = True
+
+    def upload(self, path: Path, name: str, entry: FileEntry) -> None:
+        """Make an object of a file, or replace it.
+
+        Args:
+            path: the file.
+            name: of the object.
+            entry: what the file has to be; each byte is compared on its way.
+
+        Raises:
+            ArtifactCorruptError: the file is another by now; nothing became visible.
+            StoreError: as of the module; nothing became visible.
+        """
+        if entry.size_bytes > PART_BYTES:
+            with self._told(name), path.open("rb") as file:
+                self._upload_parts(file, name, entry)
+            return
+        data = path.read_bytes()
+        _compare(str(path), hashlib.sha256(data).hexdigest(), entry)
+        self.put(name, data)
+
+    def listed(self, prefix: str, after: str = "") -> list[Found]:
+        """The objects whose names begin with a prefix, sorted by name.
+
+        Args:
+            prefix: of the names.
+            after: only names behind this one.
+
+        Returns:
+            All of them.
+        """
+        start = {"StartAfter": self.address.key(after)} if after else {}
+        cut = len(self.address.key(""))
+        return [
+            Found(each["Key"][cut:], each["Size"], each["LastModified"].timestamp())
+            for page in self._pages(prefix, **start)
+            for each in page.get("Contents", ())
+        ]
+
+    def children(self, prefix: str) -> list[str]:
+        """The next parts of the names below a prefix that ends with a slash, sorted."""
+        cut = len(self.address.key(prefix))
+        return [
+            each["Prefix"][cut:-1]
+            for page in self._pages(prefix, Delimiter="/")
+            for each in page.get("CommonPrefixes", ())
+        ]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are absent already do not matter."""
+        for at in range(0, len(names), 1000):
+            keys = [{"Key": self.address.key(name)} for name in names[at : at + 1000]]
+            with self._told(names[at]):
+                answer = self._client.delete_objects(
+                    Bucket=self.address.bucket, Delete={"Objects": keys, "Quiet": True}
+                )
+            for error in answer.get("Errors", ()):
+                raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
+
+    def place(self, name: str) -> str:
+        """What people call an object."""
+        return f"s3://{self.address.bucket}/{self.address.key(name)}"
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+        with self._told(prefix):
+            yield from self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.address.bucket, Prefix=self.address.key(prefix), **more
+            )
+
+    def _at(self, name: str) -> dict[str, str]:
+        return {"Bucket": self.address.bucket, "Key": self.address.key(name)}
+
+    def _put(self, name: str, data: bytes, **condition: str) -> None:
+        checksum = _checksum(data)
+        self._client.put_object(**self._at(name), Body=data, ChecksumSHA256=checksum, **condition)
+
+    def _upload_parts(self, file: IO[bytes], name: str, entry: FileEntry) -> None:
+        at, client = self._at(name), self._client
+        upload = client.create_multipart_upload(**at, ChecksumAlgorithm="SHA256")["UploadId"]
+        try:
+            whole, parts = hashlib.sha256(), []
+            size_bytes = max(PART_BYTES, -(-entry.size_bytes // MAX_PARTS))
+            while data := file.read(size_bytes):
+                whole.update(data)
+                part = {"PartNumber": len(parts) + 1, "ChecksumSHA256": _checksum(data)}
+                sent = client.upload_part(**at, UploadId=upload, Body=data, **part)
+                parts.append({**part, "ETag": sent["ETag"]})
+            _compare(file.name, whole.hexdigest(), entry)
+            client.complete_multipart_upload(
+                **at, UploadId=upload, MultipartUpload={"Parts": parts}
+            )
+        except BaseException:
+            with suppress(BotoCoreError, ClientError):
+                client.abort_multipart_upload(**at, UploadId=upload)
+            raise
+
+    def _told(self, name: str) -> AbstractContextManager[None]:
+        return told(self.place(name), self.endpoint)
+
+
+@functools.cache
+def _client(endpoint: str, profile: str | None, process: int) -> Any:
+    """A client of the environment's service and credentials: costly to make, safe for threads.
+
+    Args:
+        endpoint: what the environment says; empty: Amazon's.
+        profile: what the environment says.
+        process: of the caller; a fork shares no connection.
+
+    Returns:
+        A client of botocore.
+    """
+    config = Config(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=READ_TIMEOUT_S,
+        retries={"mode": "standard"},
+        # Names of buckets are hosts of Amazon's alone.
+        s3={"addressing_style": "path" if endpoint else "auto"},
+    )
+    return _session(profile).client("s3", config=config)
+
+
+@functools.cache
+def _session(profile: str | None) -> Any:
+    """What knows the service's operations and the credentials: the costly part of a client."""
+    return boto3.Session(profile_name=profile)
+
+
+def _checksum(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def _range(start: int, end: int | None) -> str:
+    return f"bytes={start}-{'' if end is None else end - 1}"
+
+
+def _compare(where: str, sha256: str, entry: FileEntry) -> None:
+    if sha256 != entry.sha256:
+        raise ArtifactCorruptError(f"{where}: sha256 {sha256} != {entry.sha256} of the manifest")

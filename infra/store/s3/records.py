@@ -1,0 +1,152 @@
+"""Small records of a store in a bucket: logs of stages, followers, and runs.
+
+    stages/<fingerprint>/<n>                   entries of a log
+    work/<fingerprint>/followers/<name>        who waits, touched while he does
+    followed/<name>/<fingerprint>              the same by name
+    runs/<key>/name, kept, stages/<fingerprint>
+
+Promises: as of the local form (`infra.store.stage_log`, `followers`, `runs`). Silence of a follower
+is measured by the service's clock alone.
+"""
+
+from infra.errors import ArtifactCorruptError
+from infra.store.followers import STALE_S
+from infra.store.process_stamp import is_dead, own_stamp
+from infra.store.runs import KnownRun
+from infra.store.s3.objects import Found, Objects
+from infra.store.stage_spec import check_fingerprint
+
+
+class S3LogFiles:
+    """`LogFiles` in a bucket: an entry is made by a conditional put.
+
+    Args:
+        objects: of the store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def place(self, fingerprint: str) -> str:
+        """See `LogFiles.place`."""
+        return self._objects.place(_log(fingerprint))
+
+    def numbers(self, fingerprint: str) -> list[int]:
+        """See `LogFiles.numbers`."""
+        found = (
+            each.name.rpartition("/")[2] for each in self._objects.listed(f"{_log(fingerprint)}/")
+        )
+        return sorted(int(name) for name in found if name.isdigit())
+
+    def read(self, fingerprint: str, number: int) -> bytes:
+        """See `LogFiles.read`."""
+        data = self._objects.get(f"{_log(fingerprint)}/{number}")
+        if data is None:
+            raise ArtifactCorruptError(f"{self.place(fingerprint)} lost entry {number}; restore it")
+        return data
+
+    def create(self, fingerprint: str, number: int, data: bytes) -> bool:
+        """See `LogFiles.create`."""
+        return self._objects.create(f"{_log(fingerprint)}/{number}", data)
+
+
+class S3Followers:
+    """`Followers` in a bucket.
+
+    Args:
+        objects: of the store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `Attempts.join`. Found by name first, so that whoever is seen can be found."""
+        self._objects.put(_followed(fingerprint, follower), b"")
+        self._objects.put(_follower(fingerprint, follower), own_stamp().encode())
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """See `Attempts.leave`."""
+        own = _follower(fingerprint, follower)
+        found = self._objects.listed(own.rpartition("/")[0] + "/")
+        self._objects.delete([own, _followed(fingerprint, follower)])
+        now = max((each.changed_at for each in found), default=0.0)
+        return sum(self._waits(each, now) for each in found if each.name != own)
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `Attempts.followed_by`."""
+        found = self._objects.listed(_followed("", follower))
+        return sorted(each.name.rpartition("/")[2] for each in found)
+
+    def _waits(self, each: Found, now: float) -> bool:
+        stamp = self._objects.get(each.name)
+        if stamp is None:
+            return False
+        if now - each.changed_at > STALE_S or is_dead(stamp.decode()):
+            _, fingerprint, _, follower = each.name.split("/")
+            self._objects.delete([each.name, _followed(fingerprint, follower)])
+            return False
+        return True
+
+
+class S3Runs:
+    """`Runs` in a bucket.
+
+    Args:
+        objects: of the store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def begin(self, key: str, name: str) -> None:
+        """See `Runs.begin`."""
+        self._objects.create(f"{_run(key)}/name", name.encode())
+
+    def use(self, key: str, fingerprint: str) -> None:
+        """See `Runs.use`."""
+        self._objects.put(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}", b"")
+
+    def keep(self, key: str, kept: bool) -> None:
+        """See `Runs.keep`."""
+        if kept:
+            self._objects.put(f"{_run(key)}/kept", b"")
+        else:
+            self._objects.delete([f"{_run(key)}/kept"])
+
+    def known(self) -> list[KnownRun]:
+        """See `Runs.known`."""
+        used_at: dict[str, dict[str, float]] = {}
+        kept: set[str] = set()
+        for each in self._objects.listed("runs/"):
+            _, key, what, *stage = each.name.split("/")
+            if what == "kept":
+                kept.add(key)
+            elif stage:
+                used_at.setdefault(key, {})[stage[0]] = each.changed_at
+        runs = [KnownRun(key, self._name(key), key in kept, used) for key, used in used_at.items()]
+        return sorted(runs, key=lambda run: (run.name, run.key))
+
+    def forget(self, key: str) -> None:
+        """See `Runs.forget`."""
+        self._objects.delete([each.name for each in self._objects.listed(f"{_run(key)}/")])
+
+    def _name(self, key: str) -> str:
+        data = self._objects.get(f"{_run(key)}/name")
+        return key[:12] if data is None else data.decode()
+
+
+def _log(fingerprint: str) -> str:
+    return f"stages/{check_fingerprint(fingerprint)}"
+
+
+def _follower(fingerprint: str, follower: str) -> str:
+    return f"work/{check_fingerprint(fingerprint)}/followers/{check_fingerprint(follower)}"
+
+
+def _followed(fingerprint: str, follower: str) -> str:
+    return f"followed/{check_fingerprint(follower)}/{fingerprint}"
+
+
+def _run(key: str) -> str:
+    return f"runs/{check_fingerprint(key)}"
