@@ -53,7 +53,7 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     reader = _Reader(StageHistory(open_storage(recipe.store_uri)), recipe.seed)
     stopped_at = WHOLE_RUN if problem else ""
     try:
-        run_stages(recipe, reader)
+        run_stages(recipe, reader, lambda _: None)  # a night has a registry of its own
     except StoppedError as stopped:
         stopped_at, problem = str(stopped), problem or "it has no output in the store"
     except PipelineError:

@@ -29,7 +29,7 @@ from infra.store.artifacts import (
 from infra.store.atomic import make_directories, publish_directory
 from infra.store.s3.download import download
 from infra.store.s3.objects import Objects
-from infra.store.step_directories import newest_valid, step_directories
+from infra.store.step_directories import STEP_KIND, newest_valid, step_directories
 
 SHIP_EVERY_S = 2.0
 END_DEADLINE_S = 60.0
@@ -137,7 +137,7 @@ class SharedSteps:
         data = self._objects.get(f"{root}/{MANIFEST_NAME}")
         if data is None:
             raise ArtifactNotFoundError(f"{place} was removed")
-        manifest = parse_manifest(data, place)
+        manifest = parse_manifest(data, place, STEP_KIND)
         if manifest.digest != digest:
             raise ArtifactCorruptError(f"{place} is that of {manifest.digest}")
         unfinished = self._root / f".part-{digest}"

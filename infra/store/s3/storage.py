@@ -183,7 +183,7 @@ class S3Storage(StageResults):
         data, where = self._objects.get(name), self._objects.place(name)
         if data is None:
             raise ArtifactNotFoundError(f"{where} is not in the store")
-        manifest = parse_manifest(data, where)
+        manifest = parse_manifest(data, where, artifact.kind)
         if manifest.digest != artifact.digest:
             raise ArtifactCorruptError(f"{where} is that of the artifact {manifest.digest}")
         return manifest

@@ -76,7 +76,7 @@ def test_a_plan_and_a_run_refuse_a_stage_to_start_from_before_anything_starts(
     monkeypatch.setenv("RLHF_HOME", str(home))
     for label, line in (
         ("merge", "--from: got 'merge'; need every stage before it done, and preprocess is not; "),
-        ("marge", "--from: no 'marge'; known: preprocess, "),
+        ("merg1", "--from: no 'merg1'; known: preprocess, "),
     ):
         assert main(["plan", "quickstart", "--from", label]) == 2
         planned = capsys.readouterr().err

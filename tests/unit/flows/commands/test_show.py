@@ -134,9 +134,9 @@ def test_two_runs_are_put_beside_each_other(
 
 
 def test_what_cannot_be_shown_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "thrid"]) == 2
+    assert main(["show", "thirdd"]) == 2
     known = "need a run of this store: first, second"
-    assert capsys.readouterr().err == f"RUN: got 'thrid'; {known}\n"
+    assert capsys.readouterr().err == f"RUN: got 'thirdd'; {known}\n"
     assert main(["show", "second", "--against", "c0ffee-1"]) == 2
     assert capsys.readouterr().err.startswith("--against: first has no step of RL to show; wait")
 
