@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
     add("status", "show the servers of this home")
+    add("automations", "have a Prefect server pick up runs whose process was killed")
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")
     )

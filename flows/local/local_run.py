@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from prefect import tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -16,6 +17,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
 
+from flows.automations import TAG
 from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
 from flows.plan import Planner
@@ -78,7 +80,8 @@ def run_locally(
         prefect.wait()
         if prefect.history_is_dead:
             crash_dead_runs()
-        return rlhf_pipeline(recipe, force=tokens, adopt=list(adopt))
+        with tags(TAG):
+            return rlhf_pipeline(recipe, force=tokens, adopt=list(adopt))
     finally:
         # The flow released it, if it came so far.
         cluster.release()
