@@ -136,6 +136,12 @@ PREFECT_RESULTS_DEFAULT_SERIALIZER = EnvVar(
 PREFECT_SERVER_ANALYTICS_ENABLED = EnvVar(
     "PREFECT_SERVER_ANALYTICS_ENABLED", None, "false keeps Prefect from phoning home"
 )
+PREFECT_FLOWS_HEARTBEAT_FREQUENCY = EnvVar(
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None, "seconds between two signs of life of a flow run"
+)
+PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE = EnvVar(
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", None, "where a Prefect server keeps taken slots"
+)
 PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL = EnvVar(
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", None, "least level of Prefect's lines on the terminal"
 )

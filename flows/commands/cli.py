@@ -115,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--against", metavar="RUN", help="another run, to put beside it")
     show.add_argument("--out", metavar="FILE", help="the page; by default in the run's directory")
     show.add_argument("--store", metavar="URI", help="another store than that of this home")
+    add("automations", "have a Prefect server pick up runs whose process was killed")
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")
     )

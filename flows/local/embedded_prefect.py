@@ -21,6 +21,7 @@ from infra.errors import ServiceError
 from infra.host import servers
 from infra.host.processes import pick_ports
 from infra.host.servers import ServerCommand
+from infra.services.commands import HEARTBEAT_S
 from infra.services.stack import running_prefect_url
 
 NAME = "prefect-embedded"
@@ -160,6 +161,7 @@ def use_prefect(home: Path, api_url: str, *, quiet: bool) -> None:
         env.PREFECT_HOME: env.PREFECT_HOME.get() or str(home / "prefect"),
         env.PREFECT_RESULTS_DEFAULT_SERIALIZER: "json",
         env.PREFECT_SERVER_ANALYTICS_ENABLED: "false",
+        env.PREFECT_FLOWS_HEARTBEAT_FREQUENCY: str(HEARTBEAT_S),
         env.DO_NOT_TRACK: "1",
     }
     if quiet:

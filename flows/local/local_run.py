@@ -2,6 +2,7 @@
 
 import logging
 
+from prefect import tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -15,6 +16,7 @@ from prefect.states import Crashed
 from rich.console import Console
 
 from flows.asked_run import AskedRun
+from flows.automations import TAG
 from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
 from flows.recipe.recipe import Recipe
@@ -53,7 +55,8 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
         prefect.wait()
         if prefect.history_is_dead:
             crash_dead_runs()
-        return rlhf_pipeline(asked.recipe, asked.force, asked.adopt, asked.start_from)
+        with tags(TAG):
+            return rlhf_pipeline(asked.recipe, asked.force, asked.adopt, asked.start_from)
     finally:
         # The flow released it, if it came so far.
         cluster.release()

@@ -1,7 +1,7 @@
 """How the servers of `rlhf up` are started: command line, environment, address.
 
 Promises: each listens on 127.0.0.1 only, keeps its data below the home and reports to nobody
-outside.
+outside; the worker is started again when it ends, and whoever it runs says that it lives.
 """
 
 import sys
@@ -11,6 +11,8 @@ from infra import env
 from infra.host.servers import ServerCommand
 
 WORK_POOL = "rlhf-pool"
+HEARTBEAT_S = 30
+"""How often a flow run says that it lives; Prefect allows no less."""
 
 
 def prefect_server(home: Path, port: int) -> ServerCommand:
@@ -34,6 +36,10 @@ def prefect_server(home: Path, port: int) -> ServerCommand:
             PREFECT_HOME=str(home / "prefect"),
             PREFECT_API_URL=url,
             PREFECT_SERVER_ANALYTICS_ENABLED="false",
+            # In memory, a server that starts again would end the runs whose slots it forgot.
+            PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=(
+                "prefect.server.concurrency.lease_storage.filesystem"
+            ),
             DO_NOT_TRACK="1",
         ),
         url=url,
@@ -86,6 +92,7 @@ def process_worker(home: Path, prefect_url: str, mlflow_url: str) -> ServerComma
     return ServerCommand(
         name="worker",
         argv=(
+            *(sys.executable, "-m", "infra.services.keeper"),
             *(sys.executable, "-m", "prefect", "--no-prompt", "worker", "start"),
             *("--pool", WORK_POOL, "--type", "process", "--name", f"worker-{home.name}"),
         ),
@@ -94,6 +101,7 @@ def process_worker(home: Path, prefect_url: str, mlflow_url: str) -> ServerComma
             PREFECT_API_URL=prefect_url,
             # Prefect's own default is pickle.
             PREFECT_RESULTS_DEFAULT_SERIALIZER="json",
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY=str(HEARTBEAT_S),
             MLFLOW_TRACKING_URI=mlflow_url,
             RLHF_HOME=str(home),
             DO_NOT_TRACK="1",

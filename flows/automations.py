@@ -1,0 +1,228 @@
+"""The automations of a Prefect server by which a run whose process was killed goes on by itself.
+
+They hold for runs with the tag `self-healing`: `prefect.yaml` gives it to its deployment, beside
+the rate of heartbeats that `SILENCE_S` counts on, and `rlhf run` to its runs.
+
+    Running -> (silence) -> Crashed -> (nobody came) -> Stranded -> AwaitingRetry -> Running
+
+*Stranded* is Prefect's type *Crashed* under another name. A worker reports a crash twice, the
+second time after it looked for hooks: a run that is started again at once would be called crashed
+by that, while it lives.
+Promises: a run that fell silent is *Crashed*, which frees its place in the deployment; a stranded
+one of a deployment is started again, once for each time that it began, up to `MAX_RESUMES` times,
+and then stays so with the reason. What failed, was cancelled or is being cancelled is never started
+again. An automation that is as it should be is not touched (the server would forget what it saw),
+and whether one is paused stays with the user.
+Does not promise: to tell a process that was stopped for longer from one that was killed. Should it
+wake up, both follow the one job.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+from httpx import HTTPError
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.events import (
+    AutomationCore,
+    ChangeFlowRunState,
+    EventTrigger,
+    Posture,
+    ResourceSpecification,
+    emit_event,
+)
+from prefect.events.worker import EventsWorker
+
+from infra.errors import ServiceError
+from infra.services.commands import HEARTBEAT_S
+
+TAG = "self-healing"
+SILENCE_S = 3 * HEARTBEAT_S
+START_S = 600
+"""How long a run that a worker took may take to its first sign of life."""
+CANCEL_S = 120
+STRANDED_S = HEARTBEAT_S + 5
+"""If the process of a run that is called crashed lives, it says so within this time."""
+MAX_RESUMES = 3
+SEEN = timedelta(days=30)
+"""How long the server remembers that it started a run again."""
+DRAIN_DEADLINE_S = 10.0
+
+_RUN = "prefect.flow-run"
+_BEAT = f"{_RUN}.heartbeat"
+_CRASHED, _STRANDED = f"{_RUN}.Crashed", "Stranded"
+_OTHER_ENDS = {f"{_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled")}
+_STARTS = {f"{_RUN}.{name}" for name in ("AwaitingRetry", "Pending", "Running")}
+_ASKED = "rlhf.asked"
+"""Like a sign of life of that state: from it on, the next one is awaited."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One automation, as the server has it now.
+
+    Attributes:
+        name: on the server.
+        change: `created`, `changed` or `unchanged`.
+        enabled: whether it works; somebody may have paused it.
+        description: what it does.
+    """
+
+    name: str
+    change: str
+    enabled: bool
+    description: str
+
+
+def automations() -> list[AutomationCore]:
+    """All of them, as they should be."""
+    dead = StateType.CRASHED
+    return [
+        AutomationCore(
+            name="rlhf-silent-runs",
+            description=f"a run without a heartbeat for {SILENCE_S} s is Crashed",
+            trigger=_silence({_BEAT, f"{_ASKED}.RUNNING"}, {_BEAT, _CRASHED}, SILENCE_S),
+            actions=[_change(dead, f"no sign of life for {SILENCE_S} s")],
+        ),
+        AutomationCore(
+            name="rlhf-runs-that-never-began",
+            description=f"a run that was taken and did not begin within {START_S} s is Crashed",
+            trigger=_silence({f"{_RUN}.Pending", f"{_ASKED}.PENDING"}, {_BEAT, _CRASHED}, START_S),
+            actions=[_change(dead, f"did not begin within {START_S} s")],
+        ),
+        AutomationCore(
+            name="rlhf-cancelled-runs",
+            description=f"a run that is being cancelled for {CANCEL_S} s is Cancelled",
+            trigger=_silence({f"{_RUN}.Cancelling", f"{_ASKED}.CANCELLING"}, set(), CANCEL_S),
+            actions=[_change(StateType.CANCELLED, f"nobody ended it within {CANCEL_S} s")],
+        ),
+        AutomationCore(
+            name="rlhf-stranded-runs",
+            description=f"a crashed run that nobody came for within {STRANDED_S} s is Stranded",
+            trigger=_silence({_CRASHED}, {_BEAT, *_STARTS}, STRANDED_S),
+            actions=[
+                _change(
+                    dead,
+                    "its process is gone; a run is started again by itself once for each time that "
+                    f"it began, at most {MAX_RESUMES} times, then Retry continues",
+                    name=_STRANDED,
+                    force=True,  # from Crashed to Crashed
+                )
+            ],
+        ),
+        AutomationCore(
+            name="rlhf-resume-stranded-runs",
+            description=f"a stranded run is started again, at most {MAX_RESUMES} times",
+            trigger=_resumes(),
+            actions=[
+                _change(StateType.SCHEDULED, "started again after a crash", name="AwaitingRetry")
+            ],
+        ),
+    ]
+
+
+def apply_automations() -> list[Applied]:
+    """Bring the server's automations to what they should be, and ask who is alive.
+
+    A run that died while nobody watched, before there were automations or while the server was
+    away as well, is found by its silence after that question.
+
+    Returns:
+        Each automation.
+
+    Raises:
+        ServiceError: the server refuses them.
+    """
+    try:
+        applied = list(_applied())
+        _ask()
+    except HTTPError as error:
+        raise ServiceError(f"the Prefect server takes no automations: {error}") from error
+    return applied
+
+
+def _applied() -> Iterator[Applied]:
+    with get_client(sync_client=True) as client:
+        for wanted in automations():
+            found = next(iter(client.read_automations_by_name(wanted.name)), None)
+            if found is None:
+                client.create_automation(wanted)
+                change = "created"
+            else:
+                wanted = wanted.model_copy(update={"enabled": found.enabled})
+                is_same = AutomationCore.model_validate(found.model_dump()) == wanted
+                change = "unchanged" if is_same else "changed"
+                if not is_same:
+                    client.update_automation(found.id, wanted)
+            yield Applied(wanted.name, change, wanted.enabled, wanted.description)
+
+
+def _ask() -> None:
+    """From now on a sign of life is awaited of every run that has not ended."""
+    unfinished = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+    of = FlowRunFilter(
+        tags=FlowRunFilterTags(all_=[TAG]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
+    )
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=of):
+            emit_event(
+                event=f"{_ASKED}.{run.state_type.value}" if run.state_type else _ASKED,
+                resource={
+                    "prefect.resource.id": f"{_RUN}.{run.id}",
+                    "prefect.resource.name": run.name,
+                },
+                related=[
+                    {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
+                ],
+            )
+    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+
+
+def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
+    """Fires when neither a sign nor another end follows an event in time."""
+    return EventTrigger(
+        match=ResourceSpecification({"prefect.resource.id": f"{_RUN}.*"}),
+        match_related=_ours(),
+        after=after,
+        expect={*signs, *_OTHER_ENDS},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=within_s),
+    )
+
+
+def _resumes() -> EventTrigger:
+    """Fires once for a run and the number of times that it began."""
+    began = [str(count) for count in range(MAX_RESUMES + 1)]
+    return EventTrigger(
+        match=ResourceSpecification(
+            {"prefect.resource.id": f"{_RUN}.*", "prefect.run-count": began}
+        ),
+        match_related=_ours(),
+        expect={f"{_RUN}.{_STRANDED}"},
+        for_each={"prefect.resource.id", "prefect.run-count"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=SEEN,
+    )
+
+
+def _ours() -> ResourceSpecification:
+    return ResourceSpecification(
+        {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+    )
+
+
+def _change(
+    state: StateType, message: str, *, name: str | None = None, force: bool = False
+) -> ChangeFlowRunState:
+    return ChangeFlowRunState(state=state, name=name, message=message, force=force)
