@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,10 @@ def figures(program: str, *arguments: object) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "background"])
 def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
-    memory: Path, how: str
+    memory: Path, how: str, record_property: Callable[[str, object], None]
 ) -> None:
     found = figures("save_driver.py", memory, "kill", how)
+    record_property("F1", found["points"])
     assert found["points"] >= 70
     assert found["newest"] == [2, 3, 4], "before, between and after the two saves"
 
@@ -65,12 +66,13 @@ def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
     "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
 )
 def test_fault_row_1_killed_at_every_call_of_a_publish_and_commit(
-    memory: Path, tmp_path: Path, origin: str
+    memory: Path, tmp_path: Path, origin: str, record_property: Callable[[str, object], None]
 ) -> None:
     if origin == "other disk" and memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("needs /dev/shm on another file system than the temporary directory")
     source = memory if origin == "same disk" else tmp_path
     found = figures("publish_driver.py", memory, source, "kill")
+    record_property("F1", found["points"])
     assert found["points"] >= 35
     assert found["states"] == ["committed", "nothing", "published"]
 
