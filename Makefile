@@ -20,7 +20,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks faults test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -49,6 +49,9 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
+
+faults: $(STAMP)  ## storage that is attacked: figures of the fault matrix, a verdict as the last line
+	$(BIN)/python -m pytest tests/faults --figures $(ARGS)
 
 test-vllm: $(STAMP)  ## a short pipeline whose answers come from vLLM in a pool of its own
 	$(MAKE) env-vllm

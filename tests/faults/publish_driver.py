@@ -5,6 +5,7 @@ A program and no test module: its forks need a process without threads. Prints i
     kill       SIGKILL at the n-th call; a fresh process does the same work
     fail 5     the n-th call fails with that errno
     read 5     the n-th call of a look-up and a use that reads fails
+    order      what a power loss could take away
 """
 
 import json
@@ -15,7 +16,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from storage_calls import KILL, every_call, watched
+from storage_calls import KILL, every_call, traced, watched
+from sync_order import NAMES, not_durable
 
 from infra.store.artifacts import verify_directory
 from infra.store.stage_log import Holder
@@ -140,6 +142,18 @@ def reads(place: Place, error: int) -> dict[str, object]:
     return {"points": num_points, "harmless": harmless}
 
 
+def order(place: Place) -> dict[str, object]:
+    def visible(path: str) -> bool:
+        entry = Path(path)
+        return entry.name == place.digest or (
+            entry.parent.name == FINGERPRINT and entry.name.isdigit()
+        )
+
+    calls = traced(place.work, place.bases)
+    named = sum(call.name in NAMES and visible(call.paths[-1]) for call in calls)
+    return {"named": named, "not_durable": not_durable(calls, visible)}
+
+
 def main(root: str, source: str, what: str, how: str = "0") -> None:
     place = Place(Path(root), Path(source))
     match what:
@@ -147,6 +161,8 @@ def main(root: str, source: str, what: str, how: str = "0") -> None:
             figures = kills(place)
         case "fail":
             figures = failures(place, int(how))
+        case "order":
+            figures = order(place)
         case _:
             figures = reads(place, int(how))
     print(json.dumps(figures))

@@ -5,6 +5,7 @@ A program and no test module: its forks need a process without threads. Prints i
     kill plain | kill background   SIGKILL at the n-th call; a fresh process goes on
     fail 5 | fail 28               the n-th call fails with that errno
     read 5                         the n-th call of a resume that reads fails
+    order plain | order background what a power loss could take away
 """
 
 import json
@@ -14,10 +15,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
-from storage_calls import KILL, every_call, watched
+from storage_calls import KILL, every_call, traced, watched
+from sync_order import not_durable
 
 from engines.checkpoint.background import BackgroundSave, write_in_background
 from engines.checkpoint.engine_state import (
@@ -165,7 +167,7 @@ def failures(base: Base, error: int) -> dict[str, object]:
     num_points, swallowed = 0, []
     for point in every_call(lambda: told(base, error), [base.root], error, base.copy):
         there = digests(base.root)
-        named = any(published(call.paths[-1]) for call in point.before if "rename" in call.name)
+        named = any(published(call.paths[-1]) for call in point.before)
         assert (NUM_BEFORE + 1 in there) == named, point
         assert NUM_BEFORE in there, point
         if point.code == 0:
@@ -177,6 +179,13 @@ def failures(base: Base, error: int) -> dict[str, object]:
     return {"points": num_points, "swallowed": sorted(set(swallowed))}
 
 
+def order(base: Base, *, background: bool) -> dict[str, object]:
+    base.copy()
+    calls = traced(lambda: go_on(base.root, NUM_STEPS, background=background), [base.root])
+    names = [PurePath(c.paths[-1]).name for c in calls if published(c.paths[-1])]
+    return {"named": names, "not_durable": not_durable(calls, published)}
+
+
 def told(base: Base, error: int) -> None:
     """Save one more step; what its caller is told becomes the exit code."""
     try:
@@ -186,7 +195,7 @@ def told(base: Base, error: int) -> None:
 
 
 def published(path: str) -> bool:
-    return Path(path).name.startswith("step-")
+    return PurePath(path).name.startswith("step-")
 
 
 def reads(base: Base, error: int) -> dict[str, object]:
@@ -217,6 +226,8 @@ def main(directory: str, what: str, how: str) -> None:
             figures = kills(base, background=how == "background")
         case "fail":
             figures = failures(base, int(how))
+        case "order":
+            figures = order(base, background=how == "background")
         case _:
             figures = reads(base, int(how))
     print(json.dumps(figures))

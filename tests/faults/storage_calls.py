@@ -132,6 +132,21 @@ def every_call(
         yield Point(made[number - 1], tuple(made[: number - 1]), code)
 
 
+def traced(work: Callable[[], object], roots: Sequence[Path]) -> list[Call]:
+    """The calls that work makes and that change something below `roots`, in order."""
+    below = tuple(f"{root}/" for root in roots)
+    made: list[Call] = []
+
+    def decide(call: Call) -> int:
+        if call.changes and any(f"{path}/".startswith(below) for path in call.paths):
+            made.append(call)
+        return 0
+
+    code = watched(work, frozenset(_CALLS), decide)
+    assert code == 0, f"what nothing disturbed ended with {code}"
+    return made
+
+
 def watched(
     work: Callable[[], object], calls: frozenset[str], decide: Callable[[Call], int]
 ) -> int:

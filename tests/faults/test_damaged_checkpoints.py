@@ -119,7 +119,11 @@ def check_refusal(message: str, directory: Path, whole: Contents, altered: Conte
 
 @pytest.mark.parametrize("damage", [flipped_bit, zero_page, truncation, swap])
 def test_fault_row_9_a_damaged_step_is_refused_and_the_one_before_is_taken(
-    saved: Path, memory: Path, damage: Damage, caplog: pytest.LogCaptureFixture
+    saved: Path,
+    memory: Path,
+    damage: Damage,
+    caplog: pytest.LogCaptureFixture,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Through what a resume calls."""
     steps = shutil.copytree(saved, memory / "steps")
@@ -135,6 +139,7 @@ def test_fault_row_9_a_damaged_step_is_refused_and_the_one_before_is_taken(
         check_refusal(caplog.text, newest, whole, altered)
         num_refused += 1
     assert num_refused == NUM_DAMAGES
+    record_property("F7", num_refused)
     assert (restored := store.latest_valid()) is not None
     assert restored.step == NUM_STEPS
 

@@ -1,6 +1,6 @@
 """Every storage system call of a save and of a publish: the last one, or failing.
 
-Rows 1, 7 and 8 of the fault matrix. The children are watched by the kernel, so that no call of
+Rows 1, 7, 8 and 10 of the fault matrix. The children are watched by the kernel, so that no call of
 any thread or library is left out; each program says how many there were.
 """
 
@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_calls import UnsupportedError
+from storage_calls import Call, UnsupportedError
+from sync_order import not_durable
 
 from infra import env
 
@@ -53,9 +54,10 @@ def figures(program: str, *arguments: object) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "background"])
 def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
-    memory: Path, how: str
+    memory: Path, how: str, record_property: Callable[[str, object], None]
 ) -> None:
     found = figures("save_driver.py", memory, "kill", how)
+    record_property("F1", found["points"])
     assert found["points"] >= 70
     assert found["newest"] == [2, 3, 4], "before, between and after the two saves"
 
@@ -64,12 +66,13 @@ def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
     "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
 )
 def test_fault_row_1_killed_at_every_call_of_a_publish_and_commit(
-    memory: Path, tmp_path: Path, origin: str
+    memory: Path, tmp_path: Path, origin: str, record_property: Callable[[str, object], None]
 ) -> None:
     if origin == "other disk" and memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("needs /dev/shm on another file system than the temporary directory")
     source = memory if origin == "same disk" else tmp_path
     found = figures("publish_driver.py", memory, source, "kill")
+    record_property("F1", found["points"])
     assert found["points"] >= 35
     assert found["states"] == ["committed", "nothing", "published"]
 
@@ -104,3 +107,46 @@ def test_fault_row_8_an_artifact_that_cannot_be_read_is_neither_absent_nor_damag
     memory: Path,
 ) -> None:
     assert figures("publish_driver.py", memory, memory, "read", errno.EIO)["points"] >= 40
+
+
+def call(name: str, *paths: str) -> Call:
+    return Call(name, paths, changes=True)
+
+
+def test_what_a_power_loss_could_take_is_read_from_the_calls() -> None:
+    """By hand: a good order, and each of its syncs left out."""
+    calls = [
+        call("mkdir", "/s/.tmp"),
+        call("openat", "/s/.tmp/f"),
+        call("write", "/s/.tmp/f"),
+        call("fsync", "/s/.tmp/f"),
+        call("fsync", "/s/.tmp"),
+        call("rename", "/s/.tmp", "/s/step"),
+        call("fsync", "/s"),
+    ]
+
+    def lost(left_out: int | None = None) -> list[str]:
+        kept = [c for i, c in enumerate(calls) if i != left_out]
+        return not_durable(kept, lambda path: path == "/s/step")
+
+    assert lost() == []
+    assert [lost(i) for i in (3, 4, 6)] == [["/s/.tmp/f"], ["/s/.tmp"], ["/s"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "background"])
+def test_fault_row_10_a_step_is_durable_before_it_has_its_name(memory: Path, how: str) -> None:
+    found = figures("save_driver.py", memory, "order", how)
+    assert found == {"named": ["step-00000003", "step-00000004"], "not_durable": []}
+
+
+@pytest.mark.parametrize(
+    "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
+)
+def test_fault_row_10_an_artifact_is_durable_before_it_has_its_name(
+    memory: Path, tmp_path: Path, origin: str
+) -> None:
+    source = memory if origin == "same disk" else tmp_path
+    found = figures("publish_driver.py", memory, source, "order")
+    assert found["named"] >= 3, "the artifact and two entries of its log"
+    assert found["not_durable"] == []

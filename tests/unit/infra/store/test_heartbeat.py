@@ -115,7 +115,9 @@ def test_time_in_which_the_watcher_could_not_look_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("skew_s", [120.0, -120.0])
-def test_wall_clocks_that_differ_make_nobody_look_dead(tmp_path: Path, skew_s: float) -> None:
+def test_fault_row_25_wall_clocks_that_differ_make_nobody_look_dead(
+    tmp_path: Path, skew_s: float
+) -> None:
     """The writer is another machine's process, with another clock in all that it reads."""
     program = (
         "import time; now = time.time, time.time_ns\n"

@@ -126,7 +126,7 @@ def test_non_finite_values_survive_strict_json(path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(entries=ENTRIES, data=st.data())
-def test_any_truncation_loses_the_torn_record_only(
+def test_fault_row_22_any_truncation_loses_the_torn_record_only(
     entries: list[Any], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("j") / "journal.jsonl"
@@ -209,7 +209,9 @@ def test_a_shrunk_or_vanished_file_is_not_the_same_journal(path: Path) -> None:
         read_records(path, 5)
 
 
-def test_time_never_runs_backwards(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_row_25_time_never_runs_backwards(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Journal(path) as journal:
         journal.log("now")
     first = read_records(path)[0][0].time_ms
@@ -258,7 +260,9 @@ def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("point", "num_before"), [("before_write", 2), ("after_write", 3)])
-def test_killed_writer_loses_no_returned_record(path: Path, point: str, num_before: int) -> None:
+def test_fault_row_22_killed_writer_loses_no_returned_record(
+    path: Path, point: str, num_before: int
+) -> None:
     program = (
         "import sys; from pathlib import Path; from infra.tracking.journal import Journal\n"
         "j = Journal(Path(sys.argv[1]))\n"
