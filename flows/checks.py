@@ -56,7 +56,7 @@ def all_checks(store: str | None = None) -> Iterator[Check]:
         store: address of a store besides the home; None: no other.
 
     Yields:
-        Check: as soon as it is made.
+        Check: each as soon as it is made.
     """
     yield _python()
     yield from _distributions()

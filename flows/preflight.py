@@ -42,8 +42,8 @@ def preflight(recipe: Recipe) -> Recipe:
     if recipe.store_uri.startswith("s3://"):
         raise ConfigError(
             "location.store",
-            f"got {recipe.store_uri}; need a directory: a run's step checkpoints do not reach a "
-            "bucket yet; name a directory that all machines of the run share",
+            "got an s3:// address; need a directory: ranks on several machines do not bring their "
+            "parts of a checkpoint together in a bucket yet; name one that all machines share",
         )
     if "://" not in recipe.store_uri:
         make_place(Path(recipe.store_uri), "location.store", "name another")

@@ -30,7 +30,7 @@ from infra.store.s3.address import S3Address
 from infra.store.s3.answers import AbsentError, ConflictError, TakenError, told
 
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 30.0
 CREATE_DEADLINE_S = 60.0
 """How long a caller tries to learn whether a name became his."""
 CREATE_POLL_S = 0.2
@@ -77,12 +77,14 @@ class Objects:
             try:
                 with self._told(name):
                     body = self._client.get_object(**self._at(name), **stretch)["Body"]
+            except AbsentError:
+                return None
+            try:
+                with self._told(name):
                     return body.read()
             except StoreUnreachableError:  # botocore asks again for an answer, not for its rest
                 if not remaining:
                     raise
-            except AbsentError:
-                return None
         raise AssertionError
 
     def part(self, name: str, start: int, end: int) -> bytes:

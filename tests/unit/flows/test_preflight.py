@@ -51,6 +51,16 @@ def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
     assert look_of(load_recipe("quickstart")) is None
 
 
+def test_a_run_on_a_bucket_is_refused(tmp_path: Path) -> None:
+    home = f"location.home={tmp_path}"
+    recipe = load_recipe("quickstart", [home, "location.store=s3://bucket/x"])
+    with pytest.raises(ConfigError, match=r"^location\.store: got an s3:// address; need"):
+        preflight(recipe)
+    with pytest.raises(ConfigError, match=r"^location\.store: secrets do not go into") as raised:
+        load_recipe("quickstart", [home, "location.store=s3://me:hush@bucket/x"])
+    assert "hush" not in str(raised.value)
+
+
 def test_places_that_cannot_be_written_are_refused_by_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for setting in ("home", "store"):

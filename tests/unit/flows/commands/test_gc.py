@@ -86,6 +86,14 @@ def test_a_registry_that_does_not_answer_ends_it_before_anything_goes(
     assert LocalStorage(home / "store").lookup(FINGERPRINT) is not None
 
 
+def test_a_bucket_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    assert main(["gc", "--store", "s3://bucket/x"]) == 2
+    assert "--store: got s3://bucket/x; need a directory; give the" in capsys.readouterr().err
+
+
 def test_limits() -> None:
     assert limits_of("36h", None) == Limits(1.5 * DAY_S, None)
     assert limits_of("7d", "1.5TB") == Limits(7 * DAY_S, 1_500_000_000_000)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf.testing.fault_proxy import FaultProxy
 
-from flows.checks import all_checks
+from flows.checks import _named_store
 from infra import env
 from infra.errors import ConfigError, StoreDeniedError, StoreError, StoreUnreachableError
 from infra.store.s3 import objects as objects_module
@@ -166,7 +166,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
         objects.create("entry", b"mine")
     with pytest.raises(ConfigError, match="ignores If-None-Match"):
         open_storage(uri).probe()
-    (check,) = [each for each in all_checks(uri) if each.name == "store"]
+    check = _named_store(uri)
     assert (check.status, "ignores If-None-Match" in check.detail) == ("error", True)
     assert objects.listed("") == []
     proxy.heal()

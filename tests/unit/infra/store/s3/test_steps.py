@@ -18,6 +18,7 @@ from infra.store.s3.storage import S3Storage
 from infra.store.stage_spec import Adoption
 from infra.store.step_directories import newest_valid, step_directories
 from infra.tracking.journal import Journal
+from tasks.runner.adoption import HalfTrained, link_adopted
 
 FINGERPRINT = "f" * 64
 PLACE = f"work/{FINGERPRINT}/steps-0"
@@ -191,3 +192,24 @@ def test_a_job_ships_as_it_saves_and_its_journal_first(
     channel.prune([], later)
     assert objects.listed(f"work/{FINGERPRINT}/steps-") == []
     assert objects.listed("with-steps/") == []
+
+
+def test_what_is_adopted_on_one_machine_is_continued_on_a_third(
+    uri: str, channel: S3Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(channel.steps_dir(0), 1, 2)
+    channel.ship_steps(channel.steps_dir(0))
+    elsewhere(monkeypatch, tmp_path, uri)
+    submitter = S3Storage(uri)
+    root = submitter.channel(FINGERPRINT).steps_dir(0)
+    work = HalfTrained(FINGERPRINT, 0, root, 2, ("a.module",), ())
+    adopted = link_adopted(work, submitter, "e" * 64, 0)
+    assert adopted.step == 2
+    elsewhere(monkeypatch, tmp_path, uri)
+    heir = S3Storage(uri).channel("e" * 64)
+    steps = heir.steps_dir(0, adopted)
+    heir.share_steps(0, steps)
+    found = newest_valid(steps)
+    assert found is not None
+    assert (found[0], found[2]) == (2, adopted.digest)
+    heir.prune([], steps)
