@@ -51,7 +51,8 @@ def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
         ((shown,),) = database.execute(query).fetchall()
     assert "## Step 2" in shown
 
-    mirrored = EventMultiplexer({"scalars": 0}).AddRunsFromDirectory(str(home.path / "tensorboard"))
+    mirrored = EventMultiplexer(size_guidance={"scalars": 0})
+    mirrored.AddRunsFromDirectory(str(home.path / "tensorboard"))
     mirrored.Reload()
     names = {name.rpartition("/")[2].rpartition("-")[0]: name for name in mirrored.Runs()}
     assert {"sft", "rl_round_1", "evaluate", "promote"} <= set(names)
