@@ -3,7 +3,8 @@
 Percentile bootstrap (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, sec. 13.3) of
 paired differences (Koehn, Statistical Significance Tests for Machine Translation Evaluation,
 EMNLP 2004, sec. 4): problems are drawn again with both of their verdicts, within each seed. So it
-speaks of problems like these; the seeds are the ones that were run.
+speaks of problems like these; the seeds are the ones that were run. It says how much was gained;
+whether chance could have done it, of two models alone, is `engines.trainers.evaluation.paired`.
 """
 
 from collections.abc import Sequence

@@ -209,6 +209,14 @@ OVERRIDES = [
         ["promote.min_value=90"],
         "promote.min_value: got 90; accuracy is at most 1; use 0.9 for 90 %",
     ),
+    (
+        ["promote.metric=acc"],
+        "promote.metric: got 'acc'; need accuracy, reward/mean or pass@k (pass@4)",
+    ),
+    (
+        ["promote.alias=challenger"],
+        "promote.alias: got 'challenger'; need another; that of the losers is taken",
+    ),
     (["rl.num_rounds"], "--set: got 'rl.num_rounds'; need path.to.key=value"),
     (
         ["evaluation.num_problems=100000"],
