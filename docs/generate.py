@@ -113,13 +113,13 @@ def errors_page() -> str:
 
 def engines_page() -> str:
     """The matrix of training engines, and the rollout engines."""
-    from flows.commands.engine_matrix import (
+    from flows.commands.engines import MEANINGS
+    from flows.report.engine_matrix import (
         HEADINGS,
         ROLLOUT_HEADINGS,
         engine_matrix,
         rollout_matrix,
     )
-    from flows.commands.engines import MEANINGS
 
     lines = ["# Training engines", "", "`rlhf engines` prints this and what is installed.", ""]
     lines += [f"- **{how}**: {meaning}" for how, meaning in MEANINGS.items()]

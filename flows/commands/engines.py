@@ -10,7 +10,7 @@ from rich.table import Table
 
 from engines.config.backends import Tested
 from flows.broken_modules import tell_broken_modules
-from flows.commands.engine_matrix import (
+from flows.report.engine_matrix import (
     HEADINGS,
     OUTSIDE,
     ROLLOUT_HEADINGS,
