@@ -26,6 +26,7 @@ from infra.store.s3.objects import Objects
 from infra.store.s3.steps import SharedSteps, StepsShipper
 from infra.store.stage_spec import Adoption, StageSpec
 from infra.store.work_channel import (
+    SAMPLES_DIR,
     JobProblem,
     parse_problem,
     parse_specification,
@@ -91,6 +92,17 @@ class S3Channel:
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
         return self._journal(attempt).read(start, end)
+
+    def read_samples(self, attempt: int) -> dict[int, bytes]:
+        """See `WorkChannel.read_samples`."""
+        mirror.ship(self._local_path(attempt))
+        found: dict[int, bytes] = {}
+        for each in self._objects.listed(f"{self._name(attempt, SAMPLES_DIR)}/"):
+            step = each.name.rpartition("/")[2].removesuffix(".json")
+            data = self._objects.get(each.name) if step.isdigit() else None
+            if data is not None:
+                found[int(step)] = data
+        return found
 
     def journal_bytes(self, attempt: int) -> int:
         """Bytes of the complete lines of an attempt's journal segment that arrived."""

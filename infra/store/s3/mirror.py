@@ -1,6 +1,7 @@
 """What an attempt writes in its directory on one machine, shipped to where its watchers look.
 
     <attempt>/heartbeat, stacks.txt    replaced whenever they changed
+              samples/<step>.json      likewise
               journal/<offset>         chunks of whole lines, each of which begins at that byte
 
 Promises: chunks never change, and follow each other without a gap, so a reader who joins them has
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from infra.errors import ArtifactCorruptError, PipelineError
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.s3.objects import Objects
+from infra.store.work_channel import SAMPLES_DIR
 
 SHIP_EVERY_S = 2.0
 JOURNAL_NAME = "journal.jsonl"
@@ -126,6 +128,7 @@ class Mirror:
         self._objects, self._attempt, self._directory = objects, attempt, directory
         self._chunks = JournalChunks(objects, attempt)
         self._shipped: dict[str, bytes] = {}
+        self._sampled: dict[str, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
         make_directories(directory)
@@ -148,6 +151,12 @@ class Mirror:
                 if data and data != self._shipped.get(name):
                     self._objects.put(f"{self._attempt}/{name}", data)
                     self._shipped[name] = data
+            for path in sorted((self._directory / SAMPLES_DIR).glob("*.json")):
+                written_at = path.stat().st_mtime_ns
+                if self._sampled.get(path.name) != written_at:
+                    name = f"{self._attempt}/{SAMPLES_DIR}/{path.name}"
+                    self._objects.put(name, path.read_bytes())
+                    self._sampled[path.name] = written_at
 
     def end(self) -> None:
         """Ship no more by itself."""
