@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 import pytest
@@ -18,7 +19,7 @@ from prefect.server.events.models.automations import create_automation
 from prefect.server.events.schemas.automations import Automation, Firing
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
-from prefect.types._datetime import now
+from prefect.types._datetime import DateTime, now
 
 from flows.automations import MAX_RESUMES, SILENCE_S, STRANDED_S, TAG, automations
 from infra.services.commands import HEARTBEAT_S, WORK_POOL
@@ -77,7 +78,7 @@ class Server:
         for trigger in list(triggers.triggers.values()):
             if trigger.posture.value == "Proactive":
                 at = self._start + timedelta(seconds=at_s - offset)
-                await triggers.proactive_evaluation(trigger, at)
+                await triggers.proactive_evaluation(trigger, cast(DateTime, at))
         fired, self.fired = self.fired, []
         return fired
 
