@@ -159,7 +159,12 @@ def watched(
 
     Returns:
         Exit code of the child; -9 if it was killed.
+
+    Raises:
+        UnsupportedError: this machine cannot do that.
     """
+    if platform.machine() not in {"x86_64", "aarch64"}:
+        raise UnsupportedError(f"needs x86-64 or aarch64; this is {platform.machine()}")
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
