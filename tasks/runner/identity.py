@@ -70,7 +70,7 @@ class StageRequest:
         used = [module for script in scripts for module in project_modules(script)]
         return numeric_sources([self.config.job_module, *self.config.plugin_modules(), *used])
 
-    @property
+    @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change what the job yields."""
         return installed_libraries(NUMERIC_DISTRIBUTIONS, self.interpreter)
