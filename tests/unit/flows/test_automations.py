@@ -151,7 +151,7 @@ def test_prefect_does_with_them_what_they_say(
 
 
 def test_the_deployment_has_the_tag_and_the_rate_of_heartbeats() -> None:
-    (deployment,) = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    deployment, *_ = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     assert TAG in deployment["tags"]
     pool = deployment["work_pool"]
     assert pool["name"] == WORK_POOL

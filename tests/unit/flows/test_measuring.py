@@ -72,7 +72,7 @@ def committed(tmp_path: Path, stop_at: str = "") -> Recipe:
     )
     store = LocalStorage(tmp_path / "store")
     try:
-        run_stages(recipe, Committing(store, tmp_path / "made", stop_at))
+        run_stages(recipe, Committing(store, tmp_path / "made", stop_at), lambda _: None)
     except InterruptedError:
         assert stop_at
     return recipe

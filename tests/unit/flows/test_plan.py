@@ -181,21 +181,25 @@ def test_another_configuration_yields_something_new_and_is_named_with_both_value
 def test_the_nearest_run_is_named_and_not_the_latest(storage: LocalStorage) -> None:
     near = plan(storage)["sft"].fingerprint
     far = recipe(storage, "sft.optimizer.lr=0.5", "sft.batch_size_sequences=4")
-    run_stages(far, Stages(storage))
+    run_stages(far, Stages(storage), lambda _: None)
     assert plan(storage, LEARNING_RATE)["sft"].why.startswith(f"differs from {near[:12]}: ")
 
 
 def test_what_died_without_a_step_is_nothing_to_compare_with(storage: LocalStorage) -> None:
     near = plan(storage)["sft"].fingerprint
     with pytest.raises(InterruptedError):
-        run_stages(recipe(storage, "sft.optimizer.lr=0.004"), Stages(storage, fails="sft"))
+        run_stages(
+            recipe(storage, "sft.optimizer.lr=0.004"),
+            Stages(storage, fails="sft"),
+            lambda _: None,
+        )
     assert plan(storage, LEARNING_RATE)["sft"].why.startswith(f"differs from {near[:12]}: ")
 
 
 def test_half_trained_work_is_compared_with_and_goes_on(storage: LocalStorage) -> None:
     new = ("data.arithmetic.num_sft=100", "sft.optimizer.lr=0.004")
     with pytest.raises(InterruptedError):
-        run_stages(recipe(storage, *new), Stages(storage, fails="sft"))
+        run_stages(recipe(storage, *new), Stages(storage, fails="sft"), lambda _: None)
     fingerprint = plan(storage, *new)["sft"].fingerprint
     (storage.channel(fingerprint).steps_dir(0) / "step-00000005").mkdir(parents=True)
     assert plan(storage, *new)["sft"].why == "goes on from its step 5"
@@ -212,7 +216,7 @@ def test_another_round_and_another_seed(storage: LocalStorage) -> None:
     unless = f"runs unless rl_round_2 yields {before['rl_round_1'].digest[:12]} again"
     assert found["merge"].why == unless
     seeded = Planner(storage, 1, {})
-    run_stages(recipe(storage, "seed=1"), seeded)
+    run_stages(recipe(storage, "seed=1"), seeded, lambda _: None)
     assert "seed 0 -> 1" in seeded.stages[0].why
 
 

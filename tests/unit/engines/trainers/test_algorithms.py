@@ -10,6 +10,7 @@ from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.rewards.base import Score
 from engines.trainers.experience import KL_IN_REWARD, Experience
+from engines.trainers.kept_samples import SampleKeeper
 from engines.trainers.scoring import CompletionScorer
 from engines.types import RolloutRequest
 
@@ -110,6 +111,7 @@ def test_pf_ppo_trains_on_samples_of_reward_and_keeps_their_advantages(
         return after[-1]
 
     monkeypatch.setattr(Experience, "take", spy)
+    monkeypatch.setattr(SampleKeeper, "keep", lambda *_: None)  # it takes some, too
     steps = run_round("odd_length", algorithm={"pf_ppo": {"enable": True}})
     assert len(after) == len(steps) == 2
     for whole, drawn in zip(before, after, strict=True):

@@ -181,6 +181,7 @@ def test_a_reader_that_is_killed_ends_every_rank(transfer) -> None:
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_readers(transfer) -> None:
     found = transfer("killed", expected=2)
     assert {kind for kind, _ in found} == {"reader"}

@@ -32,7 +32,7 @@ from flows.nightly.night import (
 )
 from flows.nightly.verdict import Verdict, judge
 from flows.recipe.recipe import load_recipe
-from flows.run.pipeline_run import tracking_uri
+from flows.run.registry import tracking_uri
 from infra.errors import ConfigError
 
 MACHINE = Machine(
