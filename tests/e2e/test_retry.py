@@ -1,0 +1,151 @@
+"""A failed run of a deployment, retried as the Prefect UI does it: real server, worker and Ray."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pipeline import Home
+
+from flows.recipe.recipe import load_recipe
+from infra.services.stack import down, running_prefect_url
+from infra.store.storage import open_storage
+from infra.tracking.journal import read_records
+from infra.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = ["preprocess", "sft", "evaluate_sft", "merge", "evaluate", "promote"]
+NUM_SFT_STEPS = 4
+DEADLINE_S = 600.0
+RETRY = {
+    "state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"},
+    "force": True,
+}
+"""What the button sends."""
+REWARD = """
+import os
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    job = Path(f"/proc/{{os.getppid()}}/cmdline").read_bytes()
+    if b"preflight" not in job and not Path({repaired!r}).exists():
+        raise RuntimeError("not yet repaired")
+    return float(solution_str.strip() == ground_truth)
+"""
+"""Fails for a reason outside of it, so that it stays the same reward when that is gone."""
+
+
+class Server:
+    """The Prefect server of a home, by the calls of its UI."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """A GET, or a POST of a body."""
+        request = urllib.request.Request(
+            f"{self._url}/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def ended(self, run: str, run_count: int) -> dict[str, Any]:
+        """A flow run that ended as often as it says."""
+
+        def at_its_end() -> dict[str, Any] | None:
+            found = self.call(f"flow_runs/{run}")
+            ends = found["state_type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+            return found if ends and found["run_count"] == run_count else None
+
+        return wait_for(at_its_end, f"end {run_count} of flow run {run}", DEADLINE_S, poll_s=0.5)
+
+    def stages(self, run: str) -> dict[str, list[str]]:
+        """By stage, the states of its task runs, the first attempt's first."""
+        body = {"flow_runs": {"id": {"any_": [run]}}, "sort": "ID_DESC", "limit": 200}
+        found: dict[str, list[str]] = {}
+        tasks = self.call("task_runs/filter", body)
+        for task in sorted(tasks, key=lambda each: each["expected_start_time"]):
+            found.setdefault(task["name"], []).append(task["state"]["name"])
+        return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("served") / "run")
+    try:
+        command = [sys.executable, "-m", "flows.commands.cli", "up"]
+        subprocess.run(command, env=home.environment, check=True, timeout=300)
+        yield home
+    finally:
+        down(home.path)
+
+
+@pytest.fixture(scope="module")
+def server(home: Home) -> Server:
+    """With the deployment."""
+    url = running_prefect_url(home.path)
+    assert url is not None
+    subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--name", "rlhf-pipeline"],
+        env={**home.environment, "PREFECT_API_URL": url},
+        cwd=ROOT,
+        check=True,
+        timeout=180,
+    )
+    return Server(url)
+
+
+def num_training_steps(home: Home) -> int:
+    """Steps that all attempts of all stages together have recorded."""
+    journals = (home.path / "store" / "work").glob("*/attempt-*/journal.jsonl")
+    records = [record for path in journals for record in read_records(path)[0]]
+    return sum("training/global_step" in record.values for record in records)
+
+
+@pytest.mark.slow
+def test_a_retry_by_the_button_repeats_nothing_that_succeeded(
+    home: Home, server: Server, tmp_path: Path
+) -> None:
+    """Stage 3 of 6 fails; the first is forced by the flow run, and is not forced once more."""
+    reward, repaired = tmp_path / "reward.py", tmp_path / "repaired"
+    reward.write_text(REWARD.format(repaired=str(repaired)))
+    overrides = ["rl.num_rounds=0", f"rl.reward.function={reward}:compute_score"]
+    recipe = load_recipe(str(home.recipe), overrides)
+    deployment = server.call("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+    parameters = {"recipe": recipe.model_dump(mode="json"), "start_from": "preprocess"}
+    body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+    run = server.call(f"deployments/{deployment}/create_flow_run", body)["id"]
+
+    failed = server.ended(run, 1)
+    assert failed["state_type"] == "FAILED", failed["state"]
+    assert "not yet repaired" in failed["state"]["message"]
+    assert list(server.stages(run)) == LABELS[:3]
+    assert num_training_steps(home) == NUM_SFT_STEPS
+
+    repaired.touch()
+    answer = server.call(f"flow_runs/{run}/set_state", RETRY)
+    assert answer["status"] == "ACCEPT"
+    completed = server.ended(run, 2)
+    assert completed["state_type"] == "COMPLETED", completed["state"]
+    assert server.stages(run) == {
+        "preprocess": ["Completed", "Reused"],
+        "sft": ["Completed", "Reused"],
+        "evaluate_sft": ["Failed", "Completed"],
+        **{label: ["Completed"] for label in LABELS[3:]},
+    }
+    assert num_training_steps(home) == NUM_SFT_STEPS, "no step was computed again"
+    [path] = (home.path / "runs").glob("*/report.json")
+    stages = {stage["name"]: stage for stage in json.loads(path.read_text())["stages"]}
+    attempts = open_storage(str(home.path / "store")).attempts
+    logs = {
+        label: [entry.kind for entry in attempts.entries(stages[label]["fingerprint"])]
+        for label in LABELS
+    }
+    once = ["held", "committed"]
+    assert logs == {**dict.fromkeys(LABELS, once), "evaluate_sft": ["held", *once]}
