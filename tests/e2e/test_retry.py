@@ -108,7 +108,7 @@ def num_training_steps(home: Home) -> int:
     return sum("training/global_step" in record.values for record in records)
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_retry_by_the_button_repeats_nothing_that_succeeded(
     home: Home, server: Server, tmp_path: Path
 ) -> None:
