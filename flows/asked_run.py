@@ -39,8 +39,9 @@ def plan_run(
             before `start_from` is not done.
     """
     storage = open_storage(recipe.store_uri)
-    planner = Planner(storage, recipe.seed, force, adopt)
-    run_stages(recipe, planner, Registry(recipe, storage).incumbent)
+    planner, registry = Planner(storage, recipe.seed, force, adopt), Registry(recipe, storage)
+    # A model that is likely to be the champion again is no rival of itself.
+    run_stages(recipe, planner, lambda model: registry.incumbent(planner.likely(model)))
     labels = [stage.label for stage in planner.stages]
     started = [] if start_from is None else [start_from]
     for option, named in (("--from", started), ("--force", force), ("--adopt", adopt)):

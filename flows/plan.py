@@ -105,7 +105,7 @@ class Planner:
         """
         label, inputs = request.label, request.inputs
         known = all(each.digest for each in inputs.values())
-        likely = replace(request, inputs={name: self._likely(inputs[name]) for name in inputs})
+        likely = replace(request, inputs={name: self.likely(inputs[name]) for name in inputs})
         found = self._lookup(likely, known)
         hit = found if known else None
         status: Status = "hit" if found else "miss"
@@ -132,8 +132,15 @@ class Planner:
             job_seconds=hit.seconds if hit else {},
         )
 
-    def _likely(self, artifact: Artifact) -> Artifact:
-        """An input, or what is expected in its place; of no digest if something new is."""
+    def likely(self, artifact: Artifact) -> Artifact:
+        """An output, or what is expected in place of one that is to be made.
+
+        Args:
+            artifact: of a result of `run`.
+
+        Returns:
+            Of no digest if something new is expected.
+        """
         if artifact.kind != _NOT_MADE:
             return artifact
         return self._expected[artifact.uri].output or artifact

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.stages import Runtime
+from flows import asked_run
 from flows.asked_run import plan_run
 from flows.plan import PlannedStage, Planner
 from flows.recipe.recipe import Recipe, load_recipe
@@ -13,7 +14,7 @@ from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.ray.job_types import JobRequest
 from infra.store.stage_log import Attempt
-from infra.store.stage_spec import CommitRecord
+from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
@@ -249,6 +250,27 @@ def test_from_reuses_all_before_and_refuses_where_some_is_not_done(storage: Loca
         "run --from sft, or without --from"
     )
     plan_run(recipe(storage, LEARNING_RATE), {"sft": "token"}, start_from="sft")
+
+
+def test_a_model_that_is_likely_the_champion_again_is_no_rival_of_itself(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Artifact] = []
+
+    class Champion:
+        def __init__(self, *_: object) -> None: ...
+
+        def incumbent(self, candidate: Artifact) -> Artifact | None:
+            asked.append(candidate)
+            return None
+
+    merged = plan(storage)["merge"].digest
+    monkeypatch.setattr(asked_run, "Registry", Champion)
+    found = plan(storage, force=["rl_round_1"])
+    assert [each.digest for each in asked] == [merged]
+    assert found["promote"].status == "likely_reuse"
+    plan(storage, LEARNING_RATE)
+    assert asked[-1].digest == "", "something new"
 
 
 @pytest.mark.parametrize("option", ["--from", "--force", "--adopt"])
