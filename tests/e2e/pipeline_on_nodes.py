@@ -5,7 +5,8 @@
 
 Two training ranks and a replica take a node each. Scenarios, in turn: `whole` is left alone,
 `replica` loses the replica's node, and another joins, `rank` loses a rank's node, fails, and is
-run again when another has joined. As `three_nodes.py`. Prints one line of JSON.
+run again when another has joined, `quickstart` is that recipe, left alone. As `three_nodes.py`.
+Prints one line of JSON.
 """
 
 import json
@@ -30,14 +31,17 @@ from hardware.cpu import CPUPlatform
 
 NODES = {name: f"10.77.0.{n}" for n, name in enumerate(("head", "b", "c", "d", "e", "f"), 1)}
 SPARE = ["e", "f"]
+QUICKSTART = "quickstart"
 API = f"http://{NODES['head']}:8265"
-RUN_DEADLINE_S = 900.0
+RUN_DEADLINE_S = 1800.0
 ON_THREE_NODES = (
     "hardware.platform=cpu",
     f"hardware.device_kind={CPUPlatform().device_label()}",
     "training.num_workers=2",
     "rollout.placement=disaggregated",
     "rollout.silence_s=20",
+)
+OF_THE_TINY_ONE = (
     "rl.num_steps_per_round=16",
     # No answer is right, so nothing else would move the weights.
     "rl.algorithm.entropy_coeff=-0.05",
@@ -48,10 +52,13 @@ ON_THREE_NODES = (
 class Pipeline:
     """`rlhf run` on the head, in a home of its own."""
 
-    def __init__(self, root: Path, environment: Environment, words: list[str]) -> None:
-        self.home = Home(root)
+    def __init__(
+        self, root: Path, environment: Environment, words: list[str], recipe: str | None = None
+    ) -> None:
+        self.home = Home(root, recipe)
         self.home.environment |= environment | {"RAY_ADDRESS": API}
-        self.words = [*settings(*ON_THREE_NODES), *words]
+        own = () if recipe else OF_THE_TINY_ONE
+        self.words = [*settings(*ON_THREE_NODES, *own), *words]
         self.log = root / "run.log"
         self.process: subprocess.Popen[bytes]
 
@@ -124,7 +131,8 @@ def main() -> None:
         start_node(Path(root), environment, name, NODES[name])
     found = {}
     for scenario in scenarios:
-        pipeline = Pipeline(Path(root) / scenario, environment, options)
+        recipe = scenario if scenario == QUICKSTART else None
+        pipeline = Pipeline(Path(root) / scenario, environment, options, recipe)
         start = time.monotonic()
         pipeline.start()
         found[scenario] = play(scenario, pipeline, Path(root), environment)
@@ -133,7 +141,7 @@ def main() -> None:
 
 
 def play(scenario: str, pipeline: Pipeline, root: Path, environment: Environment) -> dict[str, Any]:
-    if scenario == "whole":
+    if scenario in {"whole", QUICKSTART}:
         return pipeline.end()
     pipeline.await_steps(3)
     lost = node_of("ReplicaProcess" if scenario == "replica" else "RankProcess")

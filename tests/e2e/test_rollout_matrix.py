@@ -5,8 +5,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from namespaces import PIPELINES, environment_of_nodes, printed_by
 from test_environments import needed
-from tiny_pipeline import Home
+from tiny_pipeline import Home, settings
 
 pytestmark = [pytest.mark.matrix, pytest.mark.exclusive]
 
@@ -32,6 +33,21 @@ def test_the_quickstart_trains_in_one_environment_and_samples_in_another(tmp_pat
     run_quickstart(
         tmp_path, "training.backend=torchtitan", "rollout.engine=vllm", *PLACES["disaggregated"]
     )
+
+
+def test_the_quickstart_passes_its_gate_on_three_nodes(tmp_path: Path) -> None:
+    """Two ranks and vLLM have a node each."""
+    needed("vllm")
+    environment = environment_of_nodes()
+    words = ("quickstart", *settings("rollout.engine=vllm"))
+    found = printed_by(PIPELINES, tmp_path, environment, DEADLINE_S, *words)["quickstart"]
+    assert found["code"] == 0, found["printed"]
+    accuracy, worst = (
+        found["accuracy"]["final"],
+        max(values["mismatch/logprob_abs_max"] for values in found["values"]),
+    )
+    print(f"\n| three nodes | {accuracy:.1%} | {found['seconds']:.0f} s | {worst:.1e} |")
+    assert accuracy >= GATE
 
 
 def run_quickstart(directory: Path, *overrides: str) -> None:
