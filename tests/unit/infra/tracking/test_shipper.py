@@ -1,148 +1,37 @@
 """The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.testing.json_lines_tracker import JsonLinesTracker
-
-from infra.host.processes import ProcessIdentity
-from infra.store.canonical import canonical_json
-from infra.store.stage_log import Holder
-from infra.store.stage_spec import Artifact, CommitRecord
-from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
-from infra.tracking.ledger import Ledger, Owner, RunEntry
-from infra.tracking.promotion import PROMOTION, Comparison, Decision
-from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import (
-    Incumbent,
-    MetricPoint,
-    TrackedRun,
-    TrackerRefusedError,
-    TrackerSettings,
+from tracked_world import (
+    FINGERPRINT,
+    GONE,
+    MINE,
+    PARENT,
+    STAGE,
+    Away,
+    World,
+    finished,
+    losses,
+    told,
 )
 
-FINGERPRINT = "f" * 64
-GONE = Owner(host=socket.gethostname(), process=ProcessIdentity(pid=2**22 - 1, started="0"))
-MINE = Owner.this_process()
-PARENT = RunEntry(key="a" * 64, name="run", owner=MINE, params={"seed": 1})
-STAGE = RunEntry(
-    key="b" * 64, name="sft", fingerprint=FINGERPRINT, parent=PARENT.key, owner=MINE,
-    tags={"stage": "sft"},
-)  # fmt: skip
-
-
-class Away(JsonLinesTracker):
-    """Fails on request, before or after it did what was asked."""
-
-    away = False
-    refuses = False
-    lose_answer = False
-    num_calls = 0
-
-    def open_run(self, run: TrackedRun) -> str:
-        self._answer()
-        return super().open_run(run)
-
-    def origin(self) -> str:
-        self._answer()
-        return super().origin()
-
-    def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
-        self._answer()
-        super().log_metrics(run_id, points, position)
-        if self.lose_answer:
-            self.lose_answer = False
-            raise TimeoutError("no answer")
-
-    def set_state(
-        self, run_id: str, state: Any, tags: Mapping[str, str], metrics: Mapping[str, float]
-    ) -> None:
-        self._answer()
-        super().set_state(run_id, state, tags, metrics)
-
-    def _answer(self) -> None:
-        self.num_calls += 1
-        if self.refuses:
-            raise TrackerRefusedError("params are write-once")
-        if self.away:
-            raise ConnectionError("refused:\n  line 2\n  line 3")
-
-
-class World:
-    """A home with one stage's work, and trackers."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        store = LocalStorage(home / "store")
-        self.history = StageHistory(store)
-        holder = Holder(id="test", process="test")
-        self.attempt = store.attempts.hold(FINGERPRINT, holder, 0)
-        self.journal = store.channel(FINGERPRINT).local_dir(0) / "journal.jsonl"
-        self.tracker = Away(TrackerSettings(home / "server-1"))
-        (home / "server-1").mkdir()
-
-    def shipper(self, tracker: Away | None = None) -> Shipper:
-        tracker = tracker or self.tracker
-        return Shipper(self.ledger(tracker), tracker, self.history, ship_every_s=0.01,
-                       retry_after_s=0.05)  # fmt: skip
-
-    def ledger(self, tracker: Away | None = None) -> Ledger:
-        return Ledger(self.home, (tracker or self.tracker).address, "store")
-
-    def train(self, *steps: int) -> None:
-        with Journal(self.journal) as journal:
-            for step in steps:
-                journal.metrics(step, {"train/loss": 1.0 / step})
-
-    def publish(self, kind: str, **files: bytes) -> Artifact:
-        out = self.home / "out"
-        out.mkdir()
-        (out / "config.json").write_bytes(b"{}")
-        for name, data in files.items():
-            (out / name.replace("_", ".")).write_bytes(data)
-        return self.history.storage.publish(out, kind)
-
-    def commit(self, kind: str = "policy", **files: bytes) -> CommitRecord:
-        record = CommitRecord(
-            fingerprint=FINGERPRINT, stage="sft", artifact=self.publish(kind, **files), attempt=0,
-            metrics={"accuracy": 0.5}, committed_at="2026-01-01T00:00:00+00:00",
-        )  # fmt: skip
-        return self.history.storage.commit(self.attempt, record)
-
-    def seen(self, entry: RunEntry = STAGE, tracker: Away | None = None) -> dict[str, Any]:
-        return (tracker or self.tracker).run(entry.key)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
-def told(shipper: Shipper, *entries: RunEntry) -> None:
-    for entry in entries:
-        shipper.put(entry)
-    shipper.close(20)
-
-
-def losses(*steps: int) -> list[tuple[str, int, float]]:
-    return [("train/loss", step, 1.0 / step) for step in steps]
-
-
-def finished(entry: RunEntry) -> RunEntry:
-    return entry.model_copy(update={"state": "FINISHED"})
+from infra.store.canonical import canonical_json
+from infra.store.stage_log import Holder
+from infra.tracking.journal import Journal
+from infra.tracking.ledger import Owner, RunEntry
+from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.shipper import Shipper
+from infra.tracking.tracker import (
+    TrackerSettings,
+)
 
 
 def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
@@ -328,70 +217,6 @@ def test_each_server_is_told_everything_once(world: World) -> None:
         assert world.seen(tracker=tracker)["state"] == "FINISHED"
 
 
-def decided(
-    world: World, name: str, value: float, incumbent: Artifact | None = None, *, promoted: bool
-) -> RunEntry:
-    """A stage that decided about a model of that name."""
-    directory = world.home / name
-    directory.mkdir()
-    (directory / "config.json").write_text(f'{{"name": "{name}"}}')
-    model = world.history.storage.publish(directory, "model")
-    comparison = None
-    if incumbent is not None:
-        comparison = Comparison(
-            incumbent_digest=incumbent.digest, value=0.5, gain=value - 0.5, margin=0.1,
-            confidence=0.95, num_problems=9,
-        )  # fmt: skip
-    decision = Decision(
-        promoted=promoted, metric="accuracy", value=value, min_value=0.1, alias="champion",
-        model_digest=model.digest, model_name="m", comparison=comparison,
-    )  # fmt: skip
-    inputs = {"model": model, **({"incumbent": incumbent} if incumbent else {})}
-    output = world.publish(PROMOTION, decision_json=canonical_json(decision))
-    shutil.rmtree(world.home / "out", ignore_errors=True)
-    update = {"key": name + "0" * 63, "state": "FINISHED", "inputs": inputs, "output": output}
-    return STAGE.model_copy(update=update)
-
-
-def test_winners_losers_and_those_below_the_bar_get_what_they_deserve(world: World) -> None:
-    tracker = world.tracker
-    first = decided(world, "a", 0.5, promoted=True)
-    old = first.inputs["model"]
-    told(world.shipper(), PARENT, first)
-    told(world.shipper(), decided(world, "b", 0.55, old, promoted=False))
-    told(world.shipper(), decided(world, "c", 0.05, old, promoted=False))
-    champion, challenger = (tracker.incumbent("m", a) for a in ("champion", "challenger"))
-    assert champion == Incumbent("1", old)
-    assert challenger is not None
-    assert challenger.version == "2"
-    assert '"3"' not in tracker.path.read_text()
-    better = decided(world, "d", 0.9, old, promoted=True)
-    told(world.shipper(), better)
-    assert tracker.incumbent("m", "champion") == Incumbent("3", better.inputs["model"], old)
-
-
-def test_a_decision_told_late_takes_nothing_from_a_later_champion(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = decided(world, "a", 0.5, promoted=True)
-    told(world.shipper(), PARENT, first)
-    old = first.inputs["model"]
-    late, better = (
-        decided(world, name, value, old, promoted=True) for name, value in (("b", 0.7), ("c", 0.9))
-    )
-    told(world.shipper(), better)
-    champion = world.tracker.incumbent("m", "champion")
-    told(world.shipper(), late)
-    assert world.tracker.incumbent("m", "champion") == champion
-    loser = world.tracker.incumbent("m", "challenger")
-    assert loser == Incumbent("3", late.inputs["model"])
-    assert "version 2 of m became champion meanwhile" in caplog.text
-    # Told again, as to a server that was told everything but the last answer.
-    before = world.tracker.path.read_text().count('"model": "m"')
-    told(world.shipper(), better.model_copy(update={"key": "e" + "0" * 63}))
-    assert world.tracker.path.read_text().count('"model": "m"') == before
-
-
 class LeftSlowly:
     """A lock; the test's thread sleeps right after it, so that the other one always gets there."""
 
@@ -497,39 +322,3 @@ def test_a_damaged_ledger_is_one_that_knows_nothing(world: World) -> None:
     assert world.ledger().find(PARENT.key) is None
     told(world.shipper(), finished(PARENT))
     assert world.seen(PARENT)["state"] == "FINISHED"
-
-
-def test_of_models_told_late_the_last_committed_has_the_alias(world: World) -> None:
-    """Whatever order the keys of the runs have."""
-    world.tracker.away = True
-    for number, key in ((1, "c"), (2, "b")):
-        directory = world.home / f"model-{number}"
-        directory.mkdir()
-        (directory / "config.json").write_text(f'{{"number": {number}}}')
-        model = world.history.storage.publish(directory, "model")
-        decision = Decision(
-            promoted=True, metric="accuracy", value=0.5, min_value=0.1, model_digest=model.digest,
-            model_name=f"m{number}", alias="champion",
-        )  # fmt: skip
-        output = world.publish(PROMOTION, decision_json=canonical_json(decision))
-        fingerprint = key * 64
-        holder = Holder(id=key, process="test")
-        attempt = world.history.storage.attempts.hold(fingerprint, holder, 0)
-        record = CommitRecord(
-            fingerprint=fingerprint, stage="promote", artifact=output, attempt=0,
-            committed_at=f"2026-01-01T00:00:0{number}+00:00",
-        )  # fmt: skip
-        world.history.storage.commit(attempt, record)
-        entry = STAGE.model_copy(
-            update={
-                "key": fingerprint, "fingerprint": fingerprint, "inputs": {"model": model},
-                "parent": "", "owner": GONE,
-            }
-        )  # fmt: skip
-        told(world.shipper(), entry)
-    world.tracker.away = False
-    shipper = world.shipper()
-    shipper.begin()
-    shipper.close(20)
-    text = world.tracker.path.read_text()
-    assert 0 < text.index('"model": "m1"') < text.index('"model": "m2"')

