@@ -23,8 +23,10 @@ from engines.rollout.publishing import NewTransport, Passage, Probe
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync import collective, sharded, shared_memory
+from engines.weight_sync import shared_memory
 from engines.weight_sync.base import SyncReport
+from engines.weight_sync.collective import CollectiveTransport
+from engines.weight_sync.sharded import ShardedTransport
 from hardware.detection import planned
 from infra.errors import ConfigError
 
@@ -176,17 +178,16 @@ def choose_transport(
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
     platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
-    if sender.num_ranks == 1 or spec.adapter is not None:
-        # Weights that an adapter stands on are sent once, and then only the adapter.
-        open_transport = collective.open_transport
-    else:
-        open_transport = partial(sharded.open_transport, num_ranks=sender.num_ranks)
+    # Weights that an adapter stands on are sent once, and then only the adapter.
+    num_senders = sender.num_ranks if spec.adapter is None else 1
+    transport = CollectiveTransport if num_senders == 1 else ShardedTransport
     return partial(
-        open_transport,
+        transport.open,
         spec.dtype,
         names,
         rollout.timeout_s,
         this_address(),
+        num_senders=num_senders,
         backend=platform.communication_backend,
         device_name=platform.device_name,
     )

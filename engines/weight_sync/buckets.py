@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 64
+BUCKET_BYTES = 16 * 2**20
+"""Larger ones cost more to touch for the first time than they save."""
 
 
 @dataclass(frozen=True)

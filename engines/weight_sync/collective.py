@@ -1,71 +1,29 @@
-"""Weights from a trainer to rollout engines on any machine, broadcast through a group of its own.
+"""Weights from a trainer to rollout engines on any machine, broadcast by the rank that has all.
 
-Two buckets are filled in turn: while one is on its way, the sender fills the other; a receiver's
-engine reads one while the other arrives. What a bucket holds is said ahead of it.
-Promises: nothing is sent before every receiver has come; two buckets on each side are the whole
-of the extra memory; whichever side fails, stays away or is stopped, the others end with an error
-that names it, by the deadline; the process's default group, if it has one, is not touched.
+Promises: those of `lane`; whichever side fails, stays away or is stopped, the others end with an
+error that names it, by the deadline.
 Does not promise that what passes is hidden from others on that network.
 """
 
-import secrets
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.collectives import rank
 from engines.errors import WeightSyncError
-from engines.key_value_store import open_store
-from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
-from engines.weight_sync.buckets import (
-    Entry,
-    Packer,
-    entries_from_json,
-    entries_to_json,
-)
-from engines.weight_sync.courier import BroadcastGroup, Courier, settle
-from engines.weight_sync.meeting import Meeting, attend
+from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.buckets import Packer
+from engines.weight_sync.lane import come, read_lane, send_lane
+from engines.weight_sync.meeting import SENT, TRAINER, MeetingSource, MeetingTransport, attend
 from engines.weight_sync.outgoing import OutgoingStream, in_step
-
-BUCKET_BYTES = 16 * 2**20
-"""Larger ones cost more to touch for the first time than they save."""
-NUM_BUCKETS = 2
-GRACE_S = 30.0
-"""What only follows from another's deadline is given so much longer: that one names the cause."""
-ALL_CAME, ALL_TAKEN = "all came", "all taken"
-TRAINER, SENT = "the trainer", "sent weights"
-SENDER_GAVE_UP = f"{TRAINER} gave up while it {SENT}"
-
-Bucket = tuple[list[Entry], Tensor]
 
 
 @dataclass(frozen=True)
-class CollectiveSource:
-    """See `WeightSource`; plain data.
-
-    Attributes:
-        host: where the store of the transfer listens.
-        port: as well.
-        token: of the transfer.
-        reader: number of this one; the workers of one receiver have numbers in a row.
-        num_readers: how many there are.
-        timeout_s: how long it waits for the next bucket.
-        backend: of the group.
-        device_name: torch's type of device that buckets lie on.
-    """
-
-    host: str
-    port: int
-    token: str
-    reader: int
-    num_readers: int
-    timeout_s: float
-    backend: str
-    device_name: str
+class CollectiveSource(MeetingSource):
+    """See `MeetingSource`."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, overwritten once it was left."""
@@ -75,31 +33,12 @@ class CollectiveSource:
             for entry, tensor in read_lane(self, meeting, address):
                 yield entry.name, tensor
 
-    def of_worker(self, worker: int) -> "CollectiveSource":
-        """See `WeightSource`."""
-        return replace(self, reader=self.reader + worker)
-
 
 @dataclass(frozen=True)
-class CollectiveTransport:
-    """See `Transport`; plain data but for the store, which stays where it was opened.
+class CollectiveTransport(MeetingTransport):
+    """See `Transport` and `MeetingTransport`; a tensor above a bucket makes that as large."""
 
-    Attributes:
-        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
-        float32_names: of `OutgoingStream`.
-        bucket_bytes: of each of the two; a larger tensor makes its bucket as large as it is.
-        sources: see `Transport`.
-        server: the store, in the process that opened it.
-    """
-
-    dtype: str
-    float32_names: frozenset[str]
-    bucket_bytes: int
-    sources: tuple[CollectiveSource, ...]
-    server: TCPStore | None = field(default=None, compare=False, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "server": None}
+    source_type: ClassVar[type[MeetingSource]] = CollectiveSource
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """See `Transport`. Every rank counts what it holds, rank 0 passes it on."""
@@ -121,236 +60,3 @@ class CollectiveTransport:
         meeting, address = attend(source.host, source.port, source.token, ReceiverGoneError)
         with meeting.telling(TRAINER, SENT):
             send_lane(source, meeting, address, self.bucket_bytes, fill)
-
-    def stop(self) -> None:
-        """See `Transport`; the store ends with this object."""
-        source = self.sources[0]
-        if self.server is not None:
-            Meeting(PrefixStore(source.token, self.server)).fail(SENDER_GAVE_UP)
-
-
-def open_transport(
-    dtype: str,
-    float32_names: Collection[str],
-    timeout_s: float,
-    host: str,
-    num_workers: Sequence[int],
-    backend: str = "gloo",
-    device_name: str = "cpu",
-    bucket_bytes: int = BUCKET_BYTES,
-) -> CollectiveTransport:
-    """A transport whose receivers and sender meet at a store of this process.
-
-    Args:
-        dtype: as in `CollectiveTransport`.
-        float32_names: as in `CollectiveTransport`.
-        timeout_s: how long one side waits for the other.
-        host: address of this machine that all of them reach.
-        num_workers: of each receiver; all of them read.
-        backend: as in `CollectiveSource`.
-        device_name: as in `CollectiveSource`.
-        bucket_bytes: as in `CollectiveTransport`.
-
-    Returns:
-        The transport.
-
-    Raises:
-        OSError: the address is not one of this machine.
-    """
-    num_readers = sum(num_workers)
-    server = open_store(num_readers + 1, timeout_s, host)
-    token = secrets.token_hex(16)
-    sources = tuple(
-        CollectiveSource(
-            host, server.port, token, first, num_readers, timeout_s, backend, device_name
-        )
-        for first in first_of_each(num_workers)
-    )
-    return CollectiveTransport(dtype, frozenset(float32_names), bucket_bytes, sources, server)
-
-
-def come(source: CollectiveSource, meeting: Meeting) -> None:
-    """Tell a sender that its reader is there.
-
-    Args:
-        source: of the reader.
-        meeting: of this sender and its readers.
-
-    Raises:
-        WeightSyncError: the reader is there already.
-    """
-    if meeting.count(f"reader {source.reader}") > 1:
-        raise WeightSyncError(f"weights for rollout engine {source.reader} are read twice")
-
-
-def read_lane(
-    source: CollectiveSource, meeting: Meeting, address: str
-) -> Generator[tuple[Entry, Tensor], None, None]:
-    """What one sender broadcasts, as it comes.
-
-    Args:
-        source: of the reader, who has come.
-        meeting: of this sender and its readers.
-        address: of this machine, where the others reach it.
-
-    Yields:
-        tuple[Entry, Tensor]: a view of a bucket, overwritten once it was left.
-
-    Raises:
-        WeightSyncError: somebody gave up.
-        DeadlineError: somebody did not come, or nothing did.
-    """
-    # The sender, who waits less long, says who did not come.
-    patience_s = source.timeout_s + GRACE_S
-    meeting.wait(ALL_CAME, "every rollout engine to come", patience_s)
-    device = _device(source)
-    courier = Courier[Tensor, Bucket](meeting, _Fetching(source, meeting, address, device).run)
-    try:
-        for _ in range(NUM_BUCKETS):
-            courier.give(_memory(0, device))
-        while (bucket := courier.take("the trainer to send weights", source.timeout_s))[0]:
-            entries, memory = bucket
-            for entry in entries:
-                yield entry, entry.view(memory)
-            courier.give(memory)
-            del bucket, memory
-        meeting.say(f"taken {source.reader}")
-        # Only then does the group end: one that ends early breaks the connections of others.
-        meeting.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
-    finally:
-        courier.leave()
-
-
-def send_lane(
-    source: CollectiveSource,
-    meeting: Meeting,
-    address: str,
-    bucket_bytes: int,
-    fill: Callable[[Packer], None],
-) -> None:
-    """Broadcast to every reader, once all have come, and wait until all have read.
-
-    Args:
-        source: of any reader.
-        meeting: of this sender and its readers.
-        address: of this machine, where the others reach it.
-        bucket_bytes: see `Packer`.
-        fill: packs what is sent.
-
-    Raises:
-        ReceiverGoneError: somebody gave up.
-        DeadlineError: a reader did not come, or stopped reading.
-    """
-    _await_each(source, meeting, "reader", "come")
-    meeting.say(ALL_CAME)
-    sending = _Sending(source, meeting, address)
-    try:
-        packer = Packer(bucket_bytes, sending.open_bucket, sending.publish)
-        fill(packer)
-        packer.flush()
-        sending.finish()
-        _await_each(source, meeting, "taken", "read on")
-        meeting.say(ALL_TAKEN)
-    finally:
-        sending.courier.leave()
-
-
-def _await_each(source: CollectiveSource, meeting: Meeting, key: str, to: str) -> None:
-    for reader in range(source.num_readers):
-        meeting.wait(f"{key} {reader}", f"rollout engine {reader} to {to}", source.timeout_s)
-
-
-def _group(source: CollectiveSource, meeting: Meeting, address: str, place: int) -> BroadcastGroup:
-    return BroadcastGroup(
-        source.backend,
-        meeting.store,
-        place,
-        source.num_readers + 1,
-        address,
-        source.timeout_s + GRACE_S,
-    )
-
-
-class _Sending:
-    """Hands full buckets to a courier, who brings them back empty."""
-
-    def __init__(self, source: CollectiveSource, meeting: Meeting, address: str) -> None:
-        self._source, self._meeting, self._address = source, meeting, address
-        self._device = _device(source)
-        self._number = 0
-        self._memory = _memory(0, self._device)
-        self.courier = Courier[Bucket, Tensor](meeting, self._run)
-
-    def open_bucket(self, num_bytes: int) -> Tensor:
-        """Memory of the bucket that is free first."""
-        self._memory = self._take()
-        if self._memory.numel() < num_bytes:
-            self._memory = _memory(0, self._device)  # before there is another
-            self._memory = _memory(num_bytes, self._device)
-        return self._memory
-
-    def publish(self, entries: Sequence[Entry]) -> None:
-        """Send what lies in the bucket that was opened last."""
-        settle(self._memory)  # the courier's thread has another stream
-        self.courier.give((list(entries), self._memory))
-
-    def finish(self) -> None:
-        """Wait until all was sent, and say so."""
-        for _ in range(NUM_BUCKETS):
-            self._take()
-        self._meeting.say(str(self._number), entries_to_json([]))
-
-    def _take(self) -> Tensor:
-        return self.courier.take("the rollout engines to read on", self._source.timeout_s)
-
-    def _run(self, courier: Courier[Bucket, Tensor]) -> None:
-        """In the courier's thread."""
-        for _ in range(NUM_BUCKETS):
-            courier.bring(_memory(0, self._device))
-        group = _group(self._source, self._meeting, self._address, 0)
-        while bucket := courier.next():
-            entries, memory = bucket
-            self._meeting.say(str(self._number), entries_to_json(entries))
-            group.broadcast(memory[: entries[-1].end_bytes])
-            self._number += 1
-            del bucket
-            courier.bring(memory)
-
-
-class _Fetching:
-    """What a receiver's courier does: takes empty buckets, brings them full."""
-
-    def __init__(
-        self, source: CollectiveSource, meeting: Meeting, address: str, device: torch.device
-    ) -> None:
-        self._source, self._meeting, self._address = source, meeting, address
-        self._device = device
-
-    def run(self, courier: Courier[Tensor, Bucket]) -> None:
-        """In the courier's thread."""
-        source, number, entries = self._source, 0, None
-        group = _group(source, self._meeting, self._address, source.reader + 1)
-        while (memory := courier.next()) is not None:
-            if entries == []:
-                continue  # the group stays until the reader leaves
-            what = "the trainer to send weights"
-            entries = entries_from_json(self._meeting.wait(str(number), what, source.timeout_s))
-            if entries:
-                num_bytes = entries[-1].end_bytes
-                if memory.numel() < num_bytes:
-                    del memory  # before there is another
-                    memory = _memory(num_bytes, self._device)
-                group.broadcast(memory[:num_bytes])
-            courier.bring((entries, memory))
-            number += 1
-
-
-def _device(source: CollectiveSource) -> torch.device:
-    """That of this thread; another one would have to be told."""
-    if source.device_name == "cpu":
-        return torch.device("cpu")
-    return torch.device(source.device_name, torch.accelerator.current_device_index())
-
-
-def _memory(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

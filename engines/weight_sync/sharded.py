@@ -11,36 +11,31 @@ Does not promise that a part was put in its place: that is what the probe after 
 
 import json
 import math
-import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.checksum import combine, tensor_checksum
 from engines.collectives import gather_texts, rank, world_size
 from engines.errors import WeightSyncError
-from engines.key_value_store import open_store
 from engines.weight_places import WeightPlace, WeightShard
-from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
+from engines.weight_sync.base import Receipt, ReceiverGoneError
 from engines.weight_sync.buckets import Entry, Packer
-from engines.weight_sync.collective import (
-    BUCKET_BYTES,
+from engines.weight_sync.lane import come, read_lane, send_lane
+from engines.weight_sync.meeting import (
     GRACE_S,
-    SENDER_GAVE_UP,
     SENT,
     TRAINER,
-    CollectiveSource,
-    come,
-    read_lane,
-    send_lane,
+    Meeting,
+    MeetingSource,
+    MeetingTransport,
+    attend,
 )
-from engines.weight_sync.meeting import Meeting, attend
 from engines.weight_sync.outgoing import in_step, received_dtype
 from engines.weight_sync.send_plan import Round, SendPlan, make_plan
 from infra.errors import DeadlineError
@@ -49,8 +44,8 @@ PLAN = "plan"
 
 
 @dataclass(frozen=True)
-class ShardedSource(CollectiveSource):
-    """See `WeightSource`; plain data."""
+class ShardedSource(MeetingSource):
+    """See `MeetingSource`."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""
@@ -76,25 +71,18 @@ class ShardedSource(CollectiveSource):
 
 
 @dataclass(frozen=True)
-class ShardedTransport:
-    """See `Delivery`; plain data but for the store, which stays where it was opened.
+class ShardedTransport(MeetingTransport):
+    """See `Delivery` and `MeetingTransport`; a weight above a round is one by itself."""
 
-    Attributes:
-        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
-        float32_names: as in `CollectiveTransport`.
-        round_bytes: of the weights that are put together at once; a larger one is a round.
-        sources: see `Delivery`.
-        server: the store, in the process that opened it.
-    """
+    source_type: ClassVar[type[MeetingSource]] = ShardedSource
 
-    dtype: str
-    float32_names: frozenset[str]
-    round_bytes: int
-    sources: tuple[ShardedSource, ...]
-    server: TCPStore | None = field(default=None, compare=False, repr=False)
+    @property
+    def round_bytes(self) -> int:
+        """Of the weights that are put together at once.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "server": None}
+        Beside them, a receiver has their parts twice: those that it reads and those that come.
+        """
+        return self.bucket_bytes * 2 // 3
 
     def plan(self, shards: Iterator[WeightShard]) -> SendPlan:
         """Who sends what; the same for every transfer of these ranks. Collective.
@@ -153,56 +141,9 @@ class ShardedTransport:
         _compare_ranks(problem, outgoing.checksums)
         return _held_by_all(source, meeting)
 
-    def stop(self) -> None:
-        """See `Delivery`; the store ends with this object."""
-        if self.server is not None:
-            Meeting(PrefixStore(self.sources[0].token, self.server)).fail(SENDER_GAVE_UP)
-
     def _dtype_of(self, shard: WeightShard) -> torch.dtype:
         served: torch.dtype = getattr(torch, self.dtype)
         return received_dtype(shard.place.name, shard.values.dtype, served, self.float32_names)
-
-
-def open_transport(
-    dtype: str,
-    float32_names: Collection[str],
-    timeout_s: float,
-    host: str,
-    num_workers: Sequence[int],
-    num_ranks: int,
-    backend: str = "gloo",
-    device_name: str = "cpu",
-    bucket_bytes: int = BUCKET_BYTES,
-) -> ShardedTransport:
-    """A transport whose receivers and senders meet at a store of this process.
-
-    Args:
-        dtype: as in `ShardedTransport`.
-        float32_names: as in `ShardedTransport`.
-        timeout_s: how long one side waits for the other.
-        host: address of this machine that all of them reach.
-        num_workers: of each receiver; all of them read.
-        num_ranks: that may send.
-        backend: as in `CollectiveSource`.
-        device_name: as in `CollectiveSource`.
-        bucket_bytes: half of the extra memory of a receiver.
-
-    Returns:
-        The transport.
-
-    Raises:
-        OSError: the address is not one of this machine.
-    """
-    num_readers = sum(num_workers)
-    server = open_store(num_readers + num_ranks, timeout_s, host)
-    token = secrets.token_hex(16)
-    sources = tuple(
-        ShardedSource(host, server.port, token, first, num_readers, timeout_s, backend, device_name)
-        for first in first_of_each(num_workers)
-    )
-    # Beside a round, a receiver has its parts twice: those that it reads and those that come.
-    round_bytes = bucket_bytes * 2 // 3
-    return ShardedTransport(dtype, frozenset(float32_names), round_bytes, sources, server)
 
 
 class _Outgoing(Iterator[WeightShard]):
@@ -233,9 +174,7 @@ class _Outgoing(Iterator[WeightShard]):
 class _Lane:
     """What one sender has for this reader; a part is gone when the next is asked for."""
 
-    def __init__(
-        self, source: CollectiveSource, meeting: Meeting, address: str, sender: int
-    ) -> None:
+    def __init__(self, source: MeetingSource, meeting: Meeting, address: str, sender: int) -> None:
         self._sender = sender
         self._parts = read_lane(source, meeting.lane(sender), address)
         self._first: tuple[Entry, Tensor] | None = None
@@ -320,7 +259,7 @@ def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> N
                 raise WeightSyncError(f"{key}: ranks {first} and {number} hold unequal copies")
 
 
-def _held_by_all(source: CollectiveSource, meeting: Meeting) -> Receipt:
+def _held_by_all(source: MeetingSource, meeting: Meeting) -> Receipt:
     """What every reader says that it put together."""
     held = [
         Receipt(**json.loads(meeting.wait(f"held {reader}", what, source.timeout_s)))

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
 from engines.key_value_store import connect_store, open_store
-from engines.weight_sync import collective, shared_memory
+from engines.weight_sync import shared_memory
 from engines.weight_sync.base import Transport, WeightSource
+from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.courier import BroadcastGroup
 
 GOAL = 0.8
@@ -107,7 +108,7 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
     group = BroadcastGroup("gloo", store, 0, 2, HOST, TIMEOUT_S)
 
     def broadcast() -> Transport:
-        return collective.open_transport("float32", (), TIMEOUT_S, HOST, [1])
+        return CollectiveTransport.open("float32", (), TIMEOUT_S, HOST, [1])
 
     def through_memory() -> Transport:
         return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, [1])

@@ -18,7 +18,7 @@ from engines.collectives import init_single_process_group
 from engines.errors import WeightSyncError
 from engines.weight_sync import outgoing
 from engines.weight_sync.base import ReceiverGoneError
-from engines.weight_sync.collective import CollectiveSource, open_transport
+from engines.weight_sync.collective import CollectiveSource, CollectiveTransport
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
 from engines.weight_sync.wire import source_from_json, source_to_json
 from hardware.cpu import CPUPlatform
@@ -46,7 +46,7 @@ def endless():
 
 
 def transport(num_receivers: int = 1, timeout_s: float = 20.0):
-    return open_transport(
+    return CollectiveTransport.open(
         "bfloat16", {"layer.1"}, timeout_s, HOST, [1] * num_receivers, bucket_bytes=BUCKET_BYTES
     )
 
@@ -141,16 +141,16 @@ def test_a_default_group_is_neither_needed_nor_touched(in_processes) -> None:
 
 
 def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.weight_sync import collective
+    from engines.weight_sync import lane
 
     made: list[int] = []
-    empty = collective._memory
+    empty = lane._memory
 
     def count(num_bytes: int, device: torch.device) -> Tensor:
         made.append(num_bytes)
         return empty(num_bytes, device)
 
-    monkeypatch.setattr(collective, "_memory", count)
+    monkeypatch.setattr(lane, "_memory", count)
     sending = transport()
     reader = threading.Thread(target=lambda: list(sending.sources[0].tensors()))
     reader.start()
@@ -163,7 +163,9 @@ def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_worker_of_a_receiver_gets_all(in_processes) -> None:
-    sending = open_transport("bfloat16", {"layer.1"}, 20.0, HOST, [2, 1], bucket_bytes=BUCKET_BYTES)
+    sending = CollectiveTransport.open(
+        "bfloat16", {"layer.1"}, 20.0, HOST, [2, 1], bucket_bytes=BUCKET_BYTES
+    )
     first, second = sending.sources
     results = in_processes([first, first.of_worker(1), second])
     sending.send(iter(weights()))

@@ -18,9 +18,9 @@ from torch import Tensor
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace, WeightShard
-from engines.weight_sync import collective
+from engines.weight_sync import lane
 from engines.weight_sync.base import Receipt
-from engines.weight_sync.sharded import ShardedTransport, open_transport
+from engines.weight_sync.sharded import ShardedTransport
 from engines.weight_sync.wire import source_from_json, source_to_json
 from infra.errors import DeadlineError
 
@@ -78,13 +78,13 @@ def send(transport: ShardedTransport, results, rank: int, place: Path, damage: s
 
 
 def spoil_what_is_sent() -> None:
-    broadcast = collective.BroadcastGroup.broadcast
+    broadcast = lane.BroadcastGroup.broadcast
 
     def flip(self, memory: Tensor) -> None:
         memory[3] ^= 1
         broadcast(self, memory)
 
-    collective.BroadcastGroup.broadcast = flip
+    lane.BroadcastGroup.broadcast = flip
 
 
 def read(source, results, pause_s: float = 0.0) -> None:
@@ -121,8 +121,8 @@ def transfer(tmp_path: Path):
     started = []
 
     def run(damage: str = "", readers: tuple[Callable, ...] = (read, read), expected: int = 4):
-        transport = open_transport(
-            "bfloat16", {"rows"}, 10.0, HOST, [1] * len(readers), NUM_RANKS,
+        transport = ShardedTransport.open(
+            "bfloat16", {"rows"}, 10.0, HOST, [1] * len(readers), num_senders=NUM_RANKS,
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
         results = PROCESSES.Queue()
