@@ -1,13 +1,12 @@
 """The cheap looks before a run: does what the recipe names exist, and does its reward work?
 
-Promises: a missing shard, an adapter that matches nothing, an absent column, a platform that is
-not here or that the training backend has no engine for, a part of others that is not where it was
-said to be, and a reward that cannot be called are found before anything is started, in seconds. A
-recipe that names nothing of the user's costs no process.
+Promises: a store that is not there, does not let us, or would let two own one stage, a missing
+shard, an adapter that matches nothing, an absent column, a platform that is not here or that the
+training backend has no engine for, a part of others that is not where it was said to be, and a
+reward that cannot be called are found before anything is started, in seconds. A recipe that names
+nothing of the user's costs no process.
 Does not promise: what only the whole data or the weights can tell.
 """
-
-from pathlib import Path
 
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
@@ -16,8 +15,9 @@ from flows.child import ask
 from flows.platform_probe import resolve_hardware
 from flows.recipe.recipe import Recipe
 from infra import env
-from infra.errors import ConfigError
+from infra.errors import ConfigError, StoreDeniedError, StoreError
 from infra.host.records import make_place
+from infra.store.storage import open_storage
 
 DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
@@ -35,18 +35,12 @@ def preflight(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: names the field and what to do.
         ServiceError: the look itself failed.
+        StoreError: the service of the store does not answer, or failed.
     """
     make_place(recipe.home, "home", "set RLHF_HOME, or location.home of the recipe")
     if recipe.location.home:  # where this process and its jobs keep what they know of files
         env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
-    if recipe.store_uri.startswith("s3://"):
-        raise ConfigError(
-            "location.store",
-            "got an s3:// address; need a directory: ranks on several machines do not bring their "
-            "parts of a checkpoint together in a bucket yet; name one that all machines share",
-        )
-    if "://" not in recipe.store_uri:
-        make_place(Path(recipe.store_uri), "location.store", "name another")
+    _check_store(recipe.store_uri)
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)
@@ -63,6 +57,24 @@ def preflight(recipe: Recipe) -> Recipe:
     rl = recipe.rl.model_copy(update={"reward": reward})
     found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
     return recipe.model_copy(update=found)
+
+
+def _check_store(uri: str) -> None:
+    """A store that nobody answers for, or that does not let us, is refused by its setting."""
+    try:
+        open_storage(uri).probe()
+    except ConfigError as error:
+        raise ConfigError("location.store", error.problem) from error
+    except StoreDeniedError as error:
+        raise ConfigError("location.store", str(error)) from error
+    except StoreError as error:
+        raise type(error)(f"location.store: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            "location.store",
+            f"got {uri}, which cannot be made or written to ({error.strerror}); need a directory "
+            "of yours; name another",
+        ) from error
 
 
 def _check_engine(recipe: Recipe) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from engines import driver_disk
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
 from infra.errors import DeadlineError
-from infra.store.atomic import atomic_write_bytes
 from infra.waiting import wait_for
 
 _WRITTEN, _FAILED = ".written-", ".failed-"
@@ -26,23 +26,22 @@ def write_in_background(write: Callable[[], None], path: Path, rank: int) -> thr
     """Write a rank's staged files; leaves `.written-<rank>` or `.failed-<rank>` in `path`.
 
     Args:
-        write: of `begin_checkpoint`.
-        path: directory of the files.
+        write: of `begin_checkpoint`; returns when the driver has the files.
+        path: directory of the files, on the driver's disk.
         rank: of this process.
 
     Returns:
         The running thread.
     """
+    disk = driver_disk.current()
 
     def run() -> None:
         try:
             write()
         except Exception as error:  # noqa: BLE001  thread boundary: told through the marker
-            atomic_write_bytes(
-                path / f"{_FAILED}{rank}", f"{type(error).__name__}: {error}".encode()
-            )
+            disk.put(path / f"{_FAILED}{rank}", f"{type(error).__name__}: {error}".encode())
         else:
-            (path / f"{_WRITTEN}{rank}").touch()
+            disk.put(path / f"{_WRITTEN}{rank}", b"")
 
     thread = threading.Thread(target=run, name=f"checkpoint-rank-{rank}", daemon=True)
     thread.start()

@@ -9,11 +9,12 @@ Does not know: rewards, advantages, data, or where checkpoints are kept.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from engines import driver_disk
 from engines.checkpoint.background import write_in_background
 from engines.collectives import close_process_group
 from engines.config.rollout import RolloutConfig
@@ -24,7 +25,14 @@ from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
-from engines.training.roles import POLICY, REFERENCE, RoleName, RoleSpec, role_checkpoint
+from engines.training.roles import (
+    POLICY,
+    REFERENCE,
+    ModelSource,
+    RoleName,
+    RoleSpec,
+    role_checkpoint,
+)
 from engines.training.spec import LossFn
 from engines.types import (
     ONLY_LOGPROBS,
@@ -86,7 +94,7 @@ class ModelWorker:
     """The worker of a group; `initialize` before anything else."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec
+        self._spec = spec = _brought(spec)
         self._platform, _ = detect(spec.platform)
         if self._platform.device_count() > 1:
             # Ray shows a rank its own device, where it knows the vendor's variable.
@@ -236,21 +244,27 @@ class ModelWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shards of every role that trains into `path`. Collective."""
-        for directory, engine in self._checkpointed(path):
+        disk = driver_disk.current()
+        own = disk.own(path)
+        for directory, engine in self._checkpointed(own):
             directory.mkdir(parents=True, exist_ok=True)
             engine.save_checkpoint(directory, step)
+        disk.deliver(own, path)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, path: Path, step: int) -> None:
         """Copy this rank's shards and go on; they are written in the background. Collective."""
         writes: list[Callable[[], None]] = []
-        for directory, engine in self._checkpointed(path):
+        disk = driver_disk.current()
+        own = disk.own(path)
+        for directory, engine in self._checkpointed(own):
             directory.mkdir(parents=True, exist_ok=True)
             writes.append(engine.begin_checkpoint(directory, step))
 
         def write() -> None:
             for each in writes:
                 each()
+            disk.deliver(own, path)
 
         write_in_background(write, path, self._policy.rank)
 
@@ -258,7 +272,7 @@ class ModelWorker:
     def load_checkpoint(self, path: Path) -> int:
         """Continue every role that trains from `path`; returns their step. Collective."""
         steps = []
-        for directory, engine in self._checkpointed(path):
+        for directory, engine in self._checkpointed(driver_disk.current().bring(path)):
             steps.append(engine.load_checkpoint(directory, optimizer=True))
             engine.leave_device()
         return steps[0]
@@ -310,6 +324,19 @@ class ModelWorker:
             self._spec.seed,
             temperature=self._spec.temperature,
         )
+
+
+def _brought(spec: WorkerSpec) -> WorkerSpec:
+    """What a rank builds, from files that it can read."""
+    bring = driver_disk.current().bring
+
+    def here(role: RoleSpec) -> RoleSpec:
+        given = role.source
+        checkpoint = given.checkpoint_dir and bring(given.checkpoint_dir)
+        return replace(role, source=ModelSource(bring(given.hf_dir), checkpoint))
+
+    roles = {name: here(role) for name, role in spec.roles.items()}
+    return replace(spec, roles=roles, serving_dir=bring(spec.serving_dir))
 
 
 def _load(engine: BaseEngine, role: RoleSpec) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from engines import driver_disk
 from engines.collectives import close_process_group
 from engines.controller.process_group import Rendezvous, TCPStore, join
 from engines.controller.process_log import log_to
 from engines.controller.seats import Seat, use_interface_of
+from engines.driver_disk import DiskAccess
 from engines.key_value_store import open_store
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
@@ -71,17 +73,24 @@ class RankProcess:
     Args:
         seat: of this process.
         options: of its group.
+        access: to the driver's disk.
     """
 
-    def __init__(self, seat: Seat, options: RayGroupOptions) -> None:
+    def __init__(
+        self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
+    ) -> None:
         rank = seat.rank
         self._seat, self._options = seat, options
-        log_to(options.log_path(rank))
+        disk = driver_disk.use(access)
+        log_to(disk.local(options.log_path(rank)))
         self._worker: Any = None
         self._store: TCPStore | None = None
         torch.set_num_threads(options.num_threads)
-        self._heartbeat = Heartbeat(options.heartbeat_path(rank), options.heartbeat_s)
+        beats = options.heartbeat_path(rank)
+        self._heartbeat = Heartbeat(disk.local(beats), options.heartbeat_s)
         self._heartbeat.__enter__()
+        for path in (beats, options.log_path(rank)):
+            disk.follow(path, options.heartbeat_s)
 
     def started(self) -> None:
         """Answer, which takes a process that is up."""

@@ -22,11 +22,12 @@ from engines.controller.dispatch import (
     split_plan,
     take,
 )
-from engines.controller.pool import Place, Pool, Queueing, reserve
+from engines.controller.pool import Place, Pool, Queueing, reserve, this_node
 from engines.controller.process_log import log_tail
 from engines.controller.rank_process import RankProcess, RayGroupOptions
 from engines.controller.seats import seat_environment, seats
 from engines.controller.worker_group import P, R
+from engines.driver_disk import access_for
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
 from infra.store.heartbeat import BeatWatch, read_beat
@@ -128,6 +129,7 @@ class RayWorkerGroup:
             bundles = [options.resources] * options.world_size
             self._pool = reserve(bundles, Queueing(fit_deadline_s=options.start_timeout_s))
         self._at = places = self._pool.places(0, options.world_size)
+        access = access_for([place.node for place in places], this_node(), options.log_dir)
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
         for seat, place in zip(seats(places), places, strict=True):
             options.heartbeat_path(seat.rank).unlink(missing_ok=True)
@@ -137,7 +139,7 @@ class RayWorkerGroup:
             }
             self._actors.append(
                 remote.options(runtime_env={"env_vars": environment}, **place.options).remote(
-                    seat, options
+                    seat, options, access
                 )
             )
 

@@ -12,16 +12,18 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from engines import driver_disk
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.controller.pool import this_node
 from engines.controller.process_log import log_tail, log_to
+from engines.driver_disk import DiskAccess
 from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
 from engines.rollout.create import behind_service, create_rollout_engine
@@ -40,6 +42,8 @@ T = TypeVar("T")
 NO_VERSION = -1
 
 CLOSE_DEADLINE_S = 30.0
+LOG_EVERY_S = 2.0
+"""How often the driver gets the log of a replica that has not its disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,17 +113,21 @@ class ReplicaProcess:
     Args:
         number: of this replica.
         spec: what it builds.
+        access: to the driver's disk.
     """
 
-    def __init__(self, number: int, spec: ReplicaSpec) -> None:
+    def __init__(self, number: int, spec: ReplicaSpec, access: DiskAccess | None = None) -> None:
         self._spec, self._number = spec, number
+        self._disk = driver_disk.use(access)
         self._engine: RolloutEngine
         self._endpoint: Endpoint | None = None
-        log_to(spec.log_path(number))
+        log_to(self._disk.local(spec.log_path(number)))
+        self._disk.follow(spec.log_path(number), LOG_EVERY_S)
 
     async def build(self) -> Whereabouts:
         """Make the engine; not in the constructor, whose errors Ray wraps in a death."""
-        spec = self._spec
+        serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
+        self._spec = spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
             who = f"a replica of {spec.rollout.engine}"
             refuse_other_libraries(spec.libraries, Path(sys.executable), who)
@@ -163,7 +171,7 @@ class ReplicaProcess:
                 "install it there",
             ) from error
         spec = self._spec
-        path = spec.log_path(self._number).with_suffix(".openai.json")
+        path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
         self._endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
         logger.info("OpenAI's API: address and key are in %s", path)
 

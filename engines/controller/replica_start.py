@@ -9,8 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
-from engines.controller.pool import Place
+from engines.controller.pool import Place, this_node
 from engines.controller.replica import RemoteReplica, ReplicaProcess, ReplicaSpec
+from engines.driver_disk import access_for
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.event_loop import EventLoopThread
@@ -33,6 +34,8 @@ class RayReplicas:
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
         self._spec = spec
         self._places = tuple(places)
+        nodes = [place.node for place in places]
+        self._access = access_for(nodes, this_node(), spec.log_dir)
 
     def start(self) -> list[RemoteReplica]:
         """Start a replica in every place and wait until each has built its engine.
@@ -82,7 +85,7 @@ class RayReplicas:
         if spec.interpreter is not None:
             runtime["py_executable"] = str(spec.interpreter)
         options = self._places[place].options
-        actor = remote.options(runtime_env=runtime, **options).remote(place, spec)
+        actor = remote.options(runtime_env=runtime, **options).remote(place, spec, self._access)
         num_workers = spec.rollout.num_workers_per_replica
         return RemoteReplica(actor, place, spec.log_path(place), num_workers)
 

@@ -35,14 +35,17 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a new service; it ends with the context.
 
     Skips the test where the packages are missing.
+
+    Args:
+        host: address of this machine that it listens on.
     """
     pytest.importorskip("moto.server", reason="needs the packages moto[server] and boto3")
     server = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     stuck = threading.Timer(START_DEADLINE_S, server.kill)
     stuck.start()
@@ -58,7 +61,7 @@ def s3_server() -> Iterator[str]:
         server.communicate(timeout=30)
 
 
-def serve() -> None:
+def serve(host: str) -> None:
     """Run the service until nobody holds its standard input any more."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
@@ -76,9 +79,9 @@ def serve() -> None:
         with conditional:
             return app(request, start_response)
 
-    server = make_server("127.0.0.1", 0, one_by_one, threaded=True)
+    server = make_server(host, 0, one_by_one, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.port}"
+    address = f"http://{host}:{server.port}"
     import boto3
 
     client = boto3.client("s3", endpoint_url=address)
@@ -89,4 +92,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

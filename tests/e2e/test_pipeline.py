@@ -8,11 +8,13 @@ import json
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf.testing.s3_server import BUCKET, environment, s3_server
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
 from infra.store.storage import open_storage
@@ -112,6 +114,29 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
     assert printed.count("reused") >= len(report["stages"])
     assert home.report(printed) == report, "the report of the work stays"
     assert log.stat().st_mtime_ns == before
+
+
+def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
+    finished: tuple[Home, str], tmp_path: Path
+) -> None:
+    whole, printed = finished
+    expected = {stage["name"]: stage["digest"] for stage in whole.report(printed)["stages"]}
+    uri = f"s3://{BUCKET}/tiny"
+    with s3_server() as address:
+        homes = [Home(tmp_path / name) for name in ("first", "second")]
+        for home in homes:
+            home.environment |= environment(address)
+        first, second = (home.run(f"location.store={uri}") for home in homes)
+        assert ran(first) == ALL
+        assert {stage["name"]: stage["digest"] for stage in first["stages"]} == expected
+        assert ran(second) == []
+        assert not list(tmp_path.glob("*/home/store")), "a home has none of its own"
+        shown = subprocess.run(
+            [sys.executable, "-m", "flows.commands.cli", "show", "--store", uri],
+            capture_output=True, text=True, env=homes[1].environment, timeout=RUN_DEADLINE_S,
+        )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "critic/score/mean" in Path(shown.stdout.strip()).read_text()
 
 
 def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(

@@ -48,7 +48,14 @@ def make_network(nodes: Mapping[str, str]) -> None:
         run(*inside, "link", "set", "lo", "up")
 
 
-def start_node(root: Path, environment: Environment, name: str, address: str, *more: str) -> None:
+def start_node(
+    root: Path,
+    environment: Environment,
+    name: str,
+    address: str,
+    *more: str,
+    within: tuple[str, ...] = (),
+) -> None:
     """A node of the cluster with one CPU, unless it is the head, which has none to give."""
     role, num_cpus = [f"--address={GCS}"], 1
     if name == "head":
@@ -57,14 +64,21 @@ def start_node(root: Path, environment: Environment, name: str, address: str, *m
         name, environment, root / f"{name}.log",
         "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={address}",
         f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+        within=within,
     )  # fmt: skip
     if started.wait(timeout=START_DEADLINE_S):
         raise RuntimeError(f"node {name} did not start; its log says why")
 
 
-def on(node: str, environment: Environment, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Python on a node."""
-    command = ["ip", "netns", "exec", node, sys.executable, *arguments]
+def on(
+    node: str,
+    environment: Environment,
+    log: Path,
+    *arguments: str,
+    within: tuple[str, ...] = (),
+) -> subprocess.Popen[bytes]:
+    """Python on a node, run by the command `within` if there is one."""
+    command = ["ip", "netns", "exec", node, *within, sys.executable, *arguments]
     with log.open("ab") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 

@@ -1,9 +1,12 @@
 """What a plan finds before anything trains, each as one line with the field to change."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rlhf.testing.fault_proxy import Action, FaultProxy, fault_proxy
+from rlhf.testing.s3_server import environment, s3_server
 
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
@@ -11,7 +14,7 @@ from engines.config.plugins import register_plugin
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from flows.preflight import look_of, preflight
 from flows.recipe.recipe import load_recipe
-from infra.errors import ConfigError
+from infra.errors import ConfigError, PipelineError, StoreUnreachableError
 
 ROW = {
     "data_source": "mine",
@@ -51,11 +54,50 @@ def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
     assert look_of(load_recipe("quickstart")) is None
 
 
-def test_a_run_on_a_bucket_is_refused(tmp_path: Path) -> None:
-    home = f"location.home={tmp_path}"
-    recipe = load_recipe("quickstart", [home, "location.store=s3://bucket/x"])
-    with pytest.raises(ConfigError, match=r"^location\.store: got an s3:// address; need"):
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[FaultProxy]:
+    with s3_server() as address, fault_proxy(address) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("store", "action", "error", "said"),
+    [
+        ("s3://store/x", 403, ConfigError, "answers 403 AccessDenied; let these credentials"),
+        ("s3://elsewhere/x", None, ConfigError, "answers 404 NoSuchBucket; create the bucket"),
+        ("s3://store/x", 500, StoreUnreachableError, "500 InternalError .*; run again when it"),
+        ("s3://store/x", "cut request", StoreUnreachableError, "does not answer .*; see that it"),
+        ("s3://store/x", "ignore condition", ConfigError, "ignores If-None-Match, .*; need a"),
+        ("s3://store/x", None, None, ""),
+    ],
+)
+def test_a_bucket_is_asked_before_anything_starts(
+    bucket: FaultProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store: str,
+    action: Action | None,
+    error: type[PipelineError] | None,
+    said: str,
+) -> None:
+    for name, value in environment(bucket.address).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    recipe = load_recipe("quickstart", [f"location.home={tmp_path}", f"location.store={store}"])
+    bucket.heal()
+    if action is not None:
+        bucket.fail(action, "PUT", times=9)
+    if error is None:
+        assert preflight(recipe).store_uri == store
+        return
+    with pytest.raises(error, match=rf"^location\.store: .*{said}") as raised:
         preflight(recipe)
+    assert type(raised.value) is error
+    assert "\n" not in str(raised.value)
+
+
+def test_an_address_with_credentials_is_refused_without_being_repeated(tmp_path: Path) -> None:
+    home = f"location.home={tmp_path}"
     with pytest.raises(ConfigError, match=r"^location\.store: secrets do not go into") as raised:
         load_recipe("quickstart", [home, "location.store=s3://me:hush@bucket/x"])
     assert "hush" not in str(raised.value)

@@ -1,0 +1,31 @@
+"""A pipeline on a bucket whose processes have nothing else in common."""
+
+from pathlib import Path
+
+import pytest
+from namespaces import PIPELINES_DEADLINE_S, environment_of_nodes, printed_by
+
+PROGRAM = Path(__file__).with_name("bucket_on_nodes.py")
+
+
+@pytest.mark.stacks
+@pytest.mark.exclusive
+@pytest.mark.parametrize("recipe", ["tiny", "quickstart"])
+def test_flow_driver_ranks_and_replica_share_a_bucket_and_no_directory(
+    tmp_path: Path, recipe: str
+) -> None:
+    environment = environment_of_nodes()
+    found = printed_by(PROGRAM, tmp_path, environment, PIPELINES_DEADLINE_S, recipe)
+    first, second = found["reused"]
+    assert not any(first)
+    assert all(second)
+    assert found["accuracy"]["final"] is not None
+    nodes = found["nodes"]
+    assert [node["shared"] for node in nodes.values()] == [[]] * 5, "else it may write elsewhere"
+    disks = [disk for node in nodes.values() for disk in node["disks"]]
+    assert len(disks) == len({*disks}) == 15
+    homes = {name: {*node["home"]} for name, node in nodes.items()}
+    assert {"cache", "runs", "prefect", "mlflow.db"} <= homes["flow"]
+    assert not {"remote", "brought", "store"} & homes["flow"]
+    assert homes["head"] == {"cache", "remote"}
+    assert [homes[name] for name in "bcd"] == [{"brought"}] * 3
