@@ -222,7 +222,9 @@ class Processes:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl_round"])
-def test_a_stage_killed_twice_ends_as_if_it_never_was(stage: str, reference: Reference) -> None:
+def test_fault_row_2_a_stage_killed_twice_ends_as_if_it_never_was(
+    stage: str, reference: Reference
+) -> None:
     """SIGKILL at a random step, and again after it resumed: same bytes, every metric once."""
     config = SFT if stage == "sft" else RL_ROUND
     expected = reference.sft if stage == "sft" else reference.rl

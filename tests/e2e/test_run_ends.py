@@ -93,7 +93,7 @@ def _wait_for_line(out: Path, line: str, run: subprocess.Popen[bytes]) -> None:
         ("ray", signal.SIGINT),
     ],
 )
-def test_a_signal_during_the_start_leaves_nothing(
+def test_fault_row_20_a_signal_during_the_start_leaves_nothing(
     home: Home, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
     run = _begin(home, tmp_path / "out")
@@ -161,7 +161,9 @@ def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
     assert len(list((home.path / "store" / "artifacts").glob("policy/*"))) == 1
 
 
-def test_ctrl_c_twice_ends_the_job_and_everything(prepared: Home, tmp_path: Path) -> None:
+def test_fault_row_20_ctrl_c_twice_ends_the_job_and_everything(
+    prepared: Home, tmp_path: Path
+) -> None:
     run = _begin(prepared, tmp_path / "out", *LONG)
     _wait_for_line(tmp_path / "out", "sft  step 3/", run)
     run.send_signal(signal.SIGINT)

@@ -184,7 +184,7 @@ def test_a_fault_that_raises_leaves_no_temporary(
     assert names(tmp_path) == []
 
 
-def test_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
+def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "ROOM_POLL_S", 0.05)

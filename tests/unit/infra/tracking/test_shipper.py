@@ -454,7 +454,7 @@ def test_a_server_that_lost_everything_is_told_everything(world: World, replaced
     assert world.seen() == before
 
 
-def test_a_failure_is_one_line_and_costs_nobody_a_wait(
+def test_fault_row_21_a_failure_is_one_line_and_costs_nobody_a_wait(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.tracker.away = True

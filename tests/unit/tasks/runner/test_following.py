@@ -167,7 +167,7 @@ def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Sta
     assert stage.said == [f"submitted {name}"]
 
 
-def test_history_is_not_told_again_when_attaching(stage: Stage) -> None:
+def test_fault_row_27_history_is_not_told_again_when_attaching(stage: Stage) -> None:
     stage.hold()
     with stage.journal() as journal:
         journal.metrics(7, {"train/loss": 0.5})
@@ -278,7 +278,9 @@ def test_a_crash_carries_the_reason_and_the_log(stage: Stage) -> None:
     assert "ValueError: no such thing\n    the last line" in str(caught.value)
 
 
-def test_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(stage: Stage) -> None:
+def test_fault_row_24_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(
+    stage: Stage,
+) -> None:
     with pytest.raises(JobFailedError, match="was killed .exit code 137"):
         stage.follow(Jobs(lambda: JobState.FAILED))
     jobs = Jobs(lambda: JobState.FAILED)
@@ -421,7 +423,7 @@ def test_who_is_overtaken_follows_the_other_attempt(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("skew_s", [120.0, -120.0])
-def test_a_clock_that_is_off_stops_no_job(
+def test_fault_row_25_a_clock_that_is_off_stops_no_job(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     monkeypatch.setattr(following, "HEARTBEAT_STALE_S", 1.0)
