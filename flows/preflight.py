@@ -13,11 +13,13 @@ from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
 from flows.child import ask
-from flows.platform_probe import resolve_hardware
+from flows.platform_probe import check_devices, resolve_hardware
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError
+from infra.host.mounts import NETWORK, file_system_of
 from infra.host.records import make_place
+from infra.services.stack import tracking_address
 
 DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
@@ -47,7 +49,10 @@ def preflight(recipe: Recipe) -> Recipe:
         )
     if "://" not in recipe.store_uri:
         make_place(Path(recipe.store_uri), "location.store", "name another")
+    check_tracking_database(recipe.location.tracking_uri or tracking_address(recipe.home))
     hardware = resolve_hardware(recipe.hardware, recipe.home)
+    if hardware != recipe.hardware:  # else it was stated in full, perhaps for another machine
+        check_devices(recipe.training.num_workers, hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)
     _check_parts(recipe)
@@ -63,6 +68,26 @@ def preflight(recipe: Recipe) -> Recipe:
     rl = recipe.rl.model_copy(update={"reward": reward})
     found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
     return recipe.model_copy(update=found)
+
+
+def check_tracking_database(uri: str) -> None:
+    """Refuse a database of runs where its locks do not hold.
+
+    Args:
+        uri: of the tracker.
+
+    Raises:
+        ConfigError: it is a file on a network disk.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    kind = file_system_of(Path(uri.removeprefix("sqlite:///")).absolute())
+    if kind in NETWORK:
+        raise ConfigError(
+            "location.tracking_uri",
+            f"got {uri}, which is on {kind}; sqlite needs a local disk; set it, or "
+            "MLFLOW_TRACKING_URI, to a server",
+        )
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -107,6 +132,7 @@ def look_of(recipe: Recipe) -> Look | None:
         reward_model=reward.model,
         judge=reward.judge,
         rollout_engine=recipe.rollout.engine,
+        store=None if "://" in recipe.store_uri else recipe.store_uri,
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
             "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),

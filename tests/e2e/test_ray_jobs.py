@@ -82,7 +82,9 @@ def _family(record: ServerRecord) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def test_nobody_gets_an_answer_without_the_token(home: Path, cluster: Cluster) -> None:
+def test_bad_input_row_45_nobody_gets_an_answer_without_the_token(
+    home: Path, cluster: Cluster
+) -> None:
     token_path = home / "ray_token"
     assert stat.S_IMODE(token_path.stat().st_mode) == 0o600
     for path in ("/api/version", "/api/jobs/"):

@@ -51,7 +51,7 @@ ROWS = {
     ),
     7: Row(
         "a disk that is full during a save, a publish, a record",
-        "one error that says so, the checkpoint before stays valid, work goes on when there is room",
+        "one error that says so, the checkpoint before stays valid, work goes on with room",
     ),
     8: Row("EIO on any write, sync or read", "never published, never taken for an absence"),
     9: Row(

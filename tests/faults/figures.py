@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "F1": Figure("kills at storage calls, after each of which a fresh process ends identically", 100),
+    "F1": Figure("kills at storage calls, after each of which a new process ends identically", 100),
     "F2": Figure("random kills of a pipeline that ends bitwise as if there were none", 20),
     "F3": Figure("metrics lost, doubled or altered by those kills", at_most=0),
     "F4": Figure("seconds to notice a dead rank; a silent one, after its deadline", at_most=5),

@@ -117,7 +117,7 @@ def half_train(work: Work, old: StageRequest, *steps: int) -> None:
         (["hardware.device_kind=another"], "hardware.device_kind"),
     ],
 )
-def test_layouts_and_memory_knobs_may_differ_and_are_named(
+def test_bad_input_row_38_layouts_and_memory_knobs_may_differ_and_are_named(
     work: Work, overrides: list[str], differs: str
 ) -> None:
     half_train(work, request(), 5, 10)

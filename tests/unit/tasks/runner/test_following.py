@@ -40,8 +40,8 @@ class Jobs:
 
     cluster_id = HOLDER.cluster
 
-    def __init__(self, on_status: Callable[[], JobState | None]) -> None:
-        self._on_status = on_status
+    def __init__(self, on_status: Callable[[], JobState | None], code: int = 137) -> None:
+        self._on_status, self._code = on_status, code
         self.requests: dict[str, JobRequest] = {}
         self.stopped: list[str] = []
 
@@ -51,7 +51,7 @@ class Jobs:
 
     def look(self, submission_id: str) -> JobStatus | None:
         state = self._on_status()
-        code = 137 if state == JobState.FAILED else None
+        code = self._code if state == JobState.FAILED else None
         if state is None:
             return None
         return JobStatus(submission_id, state, "", code, {})
@@ -278,11 +278,16 @@ def test_a_crash_carries_the_reason_and_the_log(stage: Stage) -> None:
     assert "ValueError: no such thing\n    the last line" in str(caught.value)
 
 
+@pytest.mark.parametrize("code", [137, -9])
 def test_fault_row_24_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(
-    stage: Stage,
+    stage: Stage, code: int
 ) -> None:
-    with pytest.raises(JobFailedError, match="was killed .exit code 137"):
-        stage.follow(Jobs(lambda: JobState.FAILED))
+    """As the kernel kills for want of memory; -9 is how Ray tells it."""
+    said = rf"was killed .exit code {code}; out of memory\?.*\n    the last line"
+    first = Jobs(lambda: JobState.FAILED, code)
+    with pytest.raises(JobFailedError, match=said):
+        stage.follow(first)
+    assert len(first.requests) == 1, "it is not tried again by itself"
     jobs = Jobs(lambda: JobState.FAILED)
     with pytest.raises(JobFailedError):
         stage.follow(jobs)
