@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "20"))
 MEAN_GAP_S = 2.0
 VICTIM_S = 240.0
-"""For the next victim to be there: everything may have to start first."""
+"""For the next job to begin: everything may have to start first."""
 DEADLINE_S = 600.0 + 60.0 * NUM_KILLS
 PIPELINE = settings(
     "training.num_workers=2",
@@ -147,17 +147,21 @@ def differing(one: list[Row], other: list[Row]) -> int:
 def kill_at_random(home: Home, runs: Runs) -> list[str]:
     """Who was hit, in order."""
     drawn, hit = random.Random(0), list[str]()
-    while len(hit) < NUM_KILLS and runs.alive():
+
+    def works() -> bool:
+        return not runs.alive() or bool(found(home, VICTIMS["driver"]))
+
+    while len(hit) < NUM_KILLS:
+        wait_for(works, "a job to begin", VICTIM_S, poll_s=0.2)
         time.sleep(drawn.expovariate(1 / MEAN_GAP_S))
-        name = drawn.choice(sorted(VICTIMS))
-        ends_at = time.monotonic() + VICTIM_S
-        while runs.alive() and not (there := found(home, VICTIMS[name])):
-            if name == "rollout" or time.monotonic() > ends_at:
-                name = drawn.choice(sorted(VICTIMS))  # no stage samples now
-            time.sleep(0.05)
         if not runs.alive():
             break
-        drawn.choice(there).kill()
+        there = {name: each for name, words in VICTIMS.items() if (each := found(home, words))}
+        name = drawn.choice(sorted(there) or ["flow"])
+        try:
+            drawn.choice(there[name]).kill()
+        except (KeyError, psutil.NoSuchProcess):
+            continue  # it had just ended
         hit.append(name)
         if name == "mlflow":
             up(home)
