@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"test_fault_row_(\d+(?:_and_\d+)*)_")
+BAD_INPUT = re.compile(r"test_bad_input_row_(\d+(?:_and_\d+)*)_")
+"""Of a test of a bad model, checkpoint, machine or service, in `tests/unit/test_bad_places.py`."""
 
 
 class Row(NamedTuple):
@@ -131,11 +133,15 @@ class Proof(NamedTuple):
     name: str
 
 
-def proofs() -> dict[int, list[Proof]]:
-    """The tests of each row, by file."""
-    found: dict[int, list[Proof]] = {number: [] for number in ROWS}
+def proofs(pattern: re.Pattern[str] = _NAME) -> dict[int, list[Proof]]:
+    """The tests of each row, by file.
+
+    Args:
+        pattern: of their names, with the numbers of rows.
+    """
+    found: dict[int, list[Proof]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
-        for name, rows in _named(path):
+        for name, rows in _named(path, pattern):
             for number in rows:
                 found.setdefault(number, []).append(Proof(str(path.relative_to(TESTS)), name))
     return found
@@ -167,9 +173,9 @@ def page(figures: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _named(path: Path) -> Iterator[tuple[str, list[int]]]:
+def _named(path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, list[int]]]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and (match := _NAME.match(node.name)):
+        if isinstance(node, ast.FunctionDef) and (match := pattern.match(node.name)):
             yield node.name, [int(number) for number in match[1].split("_and_")]
 
 

@@ -166,7 +166,7 @@ def test_what_the_likely_input_does_not_save_is_to_run(
     assert found["merge"].status == "likely_run"
 
 
-def test_another_configuration_yields_something_new_and_is_named_with_both_values(
+def test_bad_input_row_36_and_37_another_configuration_is_named_with_both_values(
     storage: LocalStorage,
 ) -> None:
     before = plan(storage)
