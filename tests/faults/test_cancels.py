@@ -47,7 +47,7 @@ def test_fault_row_20_nothing_is_left_of_a_run_that_was_cancelled_at_any_moment(
                 )
             wait_for(lambda: " in /" in (tmp_path / "out").read_text(), "its first line", ENDS_S)
             try:
-                run.wait(drawn.uniform(0.0, whole_s))
+                assert run.wait(drawn.uniform(0.0, whole_s)) == 0
                 round_of_run += 1  # it came to its end: another is cancelled
                 continue
             except subprocess.TimeoutExpired:
