@@ -13,6 +13,13 @@ ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
 	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers
+# Tests that give a figure of the fault matrix and lie beside what they test.
+CONTROLLER := tests/unit/engines/controller/test_ray_group.py
+FIGURES_ELSEWHERE := \
+	$(CONTROLLER)::test_fault_row_3_a_dead_rank_is_named_with_its_log_and_nobody_is_left \
+	$(CONTROLLER)::test_fault_row_4_a_stopped_rank_is_noticed_by_its_silence \
+	tests/e2e/test_ownership.py::test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit \
+	tests/e2e/test_secrets.py
 VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_answers_come_from_another_environment[vllm-disaggregated]"
 # Two ranks; empty adds four.
 ENVIRONMENT_TIER ?= not slow
@@ -20,7 +27,7 @@ ENVIRONMENT_TIER ?= not slow
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks faults test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -50,8 +57,11 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
 
-faults: $(STAMP)  ## storage that is attacked: figures of the fault matrix, a verdict as the last line
-	$(BIN)/python -m pytest tests/faults --figures $(ARGS)
+faults: $(STAMP)  ## faults on purpose: figures of the fault matrix, a verdict as the last line
+	$(BIN)/python -m pytest tests/faults $(FIGURES_ELSEWHERE) --figures $(ARGS)
+
+faults-long: $(STAMP)  ## the same with 200 random kills, 100 cancels and 200 races; hours
+	NUM_KILLS=200 NUM_CANCELS=100 RACE_ROUNDS=200 $(MAKE) faults
 
 test-vllm: $(STAMP)  ## a short pipeline whose answers come from vLLM in a pool of its own
 	$(MAKE) env-vllm

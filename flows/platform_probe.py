@@ -21,6 +21,7 @@ from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.ray.api import RayApi, existing_token
+from infra.ray.embedded import default_num_cpus
 from infra.ray.jobs import num_nodes
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
@@ -61,6 +62,31 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
             f"got {hardware.device_kind!r}; {found.name} has {found.label!r} here; remove it",
         )
     return hardware.model_copy(update={"platform": found.name, "device_kind": found.label})
+
+
+def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> None:
+    """Refuse more ranks than this machine has places for, unless a cluster was named.
+
+    Args:
+        num_workers: the ranks.
+        hardware: resolved.
+        home: where this machine's answer is kept.
+
+    Raises:
+        ConfigError: says how many were asked for, and how many there are.
+    """
+    if env.RAY_ADDRESS.get():
+        return
+    if hardware.platform == "cpu":
+        num_places, what = default_num_cpus(), "CPUs"
+    else:
+        num_places, what = _surveyed(hardware.platform, home).num_devices, hardware.device_kind
+    if num_places is not None and num_workers > num_places:
+        raise ConfigError(
+            "training.num_workers",
+            f"got {num_workers}; this machine has {num_places} ({what}), one for each; lower it, "
+            "or set RAY_ADDRESS to a cluster with more",
+        )
 
 
 def _is_elsewhere(address: str | None) -> bool:

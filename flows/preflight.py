@@ -8,15 +8,19 @@ nothing of the user's costs no process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
+from pathlib import Path
+
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
 from flows.child import ask
-from flows.platform_probe import resolve_hardware
+from flows.platform_probe import check_devices, resolve_hardware
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError, StoreDeniedError, StoreError
+from infra.host.mounts import NETWORK, file_system_of
 from infra.host.records import make_place
+from infra.services.stack import tracking_address
 from infra.store.storage import open_storage
 
 DEADLINE_S = 180.0
@@ -41,7 +45,10 @@ def preflight(recipe: Recipe) -> Recipe:
     if recipe.location.home:  # where this process and its jobs keep what they know of files
         env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
     _check_store(recipe.store_uri)
+    check_tracking_database(recipe.location.tracking_uri or tracking_address(recipe.home))
     hardware = resolve_hardware(recipe.hardware, recipe.home)
+    if hardware != recipe.hardware:  # else it was stated in full, perhaps for another machine
+        check_devices(recipe.training.num_workers, hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)
     _check_parts(recipe)
@@ -75,6 +82,26 @@ def _check_store(uri: str) -> None:
             f"got {uri}, which cannot be made or written to ({error.strerror}); need a directory "
             "of yours; name another",
         ) from error
+
+
+def check_tracking_database(uri: str) -> None:
+    """Refuse a database of runs where its locks do not hold.
+
+    Args:
+        uri: of the tracker.
+
+    Raises:
+        ConfigError: it is a file on a network disk.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    kind = file_system_of(Path(uri.removeprefix("sqlite:///")).absolute())
+    if kind in NETWORK:
+        raise ConfigError(
+            "location.tracking_uri",
+            f"got {uri}, which is on {kind}; sqlite needs a local disk; set it, or "
+            "MLFLOW_TRACKING_URI, to a server",
+        )
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -119,6 +146,7 @@ def look_of(recipe: Recipe) -> Look | None:
         reward_model=reward.model,
         judge=reward.judge,
         rollout_engine=recipe.rollout.engine,
+        store=None if "://" in recipe.store_uri else recipe.store_uri,
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
             "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),

@@ -44,7 +44,11 @@ def find_platform(requested: str) -> SurveyReport:
         problem = f"{reason}; the device does not open: {reason_of(error)}"
         return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
     found = FoundPlatform(
-        name=platform.name, device=platform.device_name, reason=reason, label=label
+        name=platform.name,
+        device=platform.device_name,
+        reason=reason,
+        label=label,
+        num_devices=platform.device_count(),
     )
     return SurveyReport(platform=found)
 

@@ -11,12 +11,14 @@ class FoundPlatform(FrozenModel):
         device: torch device type.
         reason: why it was chosen, in one line.
         label: product name of the device.
+        num_devices: how many of them this machine has; None: nobody counted them.
     """
 
     name: str
     device: str
     reason: str
     label: str
+    num_devices: int | None = None
 
 
 class Refusal(FrozenModel):

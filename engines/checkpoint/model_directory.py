@@ -4,13 +4,15 @@ Promises: a directory that passes `check_model_directory` has a config, a tokeni
 safetensors weights, needs no code of its own and holds the asked context; the check reads JSON
 and file headers only and costs milliseconds. A model made from scratch is bitwise the same for
 the same shape, tokenizer and seed.
-Does not promise: that transformers knows the architecture, or that the weights are finite.
+Does not promise: that transformers knows the architecture, or that the weights are finite; that is
+`check_finite`, which reads all of them.
 Torch and transformers are imported where they are used, so that a bad path costs no seconds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -163,6 +165,39 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
         raise ConfigError(
             _FIELD, f"{path} has no tokenizer; copy tokenizer.json beside the weights"
         )
+
+
+def check_finite(path: Path) -> None:
+    """Refuse weights that training could only spoil further, one tensor in memory at a time.
+
+    Args:
+        path: a directory that `check_model_directory` took.
+
+    Raises:
+        ConfigError: names the first tensor with a NaN or an infinity, and how many it holds.
+    """
+    import torch
+    from safetensors import safe_open
+
+    for file in _weight_files(path):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  it is no mapping
+                tensor = stored.get_tensor(name)
+                if tensor.is_floating_point():
+                    wide = tensor.float() if tensor.element_size() == 1 else tensor
+                    num_spoiled = int(torch.isfinite(wide).logical_not().sum())
+                    if num_spoiled:
+                        raise ConfigError(
+                            _FIELD,
+                            f"{path}: {name} holds {num_spoiled} non-finite values; need finite "
+                            "ones; copy the model again, or take an earlier checkpoint of it",
+                        )
+
+
+def num_parameters(path: Path) -> int:
+    """How many numbers the weights of a model directory are."""
+    entries = [entry for file in _weight_files(path) for entry in _header(file).values()]
+    return sum(math.prod(entry["shape"]) for entry in entries)
 
 
 def check_reward_model(path: Path, *, max_length: int) -> None:

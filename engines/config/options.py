@@ -23,6 +23,9 @@ from infra.field_errors import to_config_error
 from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
+CODE = "code"
+"""What a reward is called that runs what a model wrote."""
+
 
 class NoOptions(StrictModel):
     """The schema of a part that has no options of its own."""
@@ -167,6 +170,12 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
     Raises:
         ConfigError: names the setting.
     """
+    if part.function == CODE and CODE not in REWARDS.names():
+        raise ConfigError(
+            f"{path}.function",
+            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which is not "
+            "here; set it to http, and kwargs.url to a sandbox of yours",
+        )
     if part.file is None:
         row = REWARDS.find(part.function, f"{path}.function")
         check_options(part.kwargs, [row], f"{path}.kwargs")

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from engines.checkpoint.model_directory import (
+    check_finite,
     check_model_directory,
     create_random_model,
     resolve_model,
@@ -71,7 +72,9 @@ def initial_source(
     if model.init == "pretrained":
         if external is not None:
             check_model_directory(external, max_length=model.max_length)
-        return ModelSource(external or resolve_model(model))
+        directory = external or resolve_model(model)
+        check_finite(directory)
+        return ModelSource(directory)
     tokenizer_dir = load_dataset(dataset_dir).tokenizer_dir
     if tokenizer_dir is None:
         raise ConfigError(

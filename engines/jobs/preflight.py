@@ -10,6 +10,7 @@ Does not promise that the rest of the rows is as good as the first.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ from engines.checkpoint.model_directory import (
     check_model_directory,
     check_reward_model,
     model_of_section,
+    num_parameters,
     stored_tensor_names,
 )
 from engines.config.algorithm import RewardConfig
@@ -43,6 +45,10 @@ from infra.plugins import Row, load_row
 OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, JudgeConfig, SourceConfig)
 
 _LINEAR_SUFFIX = ".weight"
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the weight and two moments of the optimizer, each in float32."""
+NUM_CHECKPOINTS = 2
+"""The newest stays until the next one is whole."""
 
 
 def look(at: Look) -> Look:
@@ -60,6 +66,7 @@ def look(at: Look) -> Look:
     tokenizer = look_at_model(at.model, at.lora)
     look_at_stop_tokens(at)
     look_at_rollout(at)
+    look_at_room(at)
     row = look_at_data(at.data)
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
@@ -205,6 +212,29 @@ def look_at_stop_tokens(at: Look) -> None:
                 f"got {max(ids)}; need ids below {size}, the vocabulary of {directory}; take ids "
                 "of its tokenizer",
             )
+
+
+def look_at_room(at: Look) -> None:
+    """Refuse a store that cannot hold two checkpoints of a local model.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: says how much is needed, and how much there is.
+    """
+    directory = local_path(at.model.path)
+    if directory is None or at.store is None or at.lora is not None:
+        return
+    checkpoint_bytes = num_parameters(directory) * BYTES_PER_PARAMETER
+    free_bytes = shutil.disk_usage(at.store).free
+    if free_bytes < NUM_CHECKPOINTS * checkpoint_bytes:
+        raise ConfigError(
+            "location.store",
+            f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
+            f"{directory}, {at.store} has {free_bytes / 1e9:.1f} GB free; free some, or name "
+            "another place",
+        )
 
 
 def look_at_rollout(at: Look) -> None:

@@ -103,7 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
-    add("status", "show the servers of this home")
+    status = add("status", "show the servers of this home, and who works on which stage")
+    status.add_argument("--store", metavar="URI", help="another store than that of this home")
     show = add("show", "write a page of what a run's policy wrote, step by step")
     show.add_argument(
         "run",

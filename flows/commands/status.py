@@ -1,16 +1,24 @@
-"""`rlhf status`: the services of `rlhf up`, and the servers of runs."""
+"""`rlhf status`: the services of `rlhf up`, the servers of runs, and who works on which stage."""
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from infra import env
+from infra.garbage.inventory import LocalInventory
 from infra.services import stack
+from infra.store.process_stamp import is_dead
+from infra.store.storage import open_storage
 
 
-def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
-    """Print each server; the exit code is 0 if all of them answer."""
-    return 0 if print_status(env.home()) else 1
+def main(arguments: argparse.Namespace) -> int:
+    """Print each server and each stage that is held; the exit code is 0 if all servers answer."""
+    home = env.home()
+    all_up = print_status(home)
+    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
+    return 0 if all_up else 1
 
 
 def print_status(home: Path) -> bool:
@@ -22,3 +30,34 @@ def print_status(home: Path) -> bool:
         line = f"{service.name:<16} {service.state:<8} {service.url or '':<28} {pid:<12} {users}"
         sys.stdout.write(f"{line.rstrip()}\n")
     return all(service.state == "up" for service in found)
+
+
+def held_stages(store: str | Path) -> Iterator[str]:
+    """Who works on what in a store that is a directory.
+
+    Args:
+        store: its address.
+
+    Yields:
+        str: a line for each stage that is held by an attempt of which nothing says that it ended.
+    """
+    storage = open_storage(str(store))
+    if "://" in storage.uri:
+        return
+    inventory = LocalInventory(Path(storage.uri))
+    for fingerprint in inventory.stages():
+        log, channel = storage.attempts.entries(fingerprint), storage.channel(fingerprint)
+        if not log or log[-1].kind == "committed" or channel.read_error(log[-1].number):
+            continue
+        held, beat = log[-1], channel.read_beat(log[-1].number)
+        if is_dead(beat.process if beat else held.holder.process):
+            continue
+        pid = held.holder.process.split(".")[1:2]
+        by = " ".join([held.host or "another host", *(f"pid {number}" for number in pid)])
+        gone = ", which is gone" if is_dead(held.holder.process) else ""
+        at = "" if beat is None else f", {beat.phase} step {beat.step or 0}"
+        silence_s = max(0.0, time.time() - inventory.work(fingerprint).touched_at)
+        yield (
+            f"{fingerprint[:12]} is held by {by} since {held.made_at}{gone}: {held.holder.ray_job}"
+            f"{at} (last sign of life {silence_s:.0f} s ago)"
+        )

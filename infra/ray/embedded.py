@@ -33,6 +33,11 @@ MIN_NUM_CPUS = 4
 _log = logging.getLogger(__name__)
 
 
+def default_num_cpus() -> int:
+    """CPUs of a head whose starter names none."""
+    return max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))
+
+
 def open_api(record: ServerRecord) -> RayApi:
     """The HTTP client of the head, with its token."""
     if record.token_path is None:
@@ -78,7 +83,7 @@ def head_command(
         f"--dashboard-agent-grpc-port={others[2]}",
         f"--runtime-env-agent-port={others[3]}",
         f"--metrics-export-port={others[4]}",
-        f"--num-cpus={num_cpus or max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))}",
+        f"--num-cpus={num_cpus or default_num_cpus()}",
         *([] if num_gpus is None else [f"--num-gpus={num_gpus}"]),
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={_temp_dir(home)}",

@@ -11,6 +11,7 @@ Promises: entries never change; after a kill at any point an entry is there whol
 Does not promise: to know who is alive. Whoever makes the next *held* has to.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,6 +50,8 @@ class LogEntry(FrozenModel):
     number: int
     """Its place in the log; that of a *held* is also the number of the attempt."""
     holder: Holder
+    host: str = ""
+    """Where its maker ran, for people."""
     force: str = ""
     """The token that asked for this generation; empty for the first one."""
     adopted: Adoption | None = None
@@ -276,6 +279,7 @@ class StageLogs:
             kind="held",
             number=number,
             holder=holder,
+            host=socket.gethostname(),
             force=goes_on.force if goes_on else force,
             adopted=adopted,
             journal=self._counted(fingerprint, goes_on) if goes_on and not adopted else {},
@@ -305,6 +309,7 @@ class StageLogs:
             kind="committed",
             number=attempt.number + 1,
             holder=held.holder,
+            host=socket.gethostname(),
             force=held.force,
             journal=self._counted(attempt.fingerprint, held),
             record=record,

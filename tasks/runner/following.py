@@ -45,7 +45,8 @@ LOST_GRACE_S = 45.0
 """How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
 on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
 QUEUED_TOLD_S = 15.0
-EXIT_KILLED = 128 + signal.SIGKILL
+EXIT_KILLED = {128 + signal.SIGKILL, -signal.SIGKILL}
+"""As a shell tells it, and as Ray does."""
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
 
@@ -371,8 +372,8 @@ def _end(jobs: RayJobs, name: str) -> str:
         status = jobs.status(name)
     except JobError as error:
         return f"ended, and Ray forgot it: {error}"
-    if status.exit_code == EXIT_KILLED:
-        return "was killed (exit code 137; out of memory?); run again to resume"
+    if status.exit_code in EXIT_KILLED:
+        return f"was killed (exit code {status.exit_code}; out of memory?); run again to resume"
     if status.exit_code is not None:
         return f"ended with exit code {status.exit_code} and no output"
     return f"ended as {status.state} and no output"

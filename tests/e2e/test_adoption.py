@@ -42,7 +42,9 @@ def half_train(home: Home, out: Path) -> None:
     "num_workers",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.stacks)],
 )
-def test_half_trained_work_is_continued_after_an_edit(tmp_path: Path, num_workers: int) -> None:
+def test_fault_row_26_half_trained_work_is_continued_after_an_edit(
+    tmp_path: Path, num_workers: int
+) -> None:
     home = Home(tmp_path / "edited")
     tree = tmp_path / "tree"
     for package in PACKAGES:

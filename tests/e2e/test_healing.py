@@ -172,7 +172,7 @@ def _training(stack: Stack) -> list[str]:
     return []
 
 
-def test_a_killed_flow_process_is_followed_by_another_that_attaches(
+def test_fault_row_17_a_killed_flow_process_is_followed_by_another_that_attaches(
     stack: Stack, pipeline: UUID, probes: dict[str, UUID]
 ) -> None:
     assert probes
@@ -189,14 +189,16 @@ def test_a_killed_flow_process_is_followed_by_another_that_attaches(
     assert _training(stack) == ["held"]
 
 
-def test_a_cancelled_run_and_a_failed_one_end(stack: Stack, probes: dict[str, UUID]) -> None:
+def test_fault_row_20_a_cancelled_run_and_a_failed_one_end(
+    stack: Stack, probes: dict[str, UUID]
+) -> None:
     stack.wait(probes["fails"], "Failed")
     stack.wait(probes["waits"], "Running")
     stack.client.set_flow_run_state(probes["waits"], Cancelling(), force=True)
     stack.wait(probes["waits"], "Cancelled", deadline_s=ENDS_S)
 
 
-def test_a_killed_worker_comes_back_and_its_run_is_completed(
+def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
     stack: Stack, pipeline: UUID, probes: dict[str, UUID]
 ) -> None:
     keeper = servers.running(stack.home, "worker")

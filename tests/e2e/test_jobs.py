@@ -4,21 +4,20 @@ Killed with SIGKILL and started again, a stage must end with the very bytes of a
 never disturbed, and with every metric once.
 """
 
-import hashlib
 import json
 import math
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from job_bench import HOLDER, JOB_DEADLINE_S, Bench, digest_of, metrics_of, steps_done
 from tiny_stages import DATA, EVALUATE, MODEL, RL_ROUND, SFT
 
 from engines.config.stages import RLRoundStageConfig, Runtime, SFTStageConfig
@@ -27,7 +26,6 @@ from infra.identity.fingerprint import next_fingerprint
 from infra.ray.job_types import JobRequest
 from infra.store.heartbeat import Beat
 from infra.store.process_stamp import is_dead
-from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord, read_journal
@@ -35,93 +33,6 @@ from infra.waiting import wait_for
 from tasks.runner.adoption import find_adoptable
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 from tasks.runner.submission import Submission
-
-JOB_DEADLINE_S = 240.0
-HOLDER = Holder(id="test", process="test", ray_job="sft-a0")
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A store and a work directory of their own."""
-
-    root: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def spec(
-        self,
-        stage: str,
-        config: Mapping[str, Any],
-        inputs: Mapping[str, Artifact],
-        attempt: int = 0,
-    ) -> StageSpec:
-        """A specification whose fingerprint depends on stage, configuration and inputs."""
-        identity = [stage, config, {name: artifact.digest for name, artifact in inputs.items()}]
-        fingerprint = _digest(json.dumps(identity, sort_keys=True))
-        return StageSpec(
-            stage=stage,
-            job_module=f"engines.jobs.{stage}",
-            fingerprint=fingerprint,
-            attempt=attempt,
-            holder=HOLDER.id,
-            config=dict(config),
-            inputs=dict(inputs),
-            seed=3,
-            store_uri=str(self.root / "store"),
-        )
-
-    def start(self, spec: StageSpec) -> "subprocess.Popen[str]":
-        """The job's process."""
-        store = open_storage(spec.store_uri)
-        store.attempts.hold(spec.fingerprint, HOLDER, spec.attempt)
-        store.channel(spec.fingerprint).write_specification(spec)
-        return subprocess.Popen(
-            [sys.executable, *spec.job_argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **self.environment),
-        )
-
-    def run(self, spec: StageSpec) -> CommitRecord:
-        """Run a job to its end."""
-        process = self.start(spec)
-        output, _ = process.communicate(timeout=JOB_DEADLINE_S)
-        assert process.returncode == 0, output
-        record = open_storage(spec.store_uri).lookup(spec.fingerprint)
-        assert record is not None
-        return record
-
-    def kill_after_step(self, spec: StageSpec, step: int) -> None:
-        """Start a job and SIGKILL it once it has recorded a step."""
-        process = self.start(spec)
-        try:
-            wait_for(
-                lambda: process.poll() is not None or _steps_done(spec) >= step,
-                f"step {step} of {spec.stage}",
-                JOB_DEADLINE_S,
-                poll_s=0.002,
-            )
-        finally:
-            process.kill()
-            output, _ = process.communicate(timeout=30)
-        assert process.returncode == -signal.SIGKILL, output
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _journal(spec: StageSpec) -> list[JournalRecord]:
-    return read_journal(open_storage(spec.store_uri), spec.fingerprint)[0]
-
-
-def _steps_done(spec: StageSpec) -> int:
-    records = _journal(spec)
-    return max((record.done or 0 for record in records if record.kind == "progress"), default=0)
-
-
-def _metrics(spec: StageSpec) -> list[JournalRecord]:
-    return [record for record in _journal(spec) if record.kind == "metrics"]
 
 
 def _comparable(records: list[JournalRecord]) -> list[tuple[int | None, dict[str, float]]]:
@@ -172,7 +83,7 @@ def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference:
         inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
     bench = reference.bench
     old = bench.spec(stage, config, inputs).model_copy(
-        update={"fingerprint": _digest(f"{stage} half"), "schema_version": STAGE_SCHEMA_VERSION}
+        update={"fingerprint": digest_of(f"{stage} half"), "schema_version": STAGE_SCHEMA_VERSION}
     )
     bench.kill_after_step(old, 6)
     kind = SFTStageConfig if stage == "sft" else RLRoundStageConfig
@@ -222,7 +133,9 @@ class Processes:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl_round"])
-def test_a_stage_killed_twice_ends_as_if_it_never_was(stage: str, reference: Reference) -> None:
+def test_fault_row_2_a_stage_killed_twice_ends_as_if_it_never_was(
+    stage: str, reference: Reference
+) -> None:
     """SIGKILL at a random step, and again after it resumed: same bytes, every metric once."""
     config = SFT if stage == "sft" else RL_ROUND
     expected = reference.sft if stage == "sft" else reference.rl
@@ -231,7 +144,7 @@ def test_a_stage_killed_twice_ends_as_if_it_never_was(stage: str, reference: Ref
         inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
     undisturbed = reference.bench.spec(stage, config, inputs)
     # The same store for the inputs, another fingerprint for the stage.
-    spec = undisturbed.model_copy(update={"fingerprint": _digest(stage)})
+    spec = undisturbed.model_copy(update={"fingerprint": digest_of(stage)})
     num_steps = (
         config["rl"]["num_steps_per_round"] if stage == "rl_round" else config["sft"]["num_steps"]
     )
@@ -242,9 +155,9 @@ def test_a_stage_killed_twice_ends_as_if_it_never_was(stage: str, reference: Ref
     record = bench.run(spec.model_copy(update={"attempt": 2}))
     assert record.artifact.digest == expected.artifact.digest, (first, second)
     assert record.metrics == expected.metrics
-    steps = [entry.step for entry in _metrics(spec) if "training/global_step" in entry.values]
+    steps = [entry.step for entry in metrics_of(spec) if "training/global_step" in entry.values]
     assert steps == list(range(1, num_steps + 1))
-    assert _comparable(_metrics(spec)) == _comparable(_metrics(undisturbed))
+    assert _comparable(metrics_of(spec)) == _comparable(metrics_of(undisturbed))
 
 
 def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_step(
@@ -252,7 +165,7 @@ def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_ste
 ) -> None:
     bench = Bench(reference.bench.root, {"RLHF_FAULTS": "storage.before_publish=stop"})
     spec = bench.spec("sft", SFT, {"dataset": reference.dataset})
-    spec = spec.model_copy(update={"fingerprint": _digest("stopped")})
+    spec = spec.model_copy(update={"fingerprint": digest_of("stopped")})
     stopped = bench.start(spec)
     try:
         process = psutil.Process(stopped.pid)
@@ -267,14 +180,14 @@ def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_ste
     store = open_storage(spec.store_uri)
     assert store.lookup(spec.fingerprint) == record
     store.verify(record.artifact, "bytes")
-    assert [entry.step for entry in _metrics(spec)] == list(range(1, SFT["sft"]["num_steps"] + 1))
+    assert [entry.step for entry in metrics_of(spec)] == list(range(1, SFT["sft"]["num_steps"] + 1))
 
 
 def test_sampler_and_trainer_agree_in_every_rl_step(reference: Reference) -> None:
     """Rollout logprobs against the training engine's on the same tokens: <= 1e-4 in fp32."""
     inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
     spec = reference.bench.spec("rl_round", RL_ROUND, inputs)
-    trained = [r.values for r in _metrics(spec) if r.values.get("training/skipped_steps") == 0]
+    trained = [r.values for r in metrics_of(spec) if r.values.get("training/skipped_steps") == 0]
     assert trained
     for values in trained:
         assert 0 <= values["mismatch/logprob_abs_mean"] <= values["mismatch/logprob_abs_max"]
@@ -285,7 +198,7 @@ def test_sampler_and_trainer_agree_in_every_rl_step(reference: Reference) -> Non
 def test_rl_reports_under_the_names_that_users_of_verl_know(reference: Reference) -> None:
     inputs = _rl_inputs(reference.dataset, reference.sft.artifact)
     spec = reference.bench.spec("rl_round", RL_ROUND, inputs)
-    trained = [r.values for r in _metrics(spec) if r.values.get("training/skipped_steps") == 0]
+    trained = [r.values for r in metrics_of(spec) if r.values.get("training/skipped_steps") == 0]
     assert trained[0].keys() >= {
         "actor/pg_loss",
         "actor/pg_clipfrac",
@@ -330,7 +243,7 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     inputs = {"dataset": dataset, "policy": reference.rl.artifact}
     spec = bench.spec("rl_round", second, inputs)
     round_2 = bench.run(spec)
-    assert [r.step for r in _metrics(spec) if "actor/lr" in r.values] == [3, 4]
+    assert [r.step for r in metrics_of(spec) if "actor/lr" in r.values] == [3, 4]
     directory = Path(round_2.artifact.uri)
     engine_state = json.loads((directory / "checkpoint" / "engine.json").read_text())
     before = json.loads(
@@ -345,7 +258,7 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
     inputs = {"policy": round_2.artifact, "dataset": dataset}
     of_policy = bench.spec("evaluate", {**EVALUATE, "backend": "fsdp2"}, inputs)
     assert bench.run(of_policy).artifact.digest == evaluated.artifact.digest
-    assert [record.step for record in _metrics(of_policy)] == [4]
+    assert [record.step for record in metrics_of(of_policy)] == [4]
     assert {"accuracy", "accuracy_low", "pass@1", "pass@4"} <= evaluated.metrics.keys()
     inputs = {"evaluation": evaluated.artifact, "model": model}
     for min_value, promoted in ((0.0, True), (1.0, False)):
@@ -389,12 +302,12 @@ def test_an_evaluation_that_cannot_be_claimed_is_left_alone_and_costs_no_policy(
 ) -> None:
     bench, inputs = reference.bench, {"dataset": reference.dataset}
     spec = bench.spec("sft", {**SFT, "sft": {"num_steps": 1}}, inputs)
-    spec = spec.model_copy(update={"fingerprint": _digest(why)})
+    spec = spec.model_copy(update={"fingerprint": digest_of(why)})
     after = _evaluation_after(bench, {**EVALUATE, "backend": "fsdp2"}, inputs, name=why)
     if why == "other code":
         spec_of_other_code = after.spec.model_copy(update={"sources": {"engines.types": "0" * 64}})
         after = after.model_copy(update={"spec": spec_of_other_code})
-    known = bench.run(spec.model_copy(update={"fingerprint": _digest(f"{why} before")}))
+    known = bench.run(spec.model_copy(update={"fingerprint": digest_of(f"{why} before")}))
     store, name = open_storage(spec.store_uri), next_fingerprint(after, known.artifact)
     if why == "committed":
         held = store.attempts.hold(name, HOLDER, 0)
@@ -467,9 +380,9 @@ def test_equal_runs_publish_equal_bytes(reference: Reference, tmp_path: Path) ->
 def test_sigterm_ends_a_job_at_once_and_it_resumes(reference: Reference) -> None:
     bench = reference.bench
     spec = bench.spec("sft", SFT, {"dataset": reference.dataset})
-    spec = spec.model_copy(update={"fingerprint": _digest("sigterm")})
+    spec = spec.model_copy(update={"fingerprint": digest_of("sigterm")})
     process = bench.start(spec)
-    wait_for(lambda: _steps_done(spec) >= 6, "step 6", JOB_DEADLINE_S, poll_s=0.002)
+    wait_for(lambda: steps_done(spec) >= 6, "step 6", JOB_DEADLINE_S, poll_s=0.002)
     process.terminate()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 143, output

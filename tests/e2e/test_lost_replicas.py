@@ -48,7 +48,7 @@ def replicas_of(home: Home) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
-def test_a_round_that_loses_a_replica_yields_the_same_policy(
+def test_fault_row_5_a_round_that_loses_a_replica_yields_the_same_policy(
     tmp_path: Path, signal_name: str
 ) -> None:
     home = Home(tmp_path / "run")

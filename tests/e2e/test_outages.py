@@ -46,7 +46,9 @@ def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_fault_row_21_and_22_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(
+    tmp_path: Path,
+) -> None:
     """MLflow is away from the start; the flow is killed, its job commits with nobody watching."""
     home = Home(tmp_path / "outage")
     port = pick_port(23_000)

@@ -65,8 +65,8 @@ def two_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster
 
 
 @pytest.mark.slow
-def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
-    two_homes: list[Cluster], tmp_path: Path
+def test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit(
+    two_homes: list[Cluster], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     uri = str(tmp_path / "store")
     store = open_storage(uri)
@@ -98,10 +98,11 @@ def test_ten_followers_of_two_homes_make_one_body_and_one_commit(
         return [state for state in found if state[0] in dict(bodies)]
 
     wait_for(lambda: states() == bodies, "one job a round to end well", 60)
+    record_property("F10", NUM_ROUNDS)
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
+def test_fault_row_7_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
     two_homes: list[Cluster], small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As 90 s of a full disk are to the 60 s of silence after which a job counts as dead.
@@ -136,7 +137,7 @@ def test_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
     assert kinds == ["held", "committed"]
 
 
-def test_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:
+def test_fault_row_18_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:
     store = LocalStorage(tmp_path / "store")
     given = inputs(store, tmp_path / "inputs")
     fingerprint = "ab" * 32

@@ -11,16 +11,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from rlhf.testing.fault_proxy import fault_proxy
 
 from infra import env
 from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError
 from infra.host import servers
 from infra.host.servers import ServerRecord
-from infra.ray.api import RayApi
+from infra.ray.api import RayApi, existing_token
 from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.embedded import MIN_NUM_CPUS, is_ready
 from infra.ray.job_types import JobRequest, JobState, JobStatus
@@ -80,7 +82,9 @@ def _family(record: ServerRecord) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def test_nobody_gets_an_answer_without_the_token(home: Path, cluster: Cluster) -> None:
+def test_bad_input_row_45_nobody_gets_an_answer_without_the_token(
+    home: Path, cluster: Cluster
+) -> None:
     token_path = home / "ray_token"
     assert stat.S_IMODE(token_path.stat().st_mode) == 0o600
     for path in ("/api/version", "/api/jobs/"):
@@ -133,6 +137,19 @@ def test_of_several_submissions_of_one_name_one_is_taken(jobs: RayJobs, tmp_path
     assert (tmp_path / "starts").read_text() == "x"
     assert "said by the job" in jobs.log_tail("twice", 3)
     assert jobs.look("never") is None
+
+
+def test_fault_row_19_of_a_job_whose_submitter_got_no_answer_there_is_one(
+    cluster: Cluster, jobs: RayJobs, tmp_path: Path
+) -> None:
+    code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')"
+    with fault_proxy(cluster.jobs_url) as proxy:
+        proxy.fail("lose answer", "POST", "/api/jobs/")
+        through = RayApi(proxy.address, existing_token())
+        assert RayJobs(replace(cluster, api=through)).submit("unanswered", _request(code))
+        assert [request.method for request in proxy.requests] == ["POST", "POST"]
+    assert _ended(jobs, "unanswered").state == JobState.SUCCEEDED
+    assert (tmp_path / "starts").read_text() == "x"
 
 
 def test_how_a_job_ended_is_told(jobs: RayJobs, tmp_path: Path) -> None:

@@ -52,19 +52,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     down(home.path)
 
 
-def _processes(home: Path) -> list[str]:
-    """Command lines of what was started for a home: servers, Ray's processes, jobs, runs."""
-    marks = {record.mark for name in servers.recorded(home) if (record := servers.load(home, name))}
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        environ = process.info["environ"] or {}
-        ours = environ.get("RLHF_HOME") == str(home) or environ.get("RLHF_PROCESS_MARK") in marks
-        if process.info["status"] != psutil.STATUS_ZOMBIE and (ours or str(home) in line):
-            found.append(line[:120])
-    return found
-
-
 def _begin(home: Home, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
     with out.open("wb") as file:
         run = subprocess.Popen(
@@ -93,7 +80,7 @@ def _wait_for_line(out: Path, line: str, run: subprocess.Popen[bytes]) -> None:
         ("ray", signal.SIGINT),
     ],
 )
-def test_a_signal_during_the_start_leaves_nothing(
+def test_fault_row_20_a_signal_during_the_start_leaves_nothing(
     home: Home, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
     run = _begin(home, tmp_path / "out")
@@ -106,7 +93,7 @@ def test_a_signal_during_the_start_leaves_nothing(
     time.sleep(0.5)
     run.send_signal(number)  # impatience must not skip the end
     assert run.wait(timeout=DEADLINE_S) == EXIT_CODES[number]
-    assert _processes(home.path) == []
+    assert home.processes() == []
     assert servers.recorded(home.path) == []
 
 
@@ -129,7 +116,7 @@ def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
     )
     assert servers.running(home.path, "ray") is not None
     assert "ray" in down(home.path)[0]
-    assert _processes(home.path) == []
+    assert home.processes() == []
     # The next run says what became of it.
     run = _begin(home, tmp_path / "next", *LONG)
     _wait_for_line(tmp_path / "next", "preprocess  reused", run)
@@ -156,12 +143,14 @@ def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
     assert "goes on; its Ray head ends after it" in printed
     assert servers.running(home.path, "ray") is not None
     assert servers.load(home.path, "prefect-embedded") is None
-    wait_for(lambda: not _processes(home.path), "the head to end", DEADLINE_S)
+    wait_for(lambda: not home.processes(), "the head to end", DEADLINE_S)
     assert servers.recorded(home.path) == []
     assert len(list((home.path / "store" / "artifacts").glob("policy/*"))) == 1
 
 
-def test_ctrl_c_twice_ends_the_job_and_everything(prepared: Home, tmp_path: Path) -> None:
+def test_fault_row_20_ctrl_c_twice_ends_the_job_and_everything(
+    prepared: Home, tmp_path: Path
+) -> None:
     run = _begin(prepared, tmp_path / "out", *LONG)
     _wait_for_line(tmp_path / "out", "sft  step 3/", run)
     run.send_signal(signal.SIGINT)
@@ -170,7 +159,7 @@ def test_ctrl_c_twice_ends_the_job_and_everything(prepared: Home, tmp_path: Path
     started = time.monotonic()
     assert run.wait(timeout=DEADLINE_S) == 130
     assert time.monotonic() - started < 60
-    assert _processes(prepared.path) == []
+    assert prepared.processes() == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A secret of the environment, and a reward that does its best to write it down."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_no_secret_reaches_the_disk(tmp_path: Path) -> None:
+def test_no_secret_reaches_the_disk(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     home = Home(tmp_path / "run")
     home.environment["HF_TOKEN"] = SECRET
     reward = tmp_path / "nosy.py"
@@ -37,4 +40,6 @@ def test_no_secret_reaches_the_disk(tmp_path: Path) -> None:
     ]
     texts = {log: log.read_bytes() for log in logs}
     assert any(b"found " in text for text in texts.values()), "the reward printed into some log"
-    assert not [log for log, text in texts.items() if SECRET.encode() in text]
+    found = [log for log, text in texts.items() if SECRET.encode() in text]
+    record_property("F12", len(found))
+    assert not found

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from infra import env
+from infra.host import servers
 
 RECIPE = """
 name: tiny
@@ -96,6 +99,23 @@ class Home:
     def run(self, *overrides: str) -> dict:
         """The report of a run with these values of the recipe."""
         return self.report(self.rlhf("run", *settings(*overrides)))
+
+    def processes(self) -> list[psutil.Process]:
+        """What was started for this home: servers, Ray's processes, jobs, runs."""
+        marks = {
+            record.mark
+            for name in servers.recorded(self.path)
+            if (record := servers.load(self.path, name))
+        }
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ", "status"]):
+            environ = process.info["environ"] or {}
+            ours = environ.get("RLHF_HOME") == str(self.path)
+            ours |= environ.get("RLHF_PROCESS_MARK") in marks
+            ours |= str(self.path) in " ".join(process.info["cmdline"] or [])
+            if ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
 
     @property
     def has_ray(self) -> bool:

@@ -1,17 +1,7 @@
-"""`pytest tests/faults --figures`: what the faults came to, and a verdict as the last line.
-
-A test gives its part of a figure with `record_property("F1", number)`; parts are added up.
-"""
-
-from collections import Counter
+"""`pytest tests/faults --figures`: what the faults came to, and a verdict as the last line."""
 
 import pytest
-
-FIGURES = {
-    "F1": (100, "kills at storage calls, after each of which a fresh process ends identically"),
-    "F7": (1200, "damaged step checkpoints, each refused with file and digests"),
-}
-"""How many there have to be, and of what."""
+from figures import FIGURES
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,16 +14,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not config.getoption("figures", False):
         return
-    found: Counter[str] = Counter()
+    parts: dict[str, list[float]] = {name: [] for name in FIGURES}
     for report in reporter.getreports("passed"):
         if report.when == "call":
-            found.update({name: n for name, n in report.user_properties if name in FIGURES})
-    for name, (need, what) in FIGURES.items():
-        reporter.write_line(f"{name}  {found[name]} (need {need}) {what}")
+            for name, number in report.user_properties:
+                if name in parts:
+                    parts[name].append(number)
+    totals = {name: figure.total(parts[name]) for name, figure in FIGURES.items()}
+    for name, figure in FIGURES.items():
+        reporter.write_line(figure.line(name, totals[name]))
     counts = {
         outcome: len(reporter.getreports(outcome)) for outcome in ("failed", "error", "skipped")
     }
-    short = [name for name, (need, _) in FIGURES.items() if found[name] < need]
     told = [f"{number} {outcome}" for outcome, number in counts.items() if number]
-    told += [f"{name} is short" for name in short]
+    told += [f"not {name}" for name, figure in FIGURES.items() if not figure.holds(totals[name])]
     reporter.write_line(f"verdict: {'not held, ' + ', '.join(told) if told else 'held'}")

@@ -166,7 +166,7 @@ def test_what_the_likely_input_does_not_save_is_to_run(
     assert found["merge"].status == "likely_run"
 
 
-def test_another_configuration_yields_something_new_and_is_named_with_both_values(
+def test_bad_input_row_36_and_37_another_configuration_is_named_with_both_values(
     storage: LocalStorage,
 ) -> None:
     before = plan(storage)
@@ -197,7 +197,7 @@ def test_what_died_without_a_step_is_nothing_to_compare_with(storage: LocalStora
     assert plan(storage, LEARNING_RATE)["sft"].why.startswith(f"differs from {near[:12]}: ")
 
 
-def test_half_trained_work_is_compared_with_and_goes_on(storage: LocalStorage) -> None:
+def test_fault_row_26_half_trained_work_is_compared_with_and_goes_on(storage: LocalStorage) -> None:
     new = ("data.arithmetic.num_sft=100", "sft.optimizer.lr=0.004")
     with pytest.raises(InterruptedError):
         run_stages(recipe(storage, *new), Stages(storage, fails="sft"), lambda _: None)

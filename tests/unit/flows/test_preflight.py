@@ -285,5 +285,5 @@ def test_models_and_adapters(directory: Path, model: Path) -> None:
     assert "copy it again" in problem(directory, *use)
 
 
-def test_a_platform_that_is_not_here(directory: Path) -> None:
+def test_bad_input_row_42_a_platform_that_is_not_here(directory: Path) -> None:
     assert problem(directory, "hardware.platform=huawei").startswith("hardware.platform: huawei ")

@@ -58,7 +58,7 @@ def test_random_generators_are_restored(
     assert engine.num_steps == 2
 
 
-def test_what_is_damaged_is_refused(
+def test_bad_input_row_39_what_is_damaged_is_refused(
     make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
 ) -> None:
     _, policy = make_policy("qwen3")

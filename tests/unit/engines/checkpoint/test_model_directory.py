@@ -154,7 +154,7 @@ def test_a_context_in_which_rotary_factors_change(model_dir: Path, section: str)
         (lambda data: data[:8] + b"#" + data[9:], "damaged header"),
     ],
 )
-def test_a_damaged_shard(model_dir: Path, damage: Any, text: str) -> None:
+def test_bad_input_row_30_a_damaged_shard(model_dir: Path, damage: Any, text: str) -> None:
     file = model_dir / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     assert text in refused(model_dir)

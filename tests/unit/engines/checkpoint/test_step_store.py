@@ -88,7 +88,9 @@ def test_a_step_asked_for_is_never_replaced(tmp_path: Path) -> None:
         store.load(7)
 
 
-def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path: Path) -> None:
+def test_bad_input_row_35_all_damaged_is_an_error_and_not_a_start_from_scratch(
+    tmp_path: Path,
+) -> None:
     store = saved(tmp_path, 5, 10)
     for step in (5, 10):
         (tmp_path / f"step-{step:08d}" / "trainer.json").write_text("{}")
@@ -184,7 +186,7 @@ def test_a_fault_that_raises_leaves_no_temporary(
     assert names(tmp_path) == []
 
 
-def test_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
+def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "ROOM_POLL_S", 0.05)

@@ -67,7 +67,7 @@ def strike(rollout: ServedRollout, victim: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("engine", COMPUTES)
-def test_an_engine_whose_subprocess_dies_is_replaced(
+def test_fault_row_6_an_engine_whose_subprocess_dies_is_replaced(
     policy_spec: WorkerSpec, wide_model_dir: Path, tmp_path: Path, engine: str
 ) -> None:
     """Ray sees a healthy actor, and would send it the same requests for ever (ray#60145)."""

@@ -240,7 +240,7 @@ def strike(rollout: ServedRollout, victim: psutil.Process, signal_name: str) -> 
 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
-def test_a_replica_lost_while_it_samples_is_replaced(
+def test_fault_row_5_a_replica_lost_while_it_samples_is_replaced(
     policy_spec: WorkerSpec, tmp_path: Path, signal_name: str
 ) -> None:
     """Its share is sampled again from the same weights: bitwise the same batch comes of it."""

@@ -85,7 +85,7 @@ def ask(*solutions: str) -> list[ScoreRequest]:
     return [ScoreRequest("d", solution, "ok", {"index": 1}) for solution in solutions]
 
 
-def test_misbehaviour_is_unscored_and_spares_the_others(file: Path) -> None:
+def test_fault_row_14_misbehaviour_is_unscored_and_spares_the_others(file: Path) -> None:
     order = ["ok", *REASONS, "wrong", "ok"]
     pool = make_pool(file)
     started = time.monotonic()

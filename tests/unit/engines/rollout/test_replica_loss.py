@@ -85,7 +85,7 @@ def hangs(engine: RolloutEngine) -> RolloutEngine:
 
 
 @pytest.mark.parametrize("routing", ["by_place", "least_loaded"])
-def test_samples_of_a_replica_that_died_come_from_the_next(lab, routing: str) -> None:
+def test_fault_row_5_samples_of_a_replica_that_died_come_from_the_next(lab, routing: str) -> None:
     requests = lab.requests(5, 3)
     with serving(lab, lab.bare_engine()) as (service, _):
         publish(service, lab.model)
@@ -103,7 +103,7 @@ def test_samples_of_a_replica_that_died_come_from_the_next(lab, routing: str) ->
         assert found == expected
 
 
-def test_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
+def test_fault_row_4_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
     with serving(lab, hangs(lab.bare_engine())) as (service, spare):
         publish(service, lab.model)
         rows = service.generate(lab.requests(2, 2))
@@ -111,7 +111,7 @@ def test_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
         assert spare.replaced == [0]
 
 
-def test_the_number_of_restarts_is_bounded_and_told(lab) -> None:
+def test_fault_row_6_the_number_of_restarts_is_bounded_and_told(lab) -> None:
     with serving(lab, dies_after(lab.bare_engine(), 0), max_num_restarts=2) as (service, spare):
         spare.new = lambda: dies_after(lab.bare_engine(), 0)
         publish(service, lab.model)

@@ -78,7 +78,7 @@ def test_without_the_filter_one_batch_is_a_step_whatever_its_scores() -> None:
     assert collector.full
 
 
-def test_a_step_without_a_usable_sample_is_empty_and_not_an_error() -> None:
+def test_fault_row_16_a_step_without_a_usable_sample_is_empty_and_not_an_error() -> None:
     experience = collect(sample(0, 1.0), sample(0, 1.0), enable=True)
     assert experience.num_groups == 0
     assert experience.batch.num_tokens == 0

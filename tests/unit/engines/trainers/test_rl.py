@@ -104,14 +104,16 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
         ]
 
 
-def test_equal_rewards_give_no_gradient_and_are_counted(run_round) -> None:
+def test_fault_row_16_equal_rewards_give_no_gradient_and_are_counted(run_round) -> None:
     for metrics in run_round("always"):
         assert metrics["actor/grad_norm"] == 0
         assert metrics["critic/equal_groups"] == 4
         assert metrics["training/skipped_steps"] == 0
 
 
-def test_a_step_whose_groups_are_all_filtered_is_skipped_and_counted(run_round) -> None:
+def test_fault_row_16_a_step_whose_groups_are_all_filtered_is_skipped_and_counted(
+    run_round,
+) -> None:
     filter_groups = {"enable": True, "max_num_gen_batches": 2}
     for metrics in run_round("always", algorithm={"filter_groups": filter_groups}):
         assert metrics["training/skipped_steps"] == 1
@@ -192,7 +194,9 @@ def test_samples_of_other_weights_than_the_published_ones_are_refused(
         run_round("odd_length", sampling={"max_new_tokens": 5})
 
 
-def test_a_sync_that_is_skipped_stops_the_round(run_round, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_row_12_a_sync_that_is_skipped_stops_the_round(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer forgets to send what it trained, and counts on."""
     publish = ServedRollout.publish
     reports: list[SyncReport] = []
@@ -207,7 +211,7 @@ def test_a_sync_that_is_skipped_stops_the_round(run_round, monkeypatch: pytest.M
         run_round("odd_length")
 
 
-def test_a_slow_drift_is_told_each_step_and_stopped(
+def test_fault_row_13_a_slow_drift_is_told_each_step_and_stopped(
     run_round, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sampler whose temperature leaves the trainer's by 5e-5, then by twice as much each step."""

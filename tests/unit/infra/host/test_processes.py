@@ -91,7 +91,7 @@ def test_child_gets_environment_directory_private_files_and_a_working_sigint(
     assert (tmp_path / "made").stat().st_mode & 0o077 == 0
 
 
-def test_stop_reaches_grandchildren_in_sessions_of_their_own(tmp_path: Path) -> None:
+def test_fault_row_20_stop_reaches_grandchildren_in_sessions_of_their_own(tmp_path: Path) -> None:
     record = _start(
         tmp_path,
         """

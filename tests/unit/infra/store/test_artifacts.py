@@ -195,7 +195,7 @@ def test_a_read_error_is_neither_absence_nor_damage(
         verify_directory(published)
 
 
-def test_a_newer_schema_is_refused_by_name(published: Path) -> None:
+def test_bad_input_row_40_a_newer_schema_is_refused_by_name(published: Path) -> None:
     values = json.loads((published / MANIFEST_NAME).read_bytes())
     (published / MANIFEST_NAME).write_text(json.dumps({**values, "schema": 3, "new": 1}))
     with pytest.raises(ArtifactError, match="has schema 3; this code reads <= 1"):

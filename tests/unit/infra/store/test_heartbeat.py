@@ -152,7 +152,7 @@ def test_a_full_disk_does_not_stop_the_beats(small_disk: Path) -> None:
         wait_until(lambda: beat_of(path).number > number + 5)
 
 
-def test_a_phase_without_progress_is_reported_once_with_stacks(tmp_path: Path) -> None:
+def test_fault_row_4_a_phase_without_progress_is_reported_once_with_stacks(tmp_path: Path) -> None:
     stalls: list[Stall] = []
     stacks = tmp_path / "stacks.txt"
     with (

@@ -252,7 +252,9 @@ def test_a_moved_store_still_answers(store: Storage, tmp_path: Path) -> None:
     assert moved.local_copy(artifact) == Path(committed.artifact.uri)
 
 
-def test_fetch_of_external_input_notices_a_change(store: Storage, tmp_path: Path) -> None:
+def test_bad_input_row_30_fetch_of_external_input_notices_a_change(
+    store: Storage, tmp_path: Path
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
     artifact = external_artifact(path)

@@ -222,7 +222,7 @@ def test_fault_row_25_time_never_runs_backwards(
 
 
 @pytest.mark.parametrize("point", ["journal.before_write", "journal.after_write"])
-def test_a_full_disk_leaves_whole_lines(
+def test_fault_row_7_a_full_disk_leaves_whole_lines(
     path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     with Journal(path) as journal:

@@ -52,7 +52,7 @@ def test_first_runs_that_start_together_make_one_schema(tmp_path: Path) -> None:
     assert [err for _, err in ended] == [""] * 3
 
 
-def test_a_database_that_cannot_be_written_costs_one_line_and_no_row(
+def test_fault_row_21_a_database_that_cannot_be_written_costs_one_line_and_no_row(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],

@@ -63,7 +63,9 @@ def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
     assert list(ledger.pending()) == []
 
 
-def test_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(world: World) -> None:
+def test_bad_input_row_47_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(
+    world: World,
+) -> None:
     world.tracker.away = True
     world.train(1, 2)
     shipper = world.shipper()
@@ -279,7 +281,7 @@ def test_a_server_that_lost_everything_is_told_everything(world: World, replaced
     assert world.seen() == before
 
 
-def test_a_failure_is_one_line_and_costs_nobody_a_wait(
+def test_fault_row_21_a_failure_is_one_line_and_costs_nobody_a_wait(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.tracker.away = True

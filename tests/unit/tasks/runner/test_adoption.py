@@ -117,7 +117,7 @@ def half_train(work: Work, old: StageRequest, *steps: int) -> None:
         (["hardware.device_kind=another"], "hardware.device_kind"),
     ],
 )
-def test_layouts_and_memory_knobs_may_differ_and_are_named(
+def test_bad_input_row_38_layouts_and_memory_knobs_may_differ_and_are_named(
     work: Work, overrides: list[str], differs: str
 ) -> None:
     half_train(work, request(), 5, 10)
@@ -179,7 +179,7 @@ def test_other_data_another_seed_and_another_round_are_no_such_work(work: Work) 
         find_adoptable(work.storage, request(stage="2"))
 
 
-def test_an_edit_is_named_by_its_module_and_a_library_by_its_versions(
+def test_fault_row_26_an_edit_is_named_by_its_module_and_a_library_by_its_versions(
     work: Work, edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_train(work, request(), 5)

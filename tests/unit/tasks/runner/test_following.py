@@ -40,8 +40,8 @@ class Jobs:
 
     cluster_id = HOLDER.cluster
 
-    def __init__(self, on_status: Callable[[], JobState | None]) -> None:
-        self._on_status = on_status
+    def __init__(self, on_status: Callable[[], JobState | None], code: int = 137) -> None:
+        self._on_status, self._code = on_status, code
         self.requests: dict[str, JobRequest] = {}
         self.stopped: list[str] = []
 
@@ -51,7 +51,7 @@ class Jobs:
 
     def look(self, submission_id: str) -> JobStatus | None:
         state = self._on_status()
-        code = 137 if state == JobState.FAILED else None
+        code = self._code if state == JobState.FAILED else None
         if state is None:
             return None
         return JobStatus(submission_id, state, "", code, {})
@@ -167,7 +167,7 @@ def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Sta
     assert stage.said == [f"submitted {name}"]
 
 
-def test_history_is_not_told_again_when_attaching(stage: Stage) -> None:
+def test_fault_row_27_history_is_not_told_again_when_attaching(stage: Stage) -> None:
     stage.hold()
     with stage.journal() as journal:
         journal.metrics(7, {"train/loss": 0.5})
@@ -278,9 +278,16 @@ def test_a_crash_carries_the_reason_and_the_log(stage: Stage) -> None:
     assert "ValueError: no such thing\n    the last line" in str(caught.value)
 
 
-def test_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(stage: Stage) -> None:
-    with pytest.raises(JobFailedError, match="was killed .exit code 137"):
-        stage.follow(Jobs(lambda: JobState.FAILED))
+@pytest.mark.parametrize("code", [137, -9])
+def test_fault_row_24_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(
+    stage: Stage, code: int
+) -> None:
+    """As the kernel kills for want of memory; -9 is how Ray tells it."""
+    said = rf"was killed .exit code {code}; out of memory\?.*\n    the last line"
+    first = Jobs(lambda: JobState.FAILED, code)
+    with pytest.raises(JobFailedError, match=said):
+        stage.follow(first)
+    assert len(first.requests) == 1, "it is not tried again by itself"
     jobs = Jobs(lambda: JobState.FAILED)
     with pytest.raises(JobFailedError):
         stage.follow(jobs)
@@ -421,7 +428,7 @@ def test_who_is_overtaken_follows_the_other_attempt(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("skew_s", [120.0, -120.0])
-def test_a_clock_that_is_off_stops_no_job(
+def test_fault_row_25_a_clock_that_is_off_stops_no_job(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     monkeypatch.setattr(following, "HEARTBEAT_STALE_S", 1.0)

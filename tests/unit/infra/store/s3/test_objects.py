@@ -14,10 +14,17 @@ from rlhf.testing.fault_proxy import FaultProxy
 
 from flows.checks import _named_store
 from infra import env
-from infra.errors import ConfigError, StoreDeniedError, StoreError, StoreUnreachableError
+from infra.errors import (
+    ConfigError,
+    FencedError,
+    StoreDeniedError,
+    StoreError,
+    StoreUnreachableError,
+)
 from infra.store.s3 import objects as objects_module
 from infra.store.s3.address import S3Address
-from infra.store.s3.objects import Objects
+from infra.store.s3.objects import Found, Objects
+from infra.store.stage_log import Holder
 from infra.store.storage import open_storage
 
 
@@ -77,7 +84,9 @@ def test_a_service_that_is_gone_is_unreachable(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_failure_that_passes_is_not_told(objects: Objects, proxy: FaultProxy, times: int) -> None:
+def test_fault_row_28_a_failure_that_passes_is_not_told(
+    objects: Objects, proxy: FaultProxy, times: int
+) -> None:
     data = bytes(range(256)) * 1000
     proxy.fail(500, "PUT", times=1)
     objects.put("a", data)
@@ -92,7 +101,7 @@ def test_a_failure_that_passes_is_not_told(objects: Objects, proxy: FaultProxy, 
 
 @pytest.mark.parametrize("action", ["lose answer", "cut request", 500, 409])
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_who_gets_no_answer_learns_whether_the_name_is_his(
+def test_fault_row_28_who_gets_no_answer_learns_whether_the_name_is_his(
     objects: Objects, proxy: FaultProxy, action: Any, is_taken: bool
 ) -> None:
     objects.require_conditions()
@@ -172,6 +181,27 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
     proxy.heal()
     assert objects.create("entry", b"mine")
     assert open_storage(uri).probe().startswith(f"{uri} at {proxy.address}: of two who create")
+
+
+@pytest.mark.parametrize("num_shown", [0, 1])
+def test_fault_row_28_who_sees_a_listing_of_before_holds_nothing_that_is_taken(
+    uri: str, monkeypatch: pytest.MonkeyPatch, num_shown: int
+) -> None:
+    fingerprint, first = "f" * 64, Holder(id="first", process="elsewhere")
+    attempts = open_storage(uri).attempts
+    for number in range(num_shown + 1):
+        attempts.hold(fingerprint, first, number)
+    listed = Objects.listed
+
+    def before(self: Objects, prefix: str, after: str = "") -> list[Found]:
+        found = listed(self, prefix, after)
+        return found[:num_shown] if prefix == f"stages/{fingerprint}/" else found
+
+    monkeypatch.setattr(Objects, "listed", before)
+    late = open_storage(uri).attempts
+    assert len(late.entries(fingerprint)) == num_shown
+    with pytest.raises(FencedError, match=f"entry {num_shown} of .* held by first"):
+        late.hold(fingerprint, Holder(id="late", process="here"), num_shown)
 
 
 def test_missing_credentials_are_told(uri: str, proxy: FaultProxy) -> None:

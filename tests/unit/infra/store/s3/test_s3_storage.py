@@ -101,7 +101,7 @@ def test_a_large_artifact_goes_up_in_parts_and_comes_down_whole(
         ("PUT", "manifest.json", "cut request"),
     ],
 )
-def test_an_upload_that_is_cut_leaves_nothing_visible_and_is_made_good(
+def test_fault_row_28_an_upload_that_is_cut_leaves_nothing_visible_and_is_made_good(
     uri: str,
     objects: Objects,
     proxy: FaultProxy,
