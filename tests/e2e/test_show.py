@@ -63,7 +63,7 @@ def lineage_is_told(home: Home) -> None:
     assert {trace.info.trace_metadata["mlflow.sourceRun"] for trace in traces} == {round_id}
     (file,) = client.list_artifacts(runs["sft"].info.run_id, "output")
     assert file.path == "output/manifest.json"
-    (champion,) = client.search_model_versions("name = 'policy'")
+    (champion,) = client.search_model_versions("name = 'tiny'")
     assert name_of[champion.model_id] == "merge"
 
 

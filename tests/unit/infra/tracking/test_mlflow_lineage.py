@@ -102,7 +102,8 @@ def test_what_stages_hand_on_is_linked_and_there_once(home: Path) -> None:
 
     shown = preprocess.inputs.dataset_inputs[0].dataset
     assert '"num_rows/rl": 3' in (shown.profile or "")
-    assert get_source(preprocess.inputs.dataset_inputs[0]).uri == dataset.uri
+    source: Any = get_source(preprocess.inputs.dataset_inputs[0])
+    assert source.uri == dataset.uri
     columns = json.loads(shown.schema or "{}")["mlflow_colspec"]
     assert Schema.from_json(json.dumps(columns)).input_names() == ["rl.prompt", "rl.n"]
 
