@@ -86,6 +86,8 @@ def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
     with closing(sqlite3.connect(home.path / "prefect" / "prefect.db")) as database:
         query = "SELECT data FROM artifact WHERE key = 'samples-tiny'"
         ((shown,),) = database.execute(query).fetchall()
+        keys = {key for (key,) in database.execute("SELECT key FROM artifact")}
+    assert {"progress-rl-round-1", "progress-evaluate"} <= keys
     assert "## Step 2" in shown
 
     lineage_is_told(home)
