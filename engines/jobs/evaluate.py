@@ -164,7 +164,7 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
 
     def report(done: int, total: int) -> None:
         context.heartbeat.tick()
-        context.journal.log(f"evaluated {done} of {total} problems")
+        context.journal.progress(done, total, f"evaluated {done} of {total} problems")
 
     with context.clock("evaluate"):
         evaluation = evaluator.run(generate, report)

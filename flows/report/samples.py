@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from infra.tracking.history import StageHistory
-from infra.tracking.samples import KeptSample, read_samples
+from infra.tracking.samples import KeptSample, read_samples, within
 
 PAGE_NAME = "samples.html"
 CURVES = {
@@ -72,7 +72,7 @@ def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownR
     return ShownRun(
         name,
         {title: _curve(values, metrics) for title, metrics in CURVES.items()},
-        _within(steps, MAX_RUN_BYTES),
+        within(steps, MAX_RUN_BYTES),
         len(steps),
     )
 
@@ -137,14 +137,3 @@ def _curve(
         if points:
             return [point for point in points if math.isfinite(point[1])]
     return []
-
-
-def _within(
-    steps: Mapping[int, Sequence[KeptSample]], max_bytes: int
-) -> dict[int, Sequence[KeptSample]]:
-    """All steps, or every second, fourth, ... and the last, so that a page stays one."""
-    sizes = {step: sum(len(s.model_dump_json()) for s in each) for step, each in steps.items()}
-    chosen = sorted(steps)
-    while len(chosen) > 1 and sum(sizes[step] for step in chosen) > max_bytes:
-        chosen = chosen[::-1][::2][::-1]
-    return {step: steps[step] for step in chosen}

@@ -27,6 +27,7 @@ from infra.store.artifacts import (
     EXTERNAL_KIND,
     MANIFEST_NAME,
     Level,
+    Manifest,
     build_manifest,
     external_artifact,
     read_manifest,
@@ -156,12 +157,15 @@ class Storage(Protocol):
         """
         ...
 
-    def verify(self, artifact: Artifact, level: Level) -> None:
+    def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """Compare an artifact with its manifest.
 
         Args:
             artifact: of this store.
             level: how closely.
+
+        Returns:
+            The manifest.
 
         Raises:
             ArtifactNotFoundError: the store has no such artifact.
@@ -217,7 +221,7 @@ class StageResults(ABC):
     attempts: Attempts
 
     @abstractmethod
-    def verify(self, artifact: Artifact, level: Level) -> None:
+    def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
 
     @abstractmethod
@@ -318,12 +322,12 @@ class LocalStorage(StageResults):
             self._take_in(source, final, manifest.digest)
         return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
 
-    def verify(self, artifact: Artifact, level: Level) -> None:
+    def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
         directory = self._artifact_dir(artifact.kind, artifact.digest)
         if not directory.exists():
             raise ArtifactNotFoundError(f"{directory} is not in the store")
-        verify_named(directory, artifact.digest, level)
+        return verify_named(directory, artifact.digest, level)
 
     def local_copy(self, artifact: Artifact) -> Path:
         """See `Storage.local_copy`."""
@@ -406,7 +410,7 @@ def require(pattern: re.Pattern[str], value: str, what: str) -> None:
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
 
 
-def verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
+def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:
     """Verify a directory below the name of its kind that must have the manifest of that digest."""
     try:
         found = read_manifest(directory, directory.parent.name).digest
@@ -416,7 +420,7 @@ def verify_named(directory: Path, digest: str, level: Level = "bytes") -> None:
         raise ArtifactCorruptError(f"{error}; need that of digest {digest}") from error
     if found != digest:
         raise ArtifactCorruptError(f"{directory / MANIFEST_NAME}: digest {found}; need {digest}")
-    verify_directory(directory, level)
+    return verify_directory(directory, level)
 
 
 def check_unchanged(artifact: Artifact) -> None:

@@ -35,12 +35,13 @@ BEAT_TAG = "rlhf.beat"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
-def register_version(client: "MlflowClient", candidate: ModelCandidate) -> str:
+def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id: str) -> str:
     """Register a model and give it the alias.
 
     Args:
         client: of the registry.
         candidate: the model.
+        model_id: the logged model that it is.
 
     Returns:
         The version.
@@ -55,7 +56,9 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate) -> str:
             FINGERPRINT_TAG: artifact.fingerprint or "",
             **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
         }
-        created = client.create_model_version(candidate.name, source, candidate.run_id, tags=tags)
+        created = client.create_model_version(
+            candidate.name, source, candidate.run_id, tags=tags, model_id=model_id
+        )
         version = str(created.version)
     beat = candidate.beat.model_dump_json() if candidate.beat else ""
     client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)

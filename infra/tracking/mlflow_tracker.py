@@ -19,24 +19,28 @@ from typing import TYPE_CHECKING, Any
 from infra import env
 from infra.host.records import file_lock
 from infra.redact import redact
+from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
+    TrackedOutput,
     TrackedRun,
     TrackerRefusedError,
     TrackerSettings,
 )
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
 
 TAG = "rlhf."
 """Prefix of every tag of ours."""
 KEY_TAG = TAG + "key"
 POSITION_TAG = TAG + "journal_position"
+DESCRIBED_TAG = TAG + "described"
+"""On a run whose settings and inputs are all there."""
 SQLITE = "sqlite:///"
 SCHEMA_DEADLINE_S = 120.0
 METRICS_PER_CALL = 500
@@ -89,22 +93,10 @@ class MlflowTracker:
     def open_run(self, run: TrackedRun) -> str:
         """The run with this key; the oldest, if there are several."""
         with _refusals(), self._writing():
-            found = self._find(run.key)
-            if found is not None:
-                return found
-            tags = {
-                **{TAG + name: value for name, value in run.tags.items()},
-                **{f"{TAG}input.{name}": digest for name, digest in run.inputs.items()},
-                KEY_TAG: run.key,
-            }
-            if run.parent_id:
-                tags["mlflow.parentRunId"] = run.parent_id
-            created = self._client.create_run(self._experiment_id, tags=tags, run_name=run.name)
-            run_id = self._find(run.key) or created.info.run_id
-            if run_id != created.info.run_id:
-                self._client.delete_run(created.info.run_id)
-            _describe(self._client, run_id, run)
-            return run_id
+            found = self._find(run.key) or self._create(run)
+            if DESCRIBED_TAG not in found.data.tags:
+                _describe(self._client, found, run)
+            return found.info.run_id
 
     def position(self, run_id: str) -> str:
         """As the run's tag holds it."""
@@ -130,20 +122,35 @@ class MlflowTracker:
     ) -> None:
         """Headline numbers stand at step 0, with the run's own start as their time."""
         with _refusals():
-            from mlflow.entities import Metric, RunTag
+            from mlflow.entities import RunTag
 
             run = self._client.get_run(run_id)
-            rows = [
-                Metric(metric_key(name), float(value), run.info.start_time, 0)
-                for name, value in metrics.items()
-                if metric_key(name) not in run.data.metrics
-            ]
+            rows = headline_rows(run, metrics)
             run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
             self._client.log_batch(run_id, metrics=rows, tags=run_tags)
             if state == "RUNNING":
                 self._client.update_run(run_id, status=state)
             elif run.info.status != state:
                 self._client.set_terminated(run_id, state)
+
+    def log_output(self, run_id: str, output: TrackedOutput) -> None:
+        """As a logged model, else as a dataset."""
+        with _refusals(), self._writing():
+            from infra.tracking.mlflow_lineage import log_output
+
+            log_output(self._client, self._client.get_run(run_id), output)
+
+    def log_samples(
+        self,
+        run_id: str,
+        steps: Mapping[int, Sequence[KeptSample]],
+        times_ms: Mapping[int, int],
+    ) -> None:
+        """As traces."""
+        with _refusals():
+            from infra.tracking.mlflow_traces import log_traces
+
+            log_traces(self.uri, self._client.get_run(run_id), steps, times_ms)
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """As artifacts of the run."""
@@ -153,9 +160,12 @@ class MlflowTracker:
     def register(self, candidate: ModelCandidate) -> str:
         """As a version that MLflow's own API loads."""
         with _refusals(), self._writing():
+            from infra.tracking.mlflow_lineage import model_of
             from infra.tracking.mlflow_models import register_version
 
-            return register_version(self._client, candidate)
+            run = self._client.get_run(candidate.run_id)
+            model_id = model_of(self._client, run, candidate.artifact)
+            return register_version(self._client, candidate, model_id)
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
         """As the registry says now; a database that was never made is not made for it."""
@@ -207,14 +217,28 @@ class MlflowTracker:
         location = self._files.as_uri() if self._database else None
         return _ensure_experiment(self._client, self._experiment, location)
 
-    def _find(self, key: str) -> str | None:
+    def _create(self, run: TrackedRun) -> "Run":
+        tags = {
+            **{TAG + name: value for name, value in run.tags.items()},
+            **{f"{TAG}input.{name}": each.digest for name, each in run.inputs.items()},
+            KEY_TAG: run.key,
+        }
+        if run.parent_id:
+            tags["mlflow.parentRunId"] = run.parent_id
+        created = self._client.create_run(self._experiment_id, tags=tags, run_name=run.name)
+        found = self._find(run.key) or created
+        if found.info.run_id != created.info.run_id:
+            self._client.delete_run(created.info.run_id)
+        return found
+
+    def _find(self, key: str) -> "Run | None":
         found: Sequence[Run] = self._client.search_runs(
             [self._experiment_id],
             f"tags.`{KEY_TAG}` = '{key}'",
             order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
             max_results=1,
         )
-        return found[0].info.run_id if found else None
+        return found[0] if found else None
 
 
 @contextmanager
@@ -244,22 +268,42 @@ def _ensure_experiment(client: "MlflowClient", name: str, location: str | None) 
     return found.experiment_id
 
 
-def _describe(client: "MlflowClient", run_id: str, run: TrackedRun) -> None:
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+def _describe(client: "MlflowClient", found: "Run", run: TrackedRun) -> None:
+    """Settings and inputs, then a mark: whoever was killed in between is repeated."""
+    from mlflow.entities import Param
 
-    params = [Param(key, value) for key, value in flatten(run.params).items()]
+    from infra.tracking.mlflow_lineage import log_inputs
+
+    run_id, known = found.info.run_id, found.data.params
+    flat = flatten(run.params).items()
+    params = [Param(key, value) for key, value in flat if key not in known]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
-    datasets = [
-        DatasetInput(
-            # MLflow's digest has 36 characters at most; the whole one goes into a tag.
-            Dataset(name, digest[:36], source_type="artifact", source=digest),
-            [InputTag("mlflow.data.context", name), InputTag("digest", digest)],
-        )
-        for name, digest in run.inputs.items()
+    if run.inputs:
+        log_inputs(client, found, run.inputs)
+    client.set_tag(run_id, DESCRIBED_TAG, "true")
+
+
+def headline_rows(
+    run: "Run", metrics: Mapping[str, float], model_id: str | None = None
+) -> list["Metric"]:
+    """Headline numbers that a run does not have yet, as rows at step 0.
+
+    Args:
+        run: as it is.
+        metrics: by name.
+        model_id: the logged model that they are about.
+
+    Returns:
+        With the run's own start as their time: told again, they are the same rows.
+    """
+    from mlflow.entities import Metric
+
+    return [
+        Metric(metric_key(name), float(value), run.info.start_time, 0, model_id=model_id)
+        for name, value in metrics.items()
+        if metric_key(name) not in run.data.metrics
     ]
-    if datasets:
-        client.log_inputs(run_id, datasets=datasets)
 
 
 def metric_key(name: str) -> str:

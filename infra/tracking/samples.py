@@ -9,7 +9,7 @@ Does not promise: that every step has a file. Nothing depends on one: a disk tha
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -63,21 +63,47 @@ def write_samples(attempt_dir: Path, kept: KeptStep) -> None:
     atomic_write_bytes(directory / f"{kept.step:08d}.json", kept.model_dump_json().encode())
 
 
-def read_samples(storage: Storage, fingerprint: str) -> dict[int, KeptStep]:
-    """What the newest generation of a stage kept, by step; a damaged file is left out.
+def read_samples(
+    storage: Storage, fingerprint: str, attempt: int | None = None
+) -> dict[int, KeptStep]:
+    """What a generation of a stage kept, by step; a damaged file is left out.
 
     Args:
         storage: of the stage.
         fingerprint: of the stage.
+        attempt: one of the generation; by default the newest.
 
     Returns:
         In the order of the steps.
     """
     files: dict[int, bytes] = {}
-    for entry in generation(storage.attempts.entries(fingerprint)):
+    for entry in generation(storage.attempts.entries(fingerprint), attempt):
         if entry.kind == "held":
             files |= storage.channel(fingerprint).read_samples(entry.number)
     return _parsed(files)
+
+
+def within(
+    steps: Mapping[int, Sequence[KeptSample]], max_bytes: int, max_num: int | None = None
+) -> dict[int, Sequence[KeptSample]]:
+    """All steps, or every second, fourth, ... and the last, so that whoever shows them can.
+
+    Args:
+        steps: samples by step.
+        max_bytes: of their JSON; one step may have more.
+        max_num: of samples; one step may have more. None: any number.
+
+    Returns:
+        Samples by step, in order.
+    """
+    sizes = {step: sum(len(s.model_dump_json()) for s in each) for step, each in steps.items()}
+    chosen = sorted(steps)
+    while len(chosen) > 1 and (
+        sum(sizes[step] for step in chosen) > max_bytes
+        or (max_num is not None and sum(len(steps[step]) for step in chosen) > max_num)
+    ):
+        chosen = chosen[::-1][::2][::-1]
+    return {step: steps[step] for step in chosen}
 
 
 def _parsed(files: Mapping[int, bytes]) -> dict[int, KeptStep]:

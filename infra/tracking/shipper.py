@@ -20,6 +20,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger, RunEntry
 from infra.tracking.promotion import CHALLENGER, INCUMBENT, PROMOTION, Decision
+from infra.tracking.shown_stage import show_stage
 from infra.tracking.tracker import (
     MetricPoint,
     ModelCandidate,
@@ -153,9 +154,14 @@ class Shipper:
             self._in_touch = bool(self._news) and self._try("answer", self._meet)
         with self._lock:
             entries = [self._entries[key] for key in self._news]
-        # Stages first: the end of a pipeline run is told when its stages are. The older first: of
-        # two models, that of the later commit is to have the alias.
-        for entry in sorted(entries, key=lambda entry: (not entry.fingerprint, entry.committed_at)):
+
+        # Stages first: the end of a pipeline run is told when its stages are. Who made something
+        # before who reads it, and the older first: of two models, that of the later commit is to
+        # have the alias.
+        def turn(entry: RunEntry) -> tuple[bool, bool, str]:
+            return not entry.fingerprint, not entry.committed_at, entry.committed_at
+
+        for entry in sorted(entries, key=turn):
             if not self._in_touch:
                 return
             with self._lock:
@@ -256,7 +262,7 @@ class Shipper:
                     parent_id=self._open(parent) if parent else None,
                     params=entry.params,
                     tags=entry.tags,
-                    inputs={name: artifact.digest for name, artifact in entry.inputs.items()},
+                    inputs=entry.inputs,
                 )
             )
         return run_id
@@ -293,6 +299,8 @@ class Shipper:
                 tags[f"run.{label}"] = stage_id
         if entry.files is not None and entry.files.is_dir():
             self._tracker.log_files(run_id, entry.files, "report")
+        if entry.fingerprint and entry.state != "RUNNING":
+            show_stage(self._tracker, self._history, entry, run_id)
         self._tracker.set_state(run_id, entry.state, tags, entry.metrics)
 
     def _register(self, entry: RunEntry, run_id: str) -> None:

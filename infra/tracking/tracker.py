@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from infra.store.artifacts import Manifest
 from infra.store.stage_spec import Artifact
+from infra.tracking.samples import KeptSample
 
 RunState = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -47,7 +49,7 @@ class TrackedRun:
         parent_id: id of the run that it belongs to.
         params: settings, nested.
         tags: short texts.
-        inputs: digests of what it reads, by name.
+        inputs: what it reads, by name.
     """
 
     key: str
@@ -55,7 +57,24 @@ class TrackedRun:
     parent_id: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, Artifact] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrackedOutput:
+    """What a stage made.
+
+    Attributes:
+        name: of the stage.
+        artifact: what it made.
+        manifest: of its files; None where the store has it no longer.
+        metrics: headline numbers of the stage.
+    """
+
+    name: str
+    artifact: Artifact
+    manifest: Manifest | None
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -161,6 +180,26 @@ class Tracker(Protocol):
             state: `RUNNING` starts it again.
             tags: replace those of the same name.
             metrics: headline numbers; those that the run has already are left.
+        """
+        ...
+
+    def log_output(self, run_id: str, output: TrackedOutput) -> None:
+        """Show what a run made; digest, kind and place are among the tags of `set_state` too."""
+        ...
+
+    def log_samples(
+        self,
+        run_id: str,
+        steps: Mapping[int, Sequence[KeptSample]],
+        times_ms: Mapping[int, int],
+    ) -> None:
+        """Show what a policy wrote.
+
+        Args:
+            run_id: from `open_run`.
+            steps: samples by step, bounded in number and bytes; those of a step that the run has
+                already are replaced.
+            times_ms: when the steps were, milliseconds since the epoch.
         """
         ...
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from infra.host.records import file_lock
 from infra.store.stage_spec import Artifact
+from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
+    TrackedOutput,
     TrackedRun,
     TrackerRefusedError,
     TrackerSettings,
@@ -51,7 +53,8 @@ class JsonLinesTracker:
         self.origin()
         with self._lock():
             if not any(line.get("key") == run.key for line in self._lines()):
-                described = {"params": run.params, "tags": run.tags, "inputs": run.inputs}
+                inputs = {name: each.digest for name, each in run.inputs.items()}
+                described = {"params": run.params, "tags": run.tags, "inputs": inputs}
                 self._append({"key": run.key, "parent": run.parent_id, **described})
         return run.key
 
@@ -75,6 +78,23 @@ class JsonLinesTracker:
             if not self._of(run_id):
                 raise TrackerRefusedError(f"{run_id}: nobody opened such a run")
             self._append({"run": run_id, "state": state, "tags": tags, "metrics": metrics})
+
+    def log_output(self, run_id: str, output: TrackedOutput) -> None:
+        """Its digest and its kind."""
+        with self._lock():
+            told = {"output": output.artifact.digest, "kind": output.artifact.kind}
+            self._append({"run": run_id, **told})
+
+    def log_samples(
+        self,
+        run_id: str,
+        steps: Mapping[int, Sequence[KeptSample]],
+        times_ms: Mapping[int, int],
+    ) -> None:
+        """Names by step."""
+        with self._lock():
+            names = {step: [sample.name for sample in each] for step, each in steps.items()}
+            self._append({"run": run_id, "samples": names})
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """Copied beside the lines."""

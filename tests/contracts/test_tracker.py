@@ -27,10 +27,12 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 from engines.config.plugins import TRACKERS, register_plugin
 from infra.errors import ConfigError
 from infra.store.stage_spec import Artifact
+from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
     MetricPoint,
     ModelCandidate,
+    TrackedOutput,
     TrackedRun,
     Tracker,
     TrackerRefusedError,
@@ -40,6 +42,7 @@ from infra.tracking.tracker import (
 register_plugin("tracker", "json-lines", "rlhf.testing.json_lines_tracker:JsonLinesTracker")
 
 Read = Callable[[Any, str], dict[str, Any]]
+DATA = Artifact(kind="dataset", uri="/nowhere", digest="d" * 64)
 # Values that a tracker which keeps float32 gives back as they were.
 POINTS = [MetricPoint("train/loss", 2.0**-step, step, 1000 + step) for step in range(5)]
 
@@ -190,7 +193,7 @@ def test_a_run_is_found_by_its_key_from_anywhere(make: Callable[[], Tracker], re
     tracker = make()
     parent = tracker.open_run(TrackedRun("p" * 8, "run", params={"rl": {"lr": 1e-6}}))
     child = TrackedRun(
-        "c" * 8, "sft", parent, {"a": {"b": "z" * 9000}}, {"stage": "sft"}, {"data": "d" * 64}
+        "c" * 8, "sft", parent, {"a": {"b": "z" * 9000}}, {"stage": "sft"}, {"data": DATA}
     )
     run_id = tracker.open_run(child)
     assert run_id != parent
@@ -272,6 +275,22 @@ def test_an_alias_leads_to_what_was_registered(make: Callable[[], Tracker], tmp_
     assert bearers() == (Incumbent("1", first), Incumbent("2", second))
     register(second, "champion", first)
     assert bearers()[0] == Incumbent("2", second, first)
+
+
+def test_what_a_stage_made_and_wrote_may_be_told_twice(
+    make: Callable[[], Tracker], read: Read
+) -> None:
+    run_id = make().open_run(TrackedRun("o" * 8, "rl_round_1", inputs={"data": DATA}))
+    policy = Artifact(kind="policy", uri="/nowhere", digest="e" * 64, fingerprint="f" * 64)
+    sample = KeptSample(
+        name="a", group=0, prompt="1+1=", tokens=("2",), num_tokens=1, mismatch=(None,),
+        score=None, reward=None, finish_reason="length",
+    )  # fmt: skip
+    for artifact in (policy, policy, DATA):
+        make().log_output(run_id, TrackedOutput("rl_round_1", artifact, None, {"accuracy": 0.5}))
+        make().log_samples(run_id, {3: [sample]}, {3: 1000})
+    make().set_state(run_id, "FINISHED", {}, {"accuracy": 0.5})
+    assert read(make(), run_id)["metrics"] == [("accuracy", 0, 0.5)]
 
 
 def test_files_are_kept_with_a_run(make: Callable[[], Tracker], tmp_path: Path) -> None:

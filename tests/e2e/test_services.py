@@ -30,7 +30,14 @@ from infra.services.stack import (
 )
 from infra.store.stage_spec import Artifact
 from infra.tracking.mlflow_tracker import MlflowTracker
-from infra.tracking.tracker import MetricPoint, ModelCandidate, TrackedRun, TrackerSettings
+from infra.tracking.samples import KeptSample
+from infra.tracking.tracker import (
+    MetricPoint,
+    ModelCandidate,
+    TrackedOutput,
+    TrackedRun,
+    TrackerSettings,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
@@ -122,6 +129,14 @@ def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
     points = [MetricPoint("train/loss", 1.0 / (step + 1), step, 1000 + step) for step in range(50)]
     for _ in range(2):
         tracker.log_metrics(run_id, points, "50")
+    policy = Artifact(kind="policy", uri="/nowhere", digest="d" * 64, fingerprint="f" * 64)
+    sample = KeptSample(
+        name="a", group=0, prompt="1+1=", tokens=("2",), num_tokens=1, mismatch=(0.5,),
+        score=1.0, reward=1.0, advantage=0.5, finish_reason="stop",
+    )  # fmt: skip
+    for _ in range(2):
+        tracker.log_output(run_id, TrackedOutput("rl_round_1", policy, None, {"accuracy": 0.9}))
+        tracker.log_samples(run_id, {3: [sample]}, {3: 1_700_000_000_000})
     tracker.set_state(run_id, "FINISHED", {}, {"accuracy": 0.9})
 
     write_tiny_models(tmp_path)
@@ -134,7 +149,15 @@ def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
     from mlflow.tracking import MlflowClient
     from mlflow.transformers import load_model
 
-    history = MlflowClient(url).get_metric_history(run_id, "train/loss")
+    client: Any = MlflowClient(url)
+    run = client.get_run(run_id)
+    (made,) = run.outputs.model_outputs
+    assert client.get_logged_model(made.model_id).tags["rlhf.digest"] == policy.digest
+    (trace,) = client.search_traces(locations=[run.info.experiment_id])
+    assert trace.info.trace_metadata["mlflow.sourceRun"] == run_id
+    assert {each.name: each.value for each in trace.info.assessments}["score"] == 1.0
+    assert trace.data.spans[0].attributes["mismatch"] == [0.5]
+    history = client.get_metric_history(run_id, "train/loss")
     assert [(m.step, m.value) for m in history] == [(p.step, p.value) for p in points]
     set_tracking_uri(url)
     # Another machine has neither the store nor the server's files.

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 from tiny_pipeline import Home
 
 from infra.store.storage import open_storage
@@ -30,6 +32,41 @@ def show(home: Home, *arguments: str) -> list[dict]:
     return data_of(Path(ended.stdout.strip()))
 
 
+def lineage_is_told(home: Home) -> None:
+    """Every stage's run has what it read and made; the samples are traces of their round's."""
+    client: Any = MlflowClient(f"sqlite:///{home.path / 'mlflow.db'}")
+    (experiment,) = client.search_experiments(filter_string="name = 'rlhf'")
+    ids = [experiment.experiment_id]
+    runs = {run.info.run_name: run for run in client.search_runs(ids)}
+    name_of = {model.model_id: model.name for model in client.search_logged_models(ids)}
+    read, made = {}, {}
+    for name, run in runs.items():
+        data = {
+            next(tag.value for tag in each.tags if tag.key == "mlflow.data.context"): each.dataset
+            for each in run.inputs.dataset_inputs
+        }
+        read[name] = {name_of[each.model_id] for each in run.inputs.model_inputs} | {
+            dataset.name for context, dataset in data.items() if context != "output"
+        }
+        made[name] = {name_of[each.model_id] for each in run.outputs.model_outputs} | {
+            dataset.name for context, dataset in data.items() if context == "output"
+        }
+    assert made["preprocess"] == {"dataset"}
+    assert (read["sft"], made["sft"]) == ({"dataset"}, {"sft"})
+    assert {"dataset", "sft"} <= read["rl_round_1"]
+    assert (read["merge"], made["merge"]) == ({"rl_round_1"}, {"merge"})
+    assert read["evaluate"] == {"merge", "dataset"}
+    assert made["promote"] == {"promotion"}
+    round_id = runs["rl_round_1"].info.run_id
+    traces = client.search_traces(locations=ids, max_results=500)
+    assert len(traces) == 32
+    assert {trace.info.trace_metadata["mlflow.sourceRun"] for trace in traces} == {round_id}
+    (file,) = client.list_artifacts(runs["sft"].info.run_id, "output")
+    assert file.path == "output/manifest.json"
+    (champion,) = client.search_model_versions("name = 'tiny'")
+    assert name_of[champion.model_id] == "merge"
+
+
 def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
@@ -49,7 +86,11 @@ def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
     with closing(sqlite3.connect(home.path / "prefect" / "prefect.db")) as database:
         query = "SELECT data FROM artifact WHERE key = 'samples-tiny'"
         ((shown,),) = database.execute(query).fetchall()
+        keys = {key for (key,) in database.execute("SELECT key FROM artifact")}
+    assert {"progress-rl-round-1", "progress-evaluate"} <= keys
     assert "## Step 2" in shown
+
+    lineage_is_told(home)
 
     mirrored = EventMultiplexer(size_guidance={"scalars": 0})
     mirrored.AddRunsFromDirectory(str(home.path / "tensorboard"))

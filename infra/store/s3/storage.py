@@ -127,12 +127,12 @@ class S3Storage(StageResults):
         shutil.rmtree(source, ignore_errors=True)
         return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
 
-    def verify(self, artifact: Artifact, level: Level) -> None:
+    def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
         manifest = self._manifest(artifact)
         root = _root(artifact.kind, artifact.digest)
         if level == "manifest":
-            return
+            return manifest
         present = self._sizes(root)
         for name, entry in manifest.files.items():
             if present.get(name) != entry.size_bytes:
@@ -152,6 +152,7 @@ class S3Storage(StageResults):
                         f"{self._objects.place(f'{root}/{name}')}: sha256 {found.hexdigest()} != "
                         f"{entry.sha256} of the manifest"
                     )
+        return manifest
 
     def local_copy(self, artifact: Artifact) -> Path:
         """See `Storage.local_copy`."""
@@ -169,8 +170,7 @@ class S3Storage(StageResults):
         root = _root(artifact.kind, artifact.digest)
 
         def manifest() -> Manifest:
-            self.verify(artifact, "size")
-            return self._manifest(artifact)
+            return self.verify(artifact, "size")
 
         def read(name: str, start: int, end: int) -> bytes:
             return self._objects.part(f"{root}/{name}", start, end)

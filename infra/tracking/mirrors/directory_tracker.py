@@ -27,11 +27,13 @@ from infra.frozen_model import FrozenModel
 from infra.host.records import file_lock, load_record, save_record
 from infra.store.atomic import create_exclusively, fsync_directory
 from infra.store.stage_spec import Artifact
+from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
+    TrackedOutput,
     TrackedRun,
     TrackerRefusedError,
     TrackerSettings,
@@ -126,7 +128,7 @@ class DirectoryTracker(ABC):
                     name=run.name,
                     parent=run.parent_id,
                     params=dict(run.params),
-                    inputs=dict(run.inputs),
+                    inputs={name: each.digest for name, each in run.inputs.items()},
                     tags=dict(run.tags),
                 )
                 save_record(self.root / run_id / RECORD, stored)
@@ -179,6 +181,19 @@ class DirectoryTracker(ABC):
                 if name not in have
             ]
             self._append(run_id, points, state=state, tags={**stored.tags, **tags})
+
+    def log_output(self, run_id: str, output: TrackedOutput) -> None:
+        """The tags of `set_state` say it already."""
+        del run_id, output
+
+    def log_samples(
+        self,
+        run_id: str,
+        steps: Mapping[int, Sequence[KeptSample]],
+        times_ms: Mapping[int, int],
+    ) -> None:
+        """The page that `rlhf show` writes has them; points alone are kept here."""
+        del run_id, steps, times_ms
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """Copied below the run."""

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from infra.store.stage_spec import Artifact
+from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
     MetricPoint,
     ModelCandidate,
     RunState,
+    TrackedOutput,
     TrackedRun,
     TrackerRefusedError,
     TrackerSettings,
@@ -56,7 +58,8 @@ class SqliteTracker:
 
     def open_run(self, run: TrackedRun) -> str:
         """Runs are called by their keys, so a second call finds the first one's run."""
-        described = json.dumps({"name": run.name, "params": run.params, "inputs": run.inputs})
+        inputs = {name: artifact.digest for name, artifact in run.inputs.items()}
+        described = json.dumps({"name": run.name, "params": run.params, "inputs": inputs})
         with self._open() as database:
             database.execute(
                 "INSERT OR IGNORE INTO runs VALUES (?, ?, 'RUNNING', '', ?)",
@@ -100,6 +103,23 @@ class SqliteTracker:
                 "WHERE NOT EXISTS (SELECT * FROM points WHERE run = ?1 AND name = ?2)",
                 [(run_id, name, repr(value)) for name, value in metrics.items()],
             )
+
+    def log_output(self, run_id: str, output: TrackedOutput) -> None:
+        """The manifest's files, as one more tag."""
+        files = sorted(output.manifest.files) if output.manifest else []
+        with self._open() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO tags VALUES (?, 'output.files', ?)",
+                (run_id, json.dumps(files)),
+            )
+
+    def log_samples(
+        self,
+        run_id: str,
+        steps: Mapping[int, Sequence[KeptSample]],
+        times_ms: Mapping[int, int],
+    ) -> None:
+        """Not shown here: `rlhf show` writes a page of them."""
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """Copied beside the database."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flows.report import samples
 from flows.report.samples import ShownRun, samples_page
-from infra.tracking.samples import KeptSample
+from infra.tracking.samples import KeptSample, within
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -179,6 +179,6 @@ def test_a_run_without_samples_has_its_curves(tmp_path: Path) -> None:
 def test_a_page_of_many_steps_leaves_out_every_second_but_not_the_last() -> None:
     steps = {step: [kept()] for step in range(1, 8)}
     size = len(kept().model_dump_json())
-    assert list(samples._within(steps, 7 * size)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(samples._within(steps, 6 * size)) == [1, 3, 5, 7]
-    assert list(samples._within(steps, 1)) == [7]
+    assert list(within(steps, 7 * size)) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(within(steps, 6 * size)) == [1, 3, 5, 7]
+    assert list(within(steps, 1)) == [7]

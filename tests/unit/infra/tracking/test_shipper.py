@@ -1,5 +1,6 @@
 """The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
 
+import json
 import os
 import signal
 import subprocess
@@ -25,11 +26,14 @@ from tracked_world import (
 
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import Holder
+from infra.tracking import shown_stage
 from infra.tracking.journal import Journal
 from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.samples import KeptSample, KeptStep, write_samples
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import (
+    TrackerRefusedError,
     TrackerSettings,
 )
 
@@ -61,6 +65,46 @@ def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
     assert ledger.is_settled(STAGE.key)
     assert ledger.is_settled(PARENT.key)
     assert list(ledger.pending()) == []
+
+
+def test_a_tracker_that_shows_no_output_is_told_the_rest(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise TrackerRefusedError("no such\n endpoint")
+
+    monkeypatch.setattr(world.tracker, "log_output", refuse)
+    told(world.shipper(), PARENT, STAGE.committed(world.commit()))
+    assert world.seen()["state"] == "FINISHED"
+    assert world.ledger().is_settled(STAGE.key)
+    assert [r.getMessage() for r in caplog.records] == [
+        "tracking: the tracker refused to show what sft made: no such endpoint"
+    ]
+
+
+def test_samples_are_shown_when_their_stage_ends_and_no_more_than_can_be_looked_at(
+    world: World,
+) -> None:
+    world.train(*range(1, 20))
+    for step in range(1, 20):
+        samples = tuple(sample(f"{step}-{place}") for place in range(20))
+        write_samples(world.journal.parent, KeptStep(step=step, samples=samples))
+    told(world.shipper(), PARENT, STAGE)
+    assert '"samples"' not in world.tracker.path.read_text()
+    told(world.shipper(), STAGE.committed(world.commit()))
+    lines = [json.loads(line) for line in world.tracker.path.read_text().splitlines()]
+    (shown,) = [line["samples"] for line in lines if "samples" in line]
+    assert list(shown) == ["3", "7", "11", "15", "19"]
+    assert sum(len(names) for names in shown.values()) <= shown_stage.MAX_SAMPLES
+    (made,) = [line for line in lines if "output" in line]
+    assert made["kind"] == "policy"
+
+
+def sample(name: str) -> KeptSample:
+    return KeptSample(
+        name=name, group=0, prompt="1+1=", tokens=("2",), num_tokens=1, score=1.0, reward=1.0,
+        finish_reason="stop",
+    )  # fmt: skip
 
 
 def test_bad_input_row_47_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(
