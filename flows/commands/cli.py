@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 env.set_for_process(env.RLHF_DEBUG.name, "1")
             # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
-            command = importlib.import_module(f"flows.commands.{arguments.command}")
+            command = importlib.import_module(
+                f"flows.commands.{arguments.module or arguments.command}"
+            )
             return command.main(arguments)
     except ConfigError as error:
         return _fail(error, EXIT_USER_ERROR, debug)
@@ -73,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rlhf", description="RL post-training as one resumable, reproducible pipeline"
     )
-    parser.set_defaults(debug=False)
+    parser.set_defaults(debug=False, module="")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, help_text: str) -> argparse.ArgumentParser:
@@ -101,9 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--store", metavar="URI", help="a store that a recipe names, to look at too"
     )
-    add("up", "start Prefect server, worker, Ray and MLflow on this machine")
-    add("down", "stop every server of this home that no living run uses")
-    add("status", "show the servers of this home")
+    for name, help_text in (
+        ("up", "start Prefect server, worker, Ray and MLflow on this machine"),
+        ("down", "stop every server of this home that no living run uses"),
+        ("status", "show the servers of this home"),
+    ):
+        add(name, help_text).set_defaults(module="services")
     show = add("show", "write a page of what a run's policy wrote, step by step")
     show.add_argument(
         "run",
@@ -115,6 +120,12 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--against", metavar="RUN", help="another run, to put beside it")
     show.add_argument("--out", metavar="FILE", help="the page; by default in the run's directory")
     show.add_argument("--store", metavar="URI", help="another store than that of this home")
+    diagnose = add("diagnose", "say what ails a run, and what to try next")
+    diagnose.add_argument(
+        "run", metavar="RUN", nargs="?", help="as of `show`; by default the latest"
+    )
+    diagnose.add_argument("--json", action="store_true", help="for machines")
+    diagnose.add_argument("--store", metavar="URI", help="another store than that of this home")
     add("automations", "have a Prefect server pick up runs whose process was killed")
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")

@@ -1,7 +1,8 @@
 """The report of a pipeline run: what ran, what came out, where the time went.
 
 `<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
-as SVG and PNG, `samples.html`, and `recipe.json`, the resolved recipe.
+as SVG and PNG, `samples.html`, `diagnosis.html`, and `recipe.json`, the resolved recipe, which is
+there from the beginning of the run.
 Promises: times are those of the work itself, whoever did it; a run that reuses every stage
 leaves the report of the run that did the work as it is.
 """
@@ -14,10 +15,13 @@ from statistics import median
 
 from pydantic import BaseModel, ValidationError
 
+from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.evidence import stage_views
+from flows.diagnosis.page import DIAGNOSIS_MD, DIAGNOSIS_PAGE, write_diagnosis
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
-from infra.store.atomic import atomic_write_bytes
+from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
 from infra.tracking.history import StageHistory
@@ -81,6 +85,21 @@ class Report(BaseModel, frozen=True):
         return [(stage.fingerprint, stage.digest) for stage in self.stages]
 
 
+def run_directory(recipe: Recipe) -> Path:
+    """The directory of a run's report, with its recipe in it.
+
+    Args:
+        recipe: of the run; its home holds the directory.
+
+    Returns:
+        The directory.
+    """
+    directory = recipe.home / "runs" / recipe.run_name
+    make_directories(directory)
+    atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
+    return directory
+
+
 def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float) -> Report:
     """Sum up a finished run.
 
@@ -140,8 +159,7 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     Returns:
         The run directory.
     """
-    directory = recipe.home / "runs" / report.run
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = run_directory(recipe)
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
         return directory
     draw_plots(plot_data(report, history), directory)
@@ -149,7 +167,8 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     if rounds:
         page = samples_page([shown_run(report.run, rounds, history)])
         atomic_write_bytes(directory / PAGE_NAME, page.encode())
-    atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
+    views = stage_views(history, [stage.fingerprint for stage in report.stages])
+    write_diagnosis(diagnose(report.run, views, recipe.diagnosis), directory)
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
     atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
     return directory
@@ -263,6 +282,10 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "",
         *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
     ]
+    diagnosis = directory / DIAGNOSIS_PAGE
+    if diagnosis.exists():
+        ill = "something ails it" if (directory / DIAGNOSIS_MD).exists() else "nothing ails it"
+        lines += [f"[Diagnosis]({diagnosis.as_uri() if embed else diagnosis.name}): {ill}.", ""]
     for name, title in PLOT_TITLES.items():
         path = directory / f"{name}.svg"
         if path.exists():

@@ -16,14 +16,18 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 
 from engines.config.stages import Runtime
+from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.evidence import run_views
+from flows.diagnosis.page import write_diagnosis
 from flows.recipe.recipe import NOT_IDENTITY, Recipe
-from flows.report.page import show_report
-from flows.report.report import Report, build_report, write_report
+from flows.report.page import show_diagnosis, show_report
+from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.registry import Registry, open_mirrors, open_tracker
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
+from infra.redact import redact
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
@@ -152,6 +156,7 @@ def open_run(
         run_key=recorder.run_key,
     )
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
+    directory = run_directory(recipe)
     stopped: frozenset[str] = frozenset()
     try:
         yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
@@ -163,11 +168,27 @@ def open_run(
             with suppress(PipelineError):
                 stages.stop_jobs()
         recorder.run_ended(end_status(error))
+        if isinstance(error, Exception):
+            said = _diagnosed(recipe, history, recorder.run_key, directory)
+            surroundings.observer.message("diagnosis", said)
+            if flow_run is not None:
+                show_diagnosis(recipe.name, recipe.run_name, directory)
         raise
     finally:
         # First the cluster: whoever waits for the end of the run waits for this.
         cluster.release(stopped)
         recorder.close()
+
+
+def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
+    """What ails a run that failed, in one line; the page of it is written, if that can be."""
+    try:
+        runs = [run for run in history.storage.runs.known() if run.key == run_key]
+        views = [view for run in runs for view in run_views(history, run)]
+        diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
+        return f"{diagnosis.verdict}: {write_diagnosis(diagnosis, directory)}"
+    except (PipelineError, OSError, ValueError) as error:  # the error of the run is what counts
+        return f"none: {redact(str(error))}"
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
