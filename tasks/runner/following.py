@@ -344,8 +344,8 @@ class JobFollower:
         return JobFailedError(f"{where}: {reason}{self._tail(jobs, job)}")
 
     def _knobs(self, phase: str) -> str:
-        knobs = memory_knobs(self._submission.request.config, phase)
-        return f"what needs less memory: {', '.join(knobs[:NUM_KNOBS]) or 'nothing of this stage'}"
+        knobs = memory_knobs(self._submission.config, phase)[:NUM_KNOBS]
+        return f"to need less: {', '.join(knobs)}" if knobs else "no setting of it needs less"
 
     def _tail(self, jobs: RayJobs, job: _Job) -> str:
         try:
