@@ -29,7 +29,7 @@ def show_report(report: Report, directory: Path) -> None:
     rows = [
         {
             "stage": stage.name,
-            "": "reused" if stage.reused else "ran",
+            "": stage.state,
             "seconds": round(stage.seconds, 1),
             "digest": stage.digest[:12],
             "fingerprint": stage.fingerprint[:12],

@@ -8,7 +8,7 @@ leaves the report of the run that did the work as it is.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,7 @@ from tasks.runner.run import StageResult, headline_metric
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 RECIPE_JSON = "recipe.json"
+NOTHING_REJECTED: Mapping[str, str] = {}
 PLOT_TITLES = {
     "accuracy": "Held-out accuracy",
     "reward": "Reward",
@@ -61,6 +62,13 @@ class StageReport(BaseModel, frozen=True):
     """Seconds of the job's phases when it was computed."""
     adopted: Adoption | None = None
     """Whose half-trained work it continues."""
+    rejected: str = ""
+    """The symptom for which what follows took the policy before it; empty: it counts."""
+
+    @property
+    def state(self) -> str:
+        """What became of it, in a word for tables."""
+        return "rejected" if self.rejected else "reused" if self.reused else "ran"
 
 
 class Report(BaseModel, frozen=True):
@@ -80,9 +88,9 @@ class Report(BaseModel, frozen=True):
     promoted: bool
 
     @property
-    def outputs(self) -> list[tuple[str, str]]:
-        """What the plots were drawn from."""
-        return [(stage.fingerprint, stage.digest) for stage in self.stages]
+    def outputs(self) -> list[tuple[str, str, str]]:
+        """What the plots were drawn from, and what counts of it."""
+        return [(stage.fingerprint, stage.digest, stage.rejected) for stage in self.stages]
 
 
 def run_directory(recipe: Recipe) -> Path:
@@ -100,13 +108,19 @@ def run_directory(recipe: Recipe) -> Path:
     return directory
 
 
-def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float) -> Report:
+def build_report(
+    recipe: Recipe,
+    results: Sequence[StageResult],
+    seconds: float,
+    rejected: Mapping[str, str] = NOTHING_REJECTED,
+) -> Report:
     """Sum up a finished run.
 
     Args:
         recipe: what was run.
         results: its stages, in order.
         seconds: wall seconds of the run.
+        rejected: symptom by label of a round from which nothing followed.
 
     Returns:
         The report.
@@ -127,6 +141,7 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
                 metrics=result.metrics,
                 job_seconds=result.job_seconds,
                 adopted=result.adopted,
+                rejected=rejected.get(result.label, ""),
             )
             for result in results
         ],
@@ -275,12 +290,13 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "| stage | | seconds | digest | metric |",
         "|---|---|---:|---|---|",
         *(
-            f"| {stage.name} | {'reused' if stage.reused else 'ran'} | {stage.seconds:.1f} "
+            f"| {stage.name} | {stage.state} | {stage.seconds:.1f} "
             f"| `{stage.digest[:12]}` | {headline_metric(stage.metrics)} |"
             for stage in report.stages
         ),
         "",
         *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
+        *(f"`{s.name}` was rejected: {s.rejected}.\n" for s in report.stages if s.rejected),
     ]
     diagnosis = directory / DIAGNOSIS_PAGE
     if diagnosis.exists():

@@ -24,6 +24,7 @@ from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.registry import Registry, open_mirrors, open_tracker
+from flows.run.round_gate import RoundGate
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
@@ -98,6 +99,7 @@ class PipelineRun:
     ) -> None:
         self.stages = stages
         self.registry = Registry(recipe, history.storage)
+        self.gate = RoundGate(recipe.diagnosis, history)
         self._recipe = recipe
         self._history = history
         self._recorder = recorder
@@ -107,9 +109,10 @@ class PipelineRun:
     def finish(self) -> Report:
         """Write the report, and show it where the run is shown."""
         seconds = time.monotonic() - self._started
-        report = build_report(self._recipe, self.stages.results, seconds)
+        report = build_report(self._recipe, self.stages.results, seconds, self.gate.rejected)
         directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
+        metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
         self._recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
@@ -170,7 +173,8 @@ def open_run(
         recorder.run_ended(end_status(error))
         if isinstance(error, Exception):
             said = _diagnosed(recipe, history, recorder.run_key, directory)
-            surroundings.observer.message("diagnosis", said)
+            if said:
+                surroundings.observer.message("diagnosis", said)
             if flow_run is not None:
                 show_diagnosis(recipe.name, recipe.run_name, directory)
         raise
@@ -181,12 +185,13 @@ def open_run(
 
 
 def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
-    """What ails a run that failed, in one line; the page of it is written, if that can be."""
+    """What ails a run that failed, in one line, perhaps nothing; writes the page, if it can be."""
     try:
         runs = [run for run in history.storage.runs.known() if run.key == run_key]
         views = [view for run in runs for view in run_views(history, run)]
         diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
-        return f"{diagnosis.verdict}: {write_diagnosis(diagnosis, directory)}"
+        page = write_diagnosis(diagnosis, directory)
+        return f"{diagnosis.verdict}: {page}" if diagnosis.ills else ""
     except (PipelineError, OSError, ValueError) as error:  # the error of the run is what counts
         return f"none: {redact(str(error))}"
 
