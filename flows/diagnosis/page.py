@@ -10,6 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from engines.config.stages import RLRoundStageConfig
 from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
 from flows.diagnosis.communication import STEP
 from flows.diagnosis.diagnosis import Diagnosis
@@ -66,7 +67,7 @@ def html_page(diagnosis: Diagnosis) -> str:
     plots = "".join(
         f"<div><b>{escape(title)}</b>{_plot(curve)}</div>"
         for title, names in SHOWN.items()
-        if len(curve := points(diagnosis.stages, *names)[1]) > 1
+        if len(curve := _curve(diagnosis, names)) > 1
     )
     areas = "".join(
         f"<h2>{area}</h2>{''.join(map(_article, found))}" for area, found in _areas(diagnosis)
@@ -121,6 +122,15 @@ def text(diagnosis: Diagnosis) -> str:
 
 def _areas(diagnosis: Diagnosis) -> list[tuple[str, list[Finding]]]:
     return [(area, [*found]) for area, found in groupby(diagnosis.findings, lambda f: f.area)]
+
+
+def _curve(diagnosis: Diagnosis, names: Sequence[str]) -> Points:
+    """Over all rounds; of what no round has, over the others, which count their steps anew."""
+    rounds = [view for view in diagnosis.stages if isinstance(view.config, RLRoundStageConfig)]
+    return (
+        points(rounds, *names)[1]
+        or points([view for view in diagnosis.stages if view not in rounds], *names)[1]
+    )
 
 
 def _as_code(said: str) -> str:

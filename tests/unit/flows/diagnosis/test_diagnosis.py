@@ -132,6 +132,21 @@ def test_resources_come_before_communication_and_that_before_the_algorithm(sick:
     assert diagnose("r", [], thresholds).verdict == "r: nothing ails it"
 
 
+def test_plots_of_rounds_and_of_sft_do_not_mix_their_steps(
+    recipe: Recipe, round_view: RoundView
+) -> None:
+    memory = "perf/max_memory_allocated_gb"
+    steps = {step: {memory: 9.0, "train/loss": 2.0 / step} for step in range(1, 8)}
+    sft = StageView("sft", recipe.sft_stage(), steps)
+    rounds = round_view(perf__max_memory_allocated_gb=[1.0, 2.0, 3.0])
+    page = html_page(diagnose("r", [sft, rounds], DEFAULTS))
+    loss, memory = page.split("<b>")[1:3]
+    assert [title.partition("<")[0] for title in (loss, memory)] == ["loss", "peak memory, GB"]
+    assert ">7</text>" in loss
+    assert ">3</text>" in memory
+    assert ">9</text>" not in memory
+
+
 class Tags(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
