@@ -189,8 +189,8 @@ class StepCheckpoints:
             written = _num_bytes(tmp)
             room, newest = written + shutil.disk_usage(self._root).free, self._newest_bytes()
             needed = f"{newest}" if newest > written else f"more than {written}"
-            said = f"a checkpoint needs {needed} bytes, {room} were free"
-            raise OSError(error.errno, said, str(tmp)) from error
+            said = f"{error.strerror}: a checkpoint needs {needed} bytes, {room} were free"
+            raise OSError(error.errno, said, str(self._root)) from error
 
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
         """Give a complete checkpoint its name; other content of that step goes afterwards."""
