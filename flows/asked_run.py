@@ -11,10 +11,12 @@ from datetime import UTC, datetime
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe
 from flows.run.registry import Registry
+from flows.run.round_gate import RoundGate
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.names import unknown_name
 from infra.store.storage import open_storage
+from infra.tracking.history import StageHistory
 
 
 def plan_run(
@@ -41,7 +43,13 @@ def plan_run(
     storage = open_storage(recipe.store_uri)
     planner, registry = Planner(storage, recipe.seed, force, adopt), Registry(recipe, storage)
     # A model that is likely to be the champion again is no rival of itself.
-    run_stages(recipe, planner, lambda model: registry.incumbent(planner.likely(model)))
+    gate = RoundGate(recipe.diagnosis, StageHistory(storage))
+    run_stages(
+        recipe,
+        planner,
+        lambda model: registry.incumbent(planner.likely(model)),
+        gate.accepts,
+    )
     labels = [stage.label for stage in planner.stages]
     started = [] if start_from is None else [start_from]
     for option, named in (("--from", started), ("--force", force), ("--adopt", adopt)):

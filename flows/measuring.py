@@ -14,6 +14,7 @@ import psutil
 
 from flows.nightly.measurement import Machine, Made, Measurement, Observed, Run, flattened
 from flows.recipe.recipe import NOT_IDENTITY, Recipe
+from flows.run.round_gate import RoundGate
 from flows.stage_order import run_stages
 from infra.errors import PipelineError
 from infra.identity.fingerprint import module_file
@@ -50,10 +51,12 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     Returns:
         The measurement.
     """
-    reader = _Reader(StageHistory(open_storage(recipe.store_uri)), recipe.seed)
+    history = StageHistory(open_storage(recipe.store_uri))
+    reader, gate = _Reader(history, recipe.seed), RoundGate(recipe.diagnosis, history)
     stopped_at = WHOLE_RUN if problem else ""
     try:
-        run_stages(recipe, reader, lambda _: None)  # a night has a registry of its own
+        # A night has a registry of its own.
+        run_stages(recipe, reader, lambda _: None, gate.accepts)
     except StoppedError as stopped:
         stopped_at, problem = str(stopped), problem or "it has no output in the store"
     except PipelineError:

@@ -65,5 +65,5 @@ def rlhf_pipeline(
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
     with open_run(recipe, tokens, adopt or []) as run:
-        run_stages(recipe, run.stages, run.registry.incumbent)
+        run_stages(recipe, run.stages, run.registry.incumbent, run.gate.accepts)
         return run.finish()

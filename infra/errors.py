@@ -14,6 +14,7 @@
     ├── JobError
     │   ├── JobFailedError            the Ray job ended without its output
     │   └── JobSubmitError            Ray refused the job, or cannot be reached
+    ├── SickRunError                  a round shows what the recipe says ends the run
     ├── ServiceError                  a server we start or need does not answer
     └── DeadlineError                 a wait ran out; says what it waited for
 
@@ -99,6 +100,10 @@ class JobFailedError(JobError):
 
 class JobSubmitError(JobError):
     """Ray refused a job or cannot be reached."""
+
+
+class SickRunError(PipelineError):
+    """A finished round shows a symptom that the recipe says ends the run; names it."""
 
 
 class ServiceError(PipelineError):

@@ -7,8 +7,8 @@
     RLHF_FAULTS="a.b=sleep:2.5,c.d=enospc"           several at once
 
 Passes are counted since the variable got its value: another value begins again.
-Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, sleep:SECONDS, and nan, which only
-makes `fault` return True: the caller then spoils its own value.
+Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, memory:BYTES (takes so many),
+sleep:SECONDS, and nan, which only makes `fault` return True: the caller then spoils its own value.
 Promise: `POINTS` is the list of all points; a test compares it with the source.
 """
 
@@ -49,7 +49,7 @@ POINTS: dict[str, str] = {
     "vllm.prefix_reset": "weights are loaded, the prefix cache is of the old ones (nan: it stays)",
 }
 
-_ACTIONS = frozenset({"kill", "stop", "exit", "raise", "eio", "enospc", "sleep", "nan"})
+_ACTIONS = frozenset({"kill", "stop", "exit", "raise", "eio", "enospc", "memory", "sleep", "nan"})
 _passes: Counter[tuple[str, str]] = Counter()
 
 
@@ -125,6 +125,8 @@ def _act(point: str, armed: _Armed) -> bool:
             raise OSError(errno.EIO, f"injected at {point}")
         case "enospc":
             raise OSError(errno.ENOSPC, f"injected at {point}")
+        case "memory":
+            bytearray(int(armed.argument))
         case "sleep":
             time.sleep(float(armed.argument or 1))
         case "nan":

@@ -16,6 +16,8 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 ROOM_DEADLINE_S = 1800.0
 """How long a job waits for somebody to free space; less than the progress deadline of any phase."""
 ROOM_POLL_S = 1.0
+ROOM = "room on the disk of"
+"""How the wait for it begins, in words."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
@@ -62,8 +64,9 @@ def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
         What it gave.
 
     Raises:
-        DeadlineError: nobody freed space within `ROOM_DEADLINE_S`.
+        DeadlineError: nobody freed space within `ROOM_DEADLINE_S`; says what the disk said last.
     """
+    refusals: list[OSError] = []
 
     def written() -> tuple[Value] | None:
         try:
@@ -71,7 +74,12 @@ def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
-            _log.warning("waiting for room on the disk of %s: %s", what, error)
+            _log.warning("waiting for %s %s: %s", ROOM, what, error)
+            refusals[:] = [error]
             return None
 
-    return wait_for(written, f"room on the disk of {what}", ROOM_DEADLINE_S, ROOM_POLL_S)[0]
+    try:
+        return wait_for(written, f"{ROOM} {what}", ROOM_DEADLINE_S, ROOM_POLL_S)[0]
+    except DeadlineError:
+        said = f"{ROOM} {what} ({refusals[-1].strerror})"
+        raise DeadlineError(said, ROOM_DEADLINE_S) from refusals[-1]

@@ -31,7 +31,7 @@ from infra.store.atomic import (
 )
 from infra.store.canonical import canonical_json
 from infra.store.step_directories import STEP_KIND, newest_valid, step_directories, verify_step
-from infra.waiting import when_there_is_room
+from infra.waiting import FULL_DISK, when_there_is_room
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINER_NAME = "trainer.json"
@@ -103,7 +103,7 @@ class StepCheckpoints:
         tmp = temporary_sibling(self._root / f"step-{step:08d}")
         try:
             (tmp / CHECKPOINT_DIR).mkdir(parents=True)
-            write(tmp / CHECKPOINT_DIR)
+            self._write(write, tmp)
             content = {"step": state.step, "values": dict(state.values)}
             (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
             manifest = build_manifest(tmp, STEP_KIND)
@@ -166,17 +166,31 @@ class StepCheckpoints:
 
     def _check_room(self) -> None:
         """Before the ranks begin: what they write together they cannot write again."""
-        newest = [
-            path
-            for paths in [*step_directories(self._root).values()][-1:]
-            for path in paths[-1].rglob("*")
-        ]
-        needed, free = (
-            sum(path.stat().st_size for path in newest),
-            shutil.disk_usage(self._root).free,
-        )
-        if free <= needed:
+        free = shutil.disk_usage(self._root).free
+        if free <= self._newest_bytes():
+            needed = self._newest_bytes()
             raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
+
+    def _newest_bytes(self) -> int:
+        """Bytes of the newest checkpoint; 0 before the first."""
+        newest = [*step_directories(self._root).values()][-1:]
+        return sum(_num_bytes(paths[-1]) for paths in newest)
+
+    def _write(self, write: Callable[[Path], None], tmp: Path) -> None:
+        """Have the engine write; a disk that became full is told with what there was and is needed.
+
+        Of the first checkpoint nobody knows how much it needs: more than it has by then.
+        """
+        try:
+            write(tmp / CHECKPOINT_DIR)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            written = _num_bytes(tmp)
+            room, newest = written + shutil.disk_usage(self._root).free, self._newest_bytes()
+            needed = f"{newest}" if newest > written else f"more than {written}"
+            said = f"{error.strerror}: a checkpoint needs {needed} bytes, {room} were free"
+            raise OSError(error.errno, said, str(self._root)) from error
 
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
         """Give a complete checkpoint its name; other content of that step goes afterwards."""
@@ -196,6 +210,10 @@ class StepCheckpoints:
         for path in there:
             remove_directory(path)
         return final
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*"))
 
 
 def _read(directory: Path) -> StepCheckpoint:

@@ -4,6 +4,7 @@ import faulthandler
 import logging
 from pathlib import Path
 
+from infra.host.stacks import leave_stacks_on_signal
 from infra.redact import RedactingFilter
 from infra.redacted_output import redact_output
 
@@ -11,7 +12,7 @@ NUM_LOG_LINES = 20
 
 
 def log_to(path: Path) -> None:
-    """Send this process's log to a file, and the stack of every thread should it crash.
+    """Send this process's log to a file, and the stacks of its threads if it crashes or is asked.
 
     Args:
         path: of the file; appended to.
@@ -20,6 +21,7 @@ def log_to(path: Path) -> None:
     # Line buffered and kept open: the crash handler writes to this descriptor.
     file = path.open("a", buffering=1, encoding="utf-8")
     faulthandler.enable(file)
+    leave_stacks_on_signal(file, path)
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(RedactingFilter())

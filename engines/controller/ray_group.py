@@ -2,8 +2,9 @@
 
 Promises: every call has a deadline; a rank that dies, or whose heartbeat stops although its
 process is there (a stopped process, a machine that swaps), becomes a `WorkerError` that names
-the rank, its node, the call and the last lines of its log; after such an error every rank is
-killed, so nobody waits in a collective for a dead peer. No rank starts before all have a place.
+the rank, its node, the call and the last lines of its log; where one hangs, each rank's log has
+the stacks of its threads; after such an error every rank is killed, so nobody waits in a
+collective for a dead peer. No rank starts before all have a place.
 Does not promise: restarting ranks. The stage's step checkpoints are how work is kept.
 """
 
@@ -30,6 +31,7 @@ from engines.controller.worker_group import P, R
 from engines.driver_disk import access_for
 from engines.errors import WorkerError
 from infra.errors import DeadlineError, PipelineError
+from infra.host.stacks import ask_for_stacks
 from infra.store.heartbeat import BeatWatch, read_beat
 
 WorkerFactory = Callable[[], Any]
@@ -170,11 +172,13 @@ class RayWorkerGroup:
                     failures[rank] = error
             silent = None if failures else self._silent_rank(pending.values())
             if silent is not None:
+                self._ask_for_stacks()
                 self._fail(what, *silent)
         if failures:
             self._raise(what, failures, all_answered=not pending)
         if pending:
             ranks = ", ".join(str(rank) for rank in sorted(pending.values()))
+            self._ask_for_stacks()
             tail = self._tail(min(pending.values()))
             self._kill()
             raise DeadlineError(f"{what} on rank {ranks}{tail}", deadline_s)
@@ -224,6 +228,10 @@ class RayWorkerGroup:
             if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
                 return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
+
+    def _ask_for_stacks(self) -> None:
+        """Have the log of each rank say where it hangs, as far as it can be asked."""
+        logger.warning("stacks of the ranks:\n%s", ask_for_stacks(self._options.log_dir))
 
     def _tail(self, rank: int) -> str:
         return log_tail(self._options.log_path(rank), f"rank {rank}")

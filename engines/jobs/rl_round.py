@@ -121,7 +121,10 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     """The policy, and beside it what the recipe asks for: a critic, a reward model, a reference."""
     config, rl = context.config, context.config.rl
-    num_steps, restore = config.round * rl.num_steps_per_round, config.round > 1
+    num_steps = config.round * rl.num_steps_per_round
+    before = context.optional_input("policy")
+    # After a rejected round it may be SFT's policy, whose optimizer is none of RL.
+    restore = before is not None and trained_steps(before).stage == "rl_round"
     policy, reference = _sources(context)
     roles: dict[RoleName, RoleSpec] = {
         POLICY: RoleSpec(
@@ -138,7 +141,7 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if rl.critic is not None:
         source = critic_source(
             policy,
-            context.optional_input("policy"),
+            before,
             context.attempt_dir,
             reward.source if reward and rl.critic.start == "reward_model" else None,
         )

@@ -37,7 +37,8 @@ from pydantic import ValidationError
 
 from engines.config.base import StrictModel
 from engines.config.stages import Runtime, StageConfig
-from engines.trainers.phases import PhaseClock
+from engines.jobs.causes import job_problem
+from engines.trainers.phases import PHASE_NOTE, PhaseClock
 from infra import env
 from infra.errors import (
     EXIT_TERMINATED,
@@ -47,6 +48,7 @@ from infra.errors import (
     PipelineError,
 )
 from infra.field_errors import to_config_error
+from infra.host.stacks import ask_for_stacks
 from infra.identity.fingerprint import (
     next_fingerprint,
     refuse_changed_code,
@@ -191,8 +193,7 @@ def _run_attempt(
         code, problem = EXIT_FAILURE, error
         sys.stderr.write(redact(traceback.format_exc()))
     if report is not None:
-        message = redact(str(problem))
-        report(JobProblem(type=type(problem).__name__, message=message, exit_code=code))
+        report(job_problem(problem, code))
     return code, None
 
 
@@ -221,12 +222,14 @@ def _run(
     clock.add("load", time.time() - began_at)
     with ExitStack() as stack, _fenced_before_failed(storage, attempt):
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
+        stack.enter_context(_noting_phase(context.heartbeat))
         output = body(context)
         context.heartbeat.enter("publish", PUBLISH_DEADLINE_S)
+        num_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*"))
         with clock("save"):
             artifact = when_there_is_room(
                 lambda: storage.publish(context.output_dir, output.kind, output.digests),
-                storage.uri,
+                f"{storage.uri}, for {num_bytes} bytes",
             )
         claimed = _claim(storage, spec.then, attempt, artifact) if spec.then else None
         record = CommitRecord(
@@ -243,6 +246,16 @@ def _run(
         _prune(storage, channel, attempt)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
     return claimed
+
+
+@contextlib.contextmanager
+def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
+    """Note in an error what the job was doing; a phase of its clock says it closer."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{PHASE_NOTE}{heartbeat.phase}")
+        raise
 
 
 @contextlib.contextmanager
@@ -334,12 +347,20 @@ def _open_context(
 def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
     """End a job that hangs; the thread that hangs could not do it."""
     at = f" after step {stall.step}" if stall.step is not None else ""
+    directory = channel.local_dir(attempt)
+    with (
+        contextlib.suppress(OSError),
+        (directory / "stacks.txt").open("a", encoding="utf-8") as file,
+    ):
+        file.write(f"\n{ask_for_stacks(directory)}")
     problem = JobProblem(
         type="NoProgressError",
         message=f"no progress in phase {stall.phase}{at} for {stall.deadline_s:g} s; the stacks "
-        f"of all threads are in {channel.local_dir(attempt) / 'stacks.txt'}; if it only is slow, "
-        f"raise progress_deadlines_s.{stall.phase}",
+        f"of all threads, here and of every rank and replica, are in {directory / 'stacks.txt'}; "
+        f"if it only is slow, raise progress_deadlines_s.{stall.phase}",
         exit_code=EXIT_FAILURE,
+        cause="hang",
+        phase=stall.phase,
     )
     with contextlib.suppress(OSError):  # a full disk must not keep it alive
         channel.write_error(attempt, problem)

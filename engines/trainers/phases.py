@@ -4,6 +4,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+PHASE_NOTE = "in phase "
+"""Begins the note that says in which phase an error was raised; the innermost comes first."""
+
 
 class PhaseClock:
     """Wall seconds by phase; phases may repeat and must not nest."""
@@ -14,10 +17,13 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside the `with` block, an error's included, as `phase`."""
+        """Count the time inside the `with` block as `phase`, an error's too, which notes it."""
         start = time.perf_counter()
         try:
             yield
+        except Exception as error:
+            error.add_note(f"{PHASE_NOTE}{phase}")
+            raise
         finally:
             self.add(phase, time.perf_counter() - start)
 

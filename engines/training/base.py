@@ -183,9 +183,12 @@ class BaseEngine(EngineBackend):
             micro_batches = [micro.batch for micro in ready.micro_batches]
             readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
             self._forward_backward(micro_batches, scaled_loss, readouts)
-            loss, metrics = self._reduced(totals)
+            loss, metrics, spoiled = self._reduced(totals)
             if not math.isfinite(loss):
-                raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}")
+                size = self.data_parallel_size
+                ranks = ", ".join(map(str, spoiled)) or "none by itself"
+                where = f", from data-parallel rank {ranks} of {size}" if size > 1 else ""
+                raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}{where}")
             grad_norm = self.optimizer_step()
             self.lr_scheduler_step()
             self.optimizer_zero_grad()
@@ -296,16 +299,16 @@ class BaseEngine(EngineBackend):
         sharing = training.ulysses_size * training.context_parallel_size
         return training.max_tokens_per_micro_batch * sharing
 
-    def _reduced(self, totals: Totals) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over all ranks, on every rank."""
+    def _reduced(self, totals: Totals) -> tuple[float, dict[str, float], list[int]]:
+        """As `Totals.reduce`, on every rank."""
         group = self.pipeline_group
         if group is None:
             return totals.reduce(self.data_parallel_group)
         last = dist.get_world_size(group) - 1
         reduced = totals.reduce(self.data_parallel_group) if dist.get_rank(group) == last else None
         device = self.spec.platform.device()
-        loss, metrics = collectives.broadcast_json(reduced, last, group, device)
-        return loss, metrics
+        loss, metrics, spoiled = collectives.broadcast_json(reduced, last, group, device)
+        return loss, metrics, spoiled
 
     def _from_last_stage(self, columns: Tensor) -> Tensor:
         group = self.pipeline_group

@@ -22,6 +22,8 @@ from infra.waiting import FULL_DISK
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+MODULES = dict.fromkeys(("up", "down", "status"), "services")
+"""Of commands that have none of their own name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 env.set_for_process(env.RLHF_DEBUG.name, "1")
             # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
-            command = importlib.import_module(f"flows.commands.{arguments.command}")
+            name = MODULES.get(arguments.command, arguments.command)
+            command = importlib.import_module(f"flows.commands.{name}")
             return command.main(arguments)
     except ConfigError as error:
         return _fail(error, EXIT_USER_ERROR, debug)
@@ -116,6 +119,12 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--against", metavar="RUN", help="another run, to put beside it")
     show.add_argument("--out", metavar="FILE", help="the page; by default in the run's directory")
     show.add_argument("--store", metavar="URI", help="another store than that of this home")
+    diagnose = add("diagnose", "say what ails a run, and what to try next")
+    diagnose.add_argument(
+        "run", metavar="RUN", nargs="?", help="as of `show`; by default the latest"
+    )
+    diagnose.add_argument("--json", action="store_true", help="for machines")
+    diagnose.add_argument("--store", metavar="URI", help="another store than that of this home")
     add("automations", "have a Prefect server pick up runs whose process was killed")
     _add_gc_arguments(
         add("gc", "show what nobody needs any more of a store, and remove it if asked")

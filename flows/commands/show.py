@@ -7,7 +7,6 @@ ledger is asked only for what a tracker calls a run.
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from flows.report.samples import PAGE_NAME, ShownRun, samples_page, shown_run
@@ -16,7 +15,6 @@ from infra.errors import ConfigError
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import sha256_json
 from infra.store.runs import KnownRun
-from infra.store.stage_spec import StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.ledger import told_runs
@@ -45,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _shown(asked: str | None, argument: str, home: Path, history: StageHistory) -> ShownRun:
     """A run as far as it is; refused where no step kept anything."""
     run, only = find_run(history.storage, home, asked, argument)
-    rounds = sorted(_rounds(history.storage, run, only))
+    rounds = sorted(_rounds(history, run, only))
     shown = shown_run(run.name, [fingerprint for *_, fingerprint in rounds], history)
     if not shown.num_steps and not any(shown.curves.values()):
         raise ConfigError(
@@ -94,23 +92,14 @@ def find_run(
     raise ConfigError(argument, f"got {got}; need a run of this store: {names}")
 
 
-def _rounds(storage: Storage, run: KnownRun, only: str) -> Iterator[tuple[int, float, str]]:
+def _rounds(history: StageHistory, run: KnownRun, only: str) -> Iterator[tuple[int, float, str]]:
     """Number, last use and fingerprint of each round; of one that was edited, the last."""
     newest: dict[int, tuple[float, str]] = {}
     for fingerprint, used_at in run.used_at.items():
         if only and only != fingerprint:
             continue
-        spec = _specification(storage, fingerprint)
+        spec = history.specification(fingerprint)
         if spec is not None and spec.stage == ROUND:
             number = int(spec.config["round"])
             newest[number] = max(newest.get(number, (0.0, "")), (used_at, fingerprint))
     yield from ((number, *found) for number, found in newest.items())
-
-
-def _specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """The newest of a stage; a process that was killed early wrote none."""
-    for entry in reversed(storage.attempts.entries(fingerprint)):
-        if entry.kind == "held":
-            with suppress(ConfigError):
-                return storage.channel(fingerprint).read_specification(entry.number)
-    return None

@@ -90,7 +90,7 @@ def summary_table(stages: Sequence[StageReport]) -> Table:
     for stage in stages:
         table.add_row(
             stage.name,
-            "reused" if stage.reused else "ran",
+            stage.state,
             f"{stage.seconds:.1f}",
             stage.digest[:DIGEST_DIGITS],
             headline_metric(stage.metrics),

@@ -31,6 +31,7 @@ from engines.config.stages import (
     StageConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
+from flows.recipe.diagnosis import DiagnosisConfig
 from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
 from flows.recipe.target import TargetConfig
@@ -40,7 +41,7 @@ from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
-NOT_IDENTITY = {"location", "progress_deadlines_s", "target"}
+NOT_IDENTITY = {"diagnosis", "location", "progress_deadlines_s", "target"}
 """Sections that change no stage."""
 
 
@@ -118,6 +119,7 @@ class Recipe(StrictModel):
     target: TargetConfig | None = None
     """What a recipe in a published size has to reach; null: nothing was published for it."""
     hardware: HardwareConfig = HardwareConfig()
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
     progress_deadlines_s: ProgressDeadlines = ProgressDeadlines()
     location: LocationConfig = LocationConfig()
 

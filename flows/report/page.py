@@ -1,4 +1,4 @@
-"""The report on the Prefect run page: a table of the stages, the plots in one page, samples.
+"""The report on the Prefect run page: a table of the stages, the plots, samples, what ails it.
 
 Promises: nothing here can fail a run that has its results already.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from flows.diagnosis.page import DIAGNOSIS_MD
 from flows.report.report import Report, markdown
 from flows.report.samples import PAGE_NAME, samples_markdown
 from tasks.runner.run import headline_metric
@@ -24,11 +25,11 @@ def show_report(report: Report, directory: Path) -> None:
         report: the run's report.
         directory: holds its plots.
     """
-    key = report.recipe.replace(".", "-").replace("_", "-")
+    key = _key(report.recipe)
     rows = [
         {
             "stage": stage.name,
-            "": "reused" if stage.reused else "ran",
+            "": stage.state,
             "seconds": round(stage.seconds, 1),
             "digest": stage.digest[:12],
             "fingerprint": stage.fingerprint[:12],
@@ -51,3 +52,28 @@ def show_report(report: Report, directory: Path) -> None:
             )
     except Exception as error:  # noqa: BLE001  the page is a courtesy; the report is on disk
         _log.warning("the report is not shown on the run page: %s", error)
+    show_diagnosis(report.recipe, report.run, directory)
+
+
+def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
+    """Create the artifact of a run that something ails, whether it ended well or not.
+
+    Args:
+        recipe: its name.
+        run: the run's name.
+        directory: of the run; holds the diagnosis, if there is one to show.
+    """
+    path = directory / DIAGNOSIS_MD
+    try:
+        if path.exists():
+            create_markdown_artifact(
+                markdown=path.read_text("utf-8")[:MAX_PAGE_BYTES],
+                key=f"diagnosis-{_key(recipe)}",
+                description=f"{run}: diagnosis",
+            )
+    except Exception as error:  # noqa: BLE001  the same
+        _log.warning("the diagnosis is not shown on the run page: %s", error)
+
+
+def _key(recipe: str) -> str:
+    return recipe.replace(".", "-").replace("_", "-")

@@ -1,23 +1,27 @@
 """The report of a pipeline run: what ran, what came out, where the time went.
 
 `<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
-as SVG and PNG, `samples.html`, and `recipe.json`, the resolved recipe.
+as SVG and PNG, `samples.html`, `diagnosis.html`, and `recipe.json`, the resolved recipe, which is
+there from the beginning of the run.
 Promises: times are those of the work itself, whoever did it; a run that reuses every stage
 leaves the report of the run that did the work as it is.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from pydantic import BaseModel, ValidationError
 
+from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.evidence import stage_views
+from flows.diagnosis.page import DIAGNOSIS_MD, DIAGNOSIS_PAGE, write_diagnosis
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
-from infra.store.atomic import atomic_write_bytes
+from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
 from infra.tracking.history import StageHistory
@@ -27,6 +31,7 @@ from tasks.runner.run import StageResult, headline_metric
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 RECIPE_JSON = "recipe.json"
+NOTHING_REJECTED: Mapping[str, str] = {}
 PLOT_TITLES = {
     "accuracy": "Held-out accuracy",
     "reward": "Reward",
@@ -57,6 +62,13 @@ class StageReport(BaseModel, frozen=True):
     """Seconds of the job's phases when it was computed."""
     adopted: Adoption | None = None
     """Whose half-trained work it continues."""
+    rejected: str = ""
+    """The symptom for which what follows took the policy before it; empty: it counts."""
+
+    @property
+    def state(self) -> str:
+        """What became of it, in a word for tables."""
+        return "rejected" if self.rejected else "reused" if self.reused else "ran"
 
 
 class Report(BaseModel, frozen=True):
@@ -76,18 +88,39 @@ class Report(BaseModel, frozen=True):
     promoted: bool
 
     @property
-    def outputs(self) -> list[tuple[str, str]]:
-        """What the plots were drawn from."""
-        return [(stage.fingerprint, stage.digest) for stage in self.stages]
+    def outputs(self) -> list[tuple[str, str, str]]:
+        """What the plots were drawn from, and what counts of it."""
+        return [(stage.fingerprint, stage.digest, stage.rejected) for stage in self.stages]
 
 
-def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float) -> Report:
+def run_directory(recipe: Recipe) -> Path:
+    """The directory of a run's report, with its recipe in it.
+
+    Args:
+        recipe: of the run; its home holds the directory.
+
+    Returns:
+        The directory.
+    """
+    directory = recipe.home / "runs" / recipe.run_name
+    make_directories(directory)
+    atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
+    return directory
+
+
+def build_report(
+    recipe: Recipe,
+    results: Sequence[StageResult],
+    seconds: float,
+    rejected: Mapping[str, str] = NOTHING_REJECTED,
+) -> Report:
     """Sum up a finished run.
 
     Args:
         recipe: what was run.
         results: its stages, in order.
         seconds: wall seconds of the run.
+        rejected: symptom by label of a round from which nothing followed.
 
     Returns:
         The report.
@@ -108,6 +141,7 @@ def build_report(recipe: Recipe, results: Sequence[StageResult], seconds: float)
                 metrics=result.metrics,
                 job_seconds=result.job_seconds,
                 adopted=result.adopted,
+                rejected=rejected.get(result.label, ""),
             )
             for result in results
         ],
@@ -140,8 +174,7 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     Returns:
         The run directory.
     """
-    directory = recipe.home / "runs" / report.run
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = run_directory(recipe)
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
         return directory
     draw_plots(plot_data(report, history), directory)
@@ -149,7 +182,8 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     if rounds:
         page = samples_page([shown_run(report.run, rounds, history)])
         atomic_write_bytes(directory / PAGE_NAME, page.encode())
-    atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
+    views = stage_views(history, [stage.fingerprint for stage in report.stages])
+    write_diagnosis(diagnose(report.run, views, recipe.diagnosis), directory)
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
     atomic_write_bytes(directory / REPORT_JSON, report.model_dump_json(indent=2).encode() + b"\n")
     return directory
@@ -256,13 +290,18 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "| stage | | seconds | digest | metric |",
         "|---|---|---:|---|---|",
         *(
-            f"| {stage.name} | {'reused' if stage.reused else 'ran'} | {stage.seconds:.1f} "
+            f"| {stage.name} | {stage.state} | {stage.seconds:.1f} "
             f"| `{stage.digest[:12]}` | {headline_metric(stage.metrics)} |"
             for stage in report.stages
         ),
         "",
         *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
+        *(f"`{s.name}` was rejected: {s.rejected}.\n" for s in report.stages if s.rejected),
     ]
+    diagnosis = directory / DIAGNOSIS_PAGE
+    if diagnosis.exists():
+        ill = "something ails it" if (directory / DIAGNOSIS_MD).exists() else "nothing ails it"
+        lines += [f"[Diagnosis]({diagnosis.as_uri() if embed else diagnosis.name}): {ill}.", ""]
     for name, title in PLOT_TITLES.items():
         path = directory / f"{name}.svg"
         if path.exists():

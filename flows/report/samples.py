@@ -15,19 +15,11 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from flows.diagnosis.algorithm import CURVES
 from infra.tracking.history import StageHistory
 from infra.tracking.samples import KeptSample, read_samples, within
 
 PAGE_NAME = "samples.html"
-CURVES = {
-    "reward": ("critic/score/mean",),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
-    "entropy": ("actor/entropy",),
-    "response length": ("response_length/mean",),
-    "mismatch": ("mismatch/logprob_abs_mean",),
-}
-"""Metrics of each plot: the first that a run has; the KL to the reference, else to the sampler."""
-
 MARKDOWN_SAMPLES, MARKDOWN_CHARS = 16, 2000
 MAX_RUN_BYTES = 16 * 2**20
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}

@@ -16,14 +16,19 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 
 from engines.config.stages import Runtime
+from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.evidence import run_views
+from flows.diagnosis.page import write_diagnosis
 from flows.recipe.recipe import NOT_IDENTITY, Recipe
-from flows.report.page import show_report
-from flows.report.report import Report, build_report, write_report
+from flows.report.page import show_diagnosis, show_report
+from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.registry import Registry, open_mirrors, open_tracker
+from flows.run.round_gate import RoundGate
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
+from infra.redact import redact
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
@@ -94,6 +99,7 @@ class PipelineRun:
     ) -> None:
         self.stages = stages
         self.registry = Registry(recipe, history.storage)
+        self.gate = RoundGate(recipe.diagnosis, history)
         self._recipe = recipe
         self._history = history
         self._recorder = recorder
@@ -103,9 +109,10 @@ class PipelineRun:
     def finish(self) -> Report:
         """Write the report, and show it where the run is shown."""
         seconds = time.monotonic() - self._started
-        report = build_report(self._recipe, self.stages.results, seconds)
+        report = build_report(self._recipe, self.stages.results, seconds, self.gate.rejected)
         directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
+        metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
         self._recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
@@ -152,6 +159,7 @@ def open_run(
         run_key=recorder.run_key,
     )
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
+    directory = run_directory(recipe)
     stopped: frozenset[str] = frozenset()
     try:
         yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
@@ -163,11 +171,29 @@ def open_run(
             with suppress(PipelineError):
                 stages.stop_jobs()
         recorder.run_ended(end_status(error))
+        if isinstance(error, Exception):
+            said = _diagnosed(recipe, history, recorder.run_key, directory)
+            if said:
+                surroundings.observer.message("diagnosis", said)
+            if flow_run is not None:
+                show_diagnosis(recipe.name, recipe.run_name, directory)
         raise
     finally:
         # First the cluster: whoever waits for the end of the run waits for this.
         cluster.release(stopped)
         recorder.close()
+
+
+def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
+    """What ails a run that failed, in one line, perhaps nothing; writes the page, if it can be."""
+    try:
+        runs = [run for run in history.storage.runs.known() if run.key == run_key]
+        views = [view for run in runs for view in run_views(history, run)]
+        diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
+        page = write_diagnosis(diagnosis, directory)
+        return f"{diagnosis.verdict}: {page}" if diagnosis.ills else ""
+    except (PipelineError, OSError, ValueError) as error:  # the error of the run is what counts
+        return f"none: {redact(str(error))}"
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:

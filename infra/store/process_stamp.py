@@ -40,6 +40,15 @@ def is_dead(stamp: str) -> bool:
     return _started(int(match.group(2))) != int(match.group(3))
 
 
+def living_pid(stamp: str) -> int | None:
+    """Id of the process of a stamp, if it lives here; None says only that it is not known to."""
+    match = _STAMP.fullmatch(stamp)
+    if match is None or match.group(1) != _machine():
+        return None
+    pid = int(match.group(2))
+    return pid if _started(pid) == int(match.group(3)) else None
+
+
 @functools.cache
 def _machine() -> str:
     """This boot of this machine and this process namespace: where a pid means one process."""

@@ -20,7 +20,7 @@ import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import ValidationError
 
@@ -36,12 +36,19 @@ from infra.store.step_directories import step_directories
 SAMPLES_DIR = "samples"
 
 
+Cause = Literal["", "dead_rank", "disk_full", "hang", "non_finite", "out_of_memory"]
+
+
 class JobProblem(FrozenModel):
     """Why an attempt ended without a commit."""
 
     type: str
     message: str
     exit_code: int
+    cause: Cause = ""
+    """Of those that are told apart; empty: another."""
+    phase: str = ""
+    """What the job was doing; empty: not known."""
 
 
 class WorkChannel(Protocol):

@@ -1,10 +1,11 @@
 """What the store knows of stages: the shipper's and the report's source."""
 
 import json
+from contextlib import suppress
 
-from infra.errors import JournalError
+from infra.errors import ConfigError, JournalError
 from infra.store import stage_log
-from infra.store.stage_spec import CommitRecord
+from infra.store.stage_spec import CommitRecord, StageSpec
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord, read_journal
 
@@ -41,6 +42,14 @@ class StageHistory:
             raise JournalError(f"{position!r} is no position of a journal") from None
         records, new = read_journal(self.storage, fingerprint, read, generation)
         return records, json.dumps(new, sort_keys=True)
+
+    def specification(self, fingerprint: str) -> StageSpec | None:
+        """The newest specification of a stage; a process that was killed early wrote none."""
+        for entry in reversed(self.storage.attempts.entries(fingerprint)):
+            if entry.kind == "held":
+                with suppress(ConfigError):
+                    return self.storage.channel(fingerprint).read_specification(entry.number)
+        return None
 
     def commit(self, fingerprint: str, generation: int) -> CommitRecord | None:
         """What a generation of a stage committed, if it is done.

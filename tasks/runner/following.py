@@ -32,6 +32,7 @@ from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord, read_journal
 from tasks.runner.cancellation import STOP_DEADLINE_S, run_is_cancelled
+from tasks.runner.memory_knobs import memory_knobs
 from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
@@ -47,6 +48,9 @@ on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
 QUEUED_TOLD_S = 15.0
 EXIT_KILLED = {128 + signal.SIGKILL, -signal.SIGKILL}
 """As a shell tells it, and as Ray does."""
+MEMORY = "out of memory?"
+NUM_KNOBS = 4
+"""Of those that are told in an error; `rlhf diagnose` tells all."""
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
 
@@ -326,14 +330,23 @@ class JobFollower:
     def _failure(self, jobs: RayJobs, job: _Job, problem: JobProblem | None) -> Exception:
         where = f"{self._label}: job {job.name}"
         if problem is None:
-            return JobFailedError(f"{where} {_end(jobs, job.name)}{self._tail(jobs, job)}")
+            told = _end(jobs, job.name)
+            phase = job.watch.beat.phase if job.watch.beat else ""
+            more = f"; {self._knobs(phase)}" if MEMORY in told else ""
+            return JobFailedError(f"{where} {told}{more}{self._tail(jobs, job)}")
         if problem.exit_code == EXIT_USER_ERROR:
             path, _, text = problem.message.partition(": ")
             return ConfigError(path, text)
         if problem.exit_code == EXIT_TERMINATED:
             return JobFailedError(f"{where} was stopped; run again to resume")
         reason = f"{problem.type}: {problem.message}"
+        if problem.cause == "out_of_memory":
+            reason = f"{reason}; {self._knobs(problem.phase)}"
         return JobFailedError(f"{where}: {reason}{self._tail(jobs, job)}")
+
+    def _knobs(self, phase: str) -> str:
+        knobs = memory_knobs(self._submission.config, phase)[:NUM_KNOBS]
+        return f"to need less: {', '.join(knobs)}" if knobs else "no setting of it needs less"
 
     def _tail(self, jobs: RayJobs, job: _Job) -> str:
         try:
@@ -373,7 +386,7 @@ def _end(jobs: RayJobs, name: str) -> str:
     except JobError as error:
         return f"ended, and Ray forgot it: {error}"
     if status.exit_code in EXIT_KILLED:
-        return f"was killed (exit code {status.exit_code}; out of memory?); run again to resume"
+        return f"was killed (exit code {status.exit_code}; {MEMORY}); run again to resume"
     if status.exit_code is not None:
         return f"ended with exit code {status.exit_code} and no output"
     return f"ended as {status.state} and no output"

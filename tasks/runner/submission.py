@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from engines.config.stages import Runtime
+from engines.config.stages import Runtime, StageConfig
 from infra import env
 from infra.errors import JobSubmitError
 from infra.ray.job_types import JobRequest
@@ -55,6 +55,11 @@ class Submission:
         self._adopts_at = len(storage.attempts.entries(request.fingerprint))
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
         self._follower = follower
+
+    @property
+    def config(self) -> StageConfig:
+        """Of the stage."""
+        return self._request.config
 
     @property
     def resources(self) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """Updates whose loss or gradient is no finite number: left out, counted, named, limited.
 
 Promises: such an update changes no weight, and is never left out in silence: the journal names
-the rows that spoiled it as far as they can be told; one more than the limit stops the run.
+the rows that spoiled it and their tensors that are no finite numbers, as far as they can be told;
+one more than the limit stops the run.
 Does not promise to find a row where only the gradient overflowed: it says so then.
 """
 
@@ -65,7 +66,11 @@ class PoisonGuard:
         if not isinstance(update, PoisonedUpdate):
             return update
         self.num_poisoned += 1
-        rows = [name_of(int(number)) for number in batch.rows[ROW][self._spoiled(batch, role)]]
+        numbers = batch.rows[ROW].tolist()
+        rows = [
+            f"{name_of(int(numbers[row]))} ({', '.join(tensors)})"
+            for row, tensors in sorted(self._spoiled(batch, role).items())
+        ]
         line = f"{role}: {update.reason}; the update is left out; {_described(rows)}"
         if self.num_poisoned > self._limit:
             raise NonFiniteError(
@@ -75,16 +80,19 @@ class PoisonGuard:
         self._say(line)
         return None
 
-    def _spoiled(self, batch: TokenBatch, role: RoleName) -> list[int]:
-        """Sequences with a column, or an output of the model, that is no finite number."""
+    def _spoiled(self, batch: TokenBatch, role: RoleName) -> dict[int, list[str]]:
+        """By sequence, the columns and outputs of the model that are no finite numbers."""
         outputs = self._workers.run(ModelWorker.infer, batch, role=role)
-        finite_T = torch.isfinite(outputs.logprobs_T)
-        if outputs.values_T is not None:
-            finite_T &= torch.isfinite(outputs.values_T)
-        for column in batch.columns.values():
-            own = torch.isfinite(column.float())
-            finite_T &= own if own.dim() == 1 else own.all(dim=1)
-        return sorted({*batch.sequence_index_T[~finite_T].tolist()})
+        tensors = {"logprobs": outputs.logprobs_T, "values": outputs.values_T, **batch.columns}
+        spoiled: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            finite = torch.isfinite(tensor.float())
+            finite_T = finite if finite.dim() == 1 else finite.all(dim=1)
+            for row in {*batch.sequence_index_T[~finite_T].tolist()}:
+                spoiled.setdefault(row, []).append(name)
+        return spoiled
 
 
 def _described(rows: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """What one optimizer step adds up: denominators before it, losses and metrics after it."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,8 +56,8 @@ class Totals:
             seen = self._maxima.get(name)
             self._maxima[name] = value if seen is None else torch.maximum(seen, value)
 
-    def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over all ranks."""
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, dict[str, float], list[int]]:
+        """The loss, the metrics, and the places of ranks whose own loss is no finite number."""
         sum_names, max_names = sorted(self._sums), sorted(self._maxima)
         values = [
             self._loss,
@@ -66,4 +68,5 @@ class Totals:
         split = 1 + len(sum_names)
         loss, *sums = collectives.column_sums([row[:split] for row in rows])
         maxima = collectives.column_maxima([row[split:] for row in rows])
-        return loss, dict(zip([*sum_names, *max_names], [*sums, *maxima], strict=True))
+        spoiled = [place for place, row in enumerate(rows) if not math.isfinite(row[0])]
+        return loss, dict(zip([*sum_names, *max_names], [*sums, *maxima], strict=True)), spoiled

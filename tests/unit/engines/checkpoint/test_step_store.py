@@ -1,5 +1,6 @@
 """The commit protocol of step checkpoints: whole or absent, newest valid wins."""
 
+import errno
 import subprocess
 import sys
 import threading
@@ -203,3 +204,15 @@ def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     with pytest.raises(DeadlineError, match=f"room on the disk of {small_disk}"):
         store.save(4, write("u" * 600_000), TrainerState(4))
     assert store.steps() == [2, 3]
+
+
+def test_a_disk_that_is_full_in_the_middle_is_told_with_what_is_needed(small_disk: Path) -> None:
+    """What the engine writes is more than the newest had, or nobody knew how much it is."""
+    store = StepCheckpoints(small_disk / "steps", 2)
+    with pytest.raises(
+        OSError, match="a checkpoint needs more than \\d+ bytes, \\d+ were free"
+    ) as caught:
+        store.save(1, write("w" * 4_000_000), TrainerState(1))
+    assert caught.value.errno == errno.ENOSPC
+    assert store.steps() == []
+    assert names(small_disk / "steps") == []

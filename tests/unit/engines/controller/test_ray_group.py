@@ -204,6 +204,9 @@ def test_every_call_has_a_deadline(start: GroupFactory) -> None:
     group = start(timeouts_s={"sleep": 1.0})
     with pytest.raises(DeadlineError, match="gave up after 1 s waiting for sleep on rank 0, 1"):
         group.run(Probe.sleep, 60.0)
+    for rank in (0, 1):
+        log = group._options.log_path(rank).read_text()
+        assert "in sleep" in log, "where it was when the deadline passed"
 
 
 def test_fault_row_23_ranks_that_never_fit_say_what_was_asked_and_what_there_is(

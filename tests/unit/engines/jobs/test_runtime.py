@@ -135,11 +135,19 @@ def test_a_job_that_hangs_ends_itself_by_the_deadline_of_its_phase(spec: StageSp
     runtime = {"heartbeat_s": 0.05, "progress_deadlines_s": {"publish": 2.0}}
     ended = run(spec, {"RLHF_FAULTS": "storage.before_publish=sleep:50"}, runtime=runtime)
     assert ended.returncode == 1
-    assert error(spec).type == "NoProgressError"
+    assert (error(spec).type, error(spec).cause) == ("NoProgressError", "hang")
     assert "no progress in phase publish for 2 s" in error(spec).message
     assert "raise progress_deadlines_s.publish" in error(spec).message
     directory = LocalStorage(Path(spec.store_uri)).channel(spec.fingerprint).local_dir(0)
     assert "in publish" in (directory / "stacks.txt").read_text()
+
+
+def test_a_job_that_has_no_memory_left_says_so_with_its_phase(spec: StageSpec) -> None:
+    ended = run(spec, {"RLHF_FAULTS": f"storage.before_publish=memory:{2**50}"})
+    assert ended.returncode == 1
+    found = error(spec)
+    assert (found.type, found.cause, found.phase) == ("MemoryError", "out_of_memory", "save")
+    assert found.message.startswith("out of memory in phase save: MemoryError; at its peak this")
 
 
 def test_a_job_whose_attempt_is_over_computes_nothing(spec: StageSpec) -> None:

@@ -197,7 +197,7 @@ def test_a_spoiled_update_is_left_out_named_and_limited(
     assert sorted(attempt.losses) == [1, 3]
     told = (tmp_path / "work" / "journal.jsonl").read_text()
     assert "policy: loss is nan; the update is left out; spoiled by row " in told
-    assert " of data.sft" in told
+    assert " of data.sft (loss_mask)" in told
     values = attempt.checkpoints.load(3).state.values
     assert values["num_poisoned"] == 1
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.commands.cli import main
-from flows.commands.status import held_stages
 from infra import env
+from infra.services.held_stages import held_stages
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder

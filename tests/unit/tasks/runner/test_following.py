@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime, StageConfig
+from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.errors import ConfigError, JobFailedError, JobSubmitError
 from infra.ray.job_types import JobRequest, JobState, JobStatus
@@ -276,6 +277,30 @@ def test_a_crash_carries_the_reason_and_the_log(stage: Stage) -> None:
     with pytest.raises(JobFailedError) as caught:
         stage.follow(Jobs(after(1, crash)))
     assert "ValueError: no such thing\n    the last line" in str(caught.value)
+
+
+def test_a_job_without_memory_is_told_with_what_needs_less(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failure(config: StageConfig, phase: str) -> str:
+        monkeypatch.setattr(Submission, "config", config)
+        problem = JobProblem(type="X", message="m", exit_code=1, cause="out_of_memory", phase=phase)
+
+        def crash() -> JobState:
+            held = stage.storage.attempts.entries(REQUEST.fingerprint)[-1]
+            stage.channel.write_error(held.number, problem)
+            return JobState.FAILED
+
+        with pytest.raises(JobFailedError) as caught:
+            stage.follow(Jobs(after(1, crash)))
+        return str(caught.value)
+
+    recipe = load_recipe("quickstart")
+    assert "X: m; no setting of it needs less" in failure(REQUEST.config, "publish")
+    said = failure(recipe.rl_round_stage(1), "gen")
+    assert "X: m; to need less: rollout.max_num_sequences: 512 instead of 1024, rollout." in said
+    said = failure(recipe.sft_stage(), "train")
+    assert "to need less: training.max_tokens_per_micro_batch: 1024 instead of 2048" in said
 
 
 @pytest.mark.parametrize("code", [137, -9])

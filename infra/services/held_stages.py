@@ -1,35 +1,16 @@
-"""`rlhf status`: the services of `rlhf up`, the servers of runs, and who works on which stage."""
+"""Who works on which stage of a store.
 
-import argparse
-import sys
+Promises: a stage is told of for as long as nothing says that whoever holds it has ended.
+Does not promise: stores other than directories; of those nothing is told.
+"""
+
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra import env
 from infra.garbage.inventory import LocalInventory
-from infra.services import stack
 from infra.store.process_stamp import is_dead
 from infra.store.storage import open_storage
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Print each server and each stage that is held; the exit code is 0 if all servers answer."""
-    home = env.home()
-    all_up = print_status(home)
-    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
-    return 0 if all_up else 1
-
-
-def print_status(home: Path) -> bool:
-    """Print each server of a home; says whether all of them answer."""
-    found = stack.status(home)
-    for service in found:
-        pid = f"pid {service.pid}" if service.pid else ""
-        users = f"used by {', '.join(map(str, service.users))}" if service.users else ""
-        line = f"{service.name:<16} {service.state:<8} {service.url or '':<28} {pid:<12} {users}"
-        sys.stdout.write(f"{line.rstrip()}\n")
-    return all(service.state == "up" for service in found)
 
 
 def held_stages(store: str | Path) -> Iterator[str]:

@@ -1,0 +1,51 @@
+"""`rlhf diagnose`: what ails a run, in the order resources, communication, algorithm.
+
+A run that goes on is looked at as far as it is. The thresholds are those of its recipe.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from flows.commands.show import find_run
+from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.evidence import run_views
+from flows.diagnosis.page import text, write_diagnosis
+from flows.recipe.diagnosis import DiagnosisConfig
+from flows.report.report import RECIPE_JSON
+from infra import env
+from infra.errors import ConfigError
+from infra.store.atomic import make_directories
+from infra.store.storage import open_storage
+from infra.tracking.history import StageHistory
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the page and say what is in it; the exit code is 0 if nothing ails the run."""
+    home = env.home()
+    history = StageHistory(open_storage(arguments.store or str(home / "store")))
+    run, only = find_run(history.storage, home, arguments.run, "RUN")
+    views = run_views(history, run, only)
+    if not views:
+        raise ConfigError("RUN", f"{run.name} has no stage that said what it is; run it first")
+    directory = home / "runs" / run.name
+    diagnosis = diagnose(run.name, views, _thresholds(directory))
+    make_directories(directory)
+    path = write_diagnosis(diagnosis, directory)
+    if arguments.json:
+        findings = [asdict(finding) for finding in diagnosis.findings]
+        sys.stdout.write(f"{json.dumps({'run': run.name, 'findings': findings}, indent=2)}\n")
+    else:
+        sys.stdout.write(f"{text(diagnosis)}\n{path}\n")
+    return 1 if diagnosis.ills else 0
+
+
+def _thresholds(directory: Path) -> DiagnosisConfig:
+    """Of the run's recipe; those by default where no run of this home left one."""
+    try:
+        recipe = json.loads((directory / RECIPE_JSON).read_bytes())
+    except FileNotFoundError:
+        return DiagnosisConfig()
+    return DiagnosisConfig.model_validate(recipe.get("diagnosis", {}))

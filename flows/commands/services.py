@@ -1,0 +1,65 @@
+"""`rlhf up`, `rlhf down`, `rlhf status`: Prefect, its worker, the Ray head and MLflow of a home."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from flows.commands.automations import print_automations
+from infra import env
+from infra.host.records import make_place
+from infra.services import stack
+from infra.services.held_stages import held_stages
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Do what was asked; each says what its exit code means."""
+    home = env.home()
+    if arguments.command == "up":
+        return up(home)
+    if arguments.command == "down":
+        return down(home)
+    return status(home, arguments.store)
+
+
+def up(home: Path) -> int:
+    """Start what does not run yet, say where it answers and how other shells reach it."""
+    make_place(home, "RLHF_HOME", "name another")
+    stack.up(home)
+    print_servers(home)
+    api_url = stack.running_prefect_url(home)
+    if api_url:
+        sys.stdout.write("\n")
+        print_automations(home, api_url)
+    sys.stdout.write(
+        f"\nexport PREFECT_API_URL={api_url}\n"
+        f"export MLFLOW_TRACKING_URI={stack.running_mlflow_url(home)}\n"
+    )
+    return 0
+
+
+def down(home: Path) -> int:
+    """Stop the servers of this home; the exit code is 1 if a living run keeps some of them."""
+    ended, kept = stack.down(home)
+    sys.stdout.write(f"stopped {', '.join(ended)}\n" if ended else "nothing to stop\n")
+    for server in kept:
+        pids = " ".join(map(str, server.users))
+        sys.stdout.write(f"{server.name} stays: a run uses it; end that first (kill {pids})\n")
+    return 1 if kept else 0
+
+
+def status(home: Path, store: str | None) -> int:
+    """Print servers and stages that are held; the exit code is 0 if all servers answer."""
+    all_up = print_servers(home)
+    sys.stdout.writelines(f"{line}\n" for line in held_stages(store or home / "store"))
+    return 0 if all_up else 1
+
+
+def print_servers(home: Path) -> bool:
+    """Print each server of a home; says whether all of them answer."""
+    found = stack.status(home)
+    for service in found:
+        pid = f"pid {service.pid}" if service.pid else ""
+        users = f"used by {', '.join(map(str, service.users))}" if service.users else ""
+        line = f"{service.name:<16} {service.state:<8} {service.url or '':<28} {pid:<12} {users}"
+        sys.stdout.write(f"{line.rstrip()}\n")
+    return all(service.state == "up" for service in found)

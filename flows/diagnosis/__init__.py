@@ -1,0 +1,1 @@
+"""What ails a run, from what its stages wrote down."""

@@ -1,0 +1,124 @@
+"""What a diagnosis is made from, and what it is made of. No input, no output."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Literal
+
+from engines.config.stages import StageConfig
+from infra.store.work_channel import JobProblem
+
+Area = Literal["resources", "communication", "algorithm"]
+"""In the order in which they are looked at: a cause in one shows as a symptom in the next."""
+Severity = Literal["failed", "sick", "note"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A number that was found.
+
+    Attributes:
+        metric: its name in the journal or the commit record.
+        value: as it was recorded, or the mean of a window.
+        step: the last one that it speaks of; None where it belongs to no step.
+    """
+
+    metric: str
+    value: float
+    step: int | None = None
+
+    def __str__(self) -> str:
+        at = f" at step {self.step}" if self.step is not None else ""
+        return f"{self.metric} {self.value:.4g}{at}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something worth knowing.
+
+    Attributes:
+        area: where it belongs.
+        symptom: its name.
+        stage: label of the stage that shows it.
+        text: what was found, in words.
+        evidence: the numbers.
+        next: what to try first, and then.
+        severity: `failed` ended the stage, `sick` crosses a threshold, `note` is only told.
+    """
+
+    area: Area
+    symptom: str
+    stage: str
+    text: str
+    evidence: tuple[Evidence, ...] = ()
+    next: tuple[str, ...] = ()
+    severity: Severity = "sick"
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What a stage has written down so far.
+
+    Attributes:
+        label: within the run.
+        config: of the stage.
+        steps: metrics by step.
+        messages: lines for people, oldest first.
+        problem: why its newest attempt ended without a commit; None: it did not say so.
+        phase: of its last sign of life; empty where there is none.
+        is_gone: it has no commit, said nothing, and its process is certainly dead.
+        metrics: of its commit; empty before.
+        seconds: of its job's phases, the same.
+    """
+
+    label: str
+    config: StageConfig
+    steps: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    messages: tuple[str, ...] = ()
+    problem: JobProblem | None = None
+    phase: str = ""
+    is_gone: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step with metrics."""
+        return max(self.steps, default=None)
+
+
+Points = Sequence[tuple[int, float]]
+"""Of one metric: step and value, ascending, all finite."""
+
+
+def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
+    """One curve over some stages.
+
+    Args:
+        views: in order.
+        *names: metrics, of which the first that any step has is taken.
+
+    Returns:
+        The metric, empty if there is none, and its finite points.
+    """
+    values = {step: found for view in views for step, found in view.steps.items()}
+    for name in names:
+        found = [(step, values[step][name]) for step in sorted(values) if name in values[step]]
+        if found:
+            return name, [point for point in found if isfinite(point[1])]
+    return "", []
+
+
+def windows(curve: Points, num_steps: int) -> list[float]:
+    """Means over windows that do not overlap, aligned to the end of a curve.
+
+    Args:
+        curve: of one metric.
+        num_steps: of a window.
+
+    Returns:
+        Oldest first; fewer than two say nothing.
+    """
+    values = [value for _, value in curve]
+    ends = range(len(values), num_steps - 1, -num_steps)
+    return [sum(values[end - num_steps : end]) / num_steps for end in reversed(ends)]

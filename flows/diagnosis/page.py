@@ -1,0 +1,175 @@
+"""A diagnosis for people: a page that opens offline, Markdown for a run page, lines for a terminal.
+
+Promises: the page has no script and no resource outside it; whatever a log or an error says is
+shown as text.
+"""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from engines.config.stages import RLRoundStageConfig
+from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
+from flows.diagnosis.communication import STEP
+from flows.diagnosis.diagnosis import Diagnosis
+from flows.diagnosis.findings import Finding, Points, points
+from flows.diagnosis.resources import PEAK_MEMORY
+from infra.store.atomic import atomic_write_bytes
+
+DIAGNOSIS_PAGE, DIAGNOSIS_MD = "diagnosis.html", "diagnosis.md"
+SHOWN = {
+    **CURVES,
+    "loss": (LOSS,),
+    "steps skipped": (SKIPPED,),
+    "seconds of a step": (STEP,),
+    "peak memory, GB": (PEAK_MEMORY,),
+}
+"""Metrics by title of their plot."""
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 260, 110, 46, 16
+_STYLE = """
+body { margin: 0 auto; max-width: 1100px; padding: 12px 20px; color: #0f172a; background: #f8fafc;
+  font: 14px/1.45 system-ui, sans-serif; }
+h1 { font-size: 18px; overflow-wrap: anywhere; } h2 { font-size: 15px; margin: 18px 0 6px; }
+.plots { display: flex; flex-wrap: wrap; gap: 10px; }
+.plots div, article { background: #fff; border: 1px solid #e2e8f0; border-radius: 6px;
+  padding: 6px 10px; }
+.plots b { font-size: 12px; } svg { display: block; } article { margin: 8px 0; }
+.failed { border-left: 4px solid #dc2626; } .sick { border-left: 4px solid #ea580c; }
+.note { border-left: 4px solid #94a3b8; }
+article span, article li { color: #475569; font-size: 13px; } p { margin: 4px 0;
+  overflow-wrap: anywhere; } ul { margin: 2px 0; padding-left: 18px; }
+"""
+
+
+def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
+    """Write the page, and `diagnosis.md` if something ails the run.
+
+    Args:
+        diagnosis: of a run.
+        directory: of the run; exists.
+
+    Returns:
+        The page.
+    """
+    path, told = directory / DIAGNOSIS_PAGE, directory / DIAGNOSIS_MD
+    atomic_write_bytes(path, html_page(diagnosis).encode())
+    if diagnosis.ills:
+        atomic_write_bytes(told, markdown(diagnosis, path).encode())
+    else:
+        told.unlink(missing_ok=True)
+    return path
+
+
+def html_page(diagnosis: Diagnosis) -> str:
+    """The page."""
+    plots = "".join(
+        f"<div><b>{escape(title)}</b>{_plot(curve)}</div>"
+        for title, names in SHOWN.items()
+        if len(curve := _curve(diagnosis, names)) > 1
+    )
+    areas = "".join(
+        f"<h2>{area}</h2>{''.join(map(_article, found))}" for area, found in _areas(diagnosis)
+    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>Diagnosis</title><style>{_STYLE}</style></head>\n"
+        f'<body><h1>{escape(diagnosis.verdict)}</h1><div class="plots">{plots}</div>{areas}'
+        "</body></html>\n"
+    )
+
+
+def markdown(diagnosis: Diagnosis, path: Path) -> str:
+    """What a run page shows of it.
+
+    Args:
+        diagnosis: of the run.
+        path: where the page is.
+
+    Returns:
+        Markdown, in which what was said is code that it cannot end.
+    """
+    lines = [f"# {diagnosis.verdict}", "", f"With curves: [{path}]({path.as_uri()})", ""]
+    for area, found in _areas(diagnosis):
+        lines += [f"## {area}", ""]
+        for finding in found:
+            numbers = "; ".join(map(str, finding.evidence))
+            lines += [
+                f"* **{finding.symptom}** ({finding.severity}), {finding.stage}: "
+                f"{_as_code(finding.text)}{f' [{numbers}]' if numbers else ''}",
+                *(f"    1. {_as_code(step)}" for step in finding.next),
+            ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """What a terminal shows of it."""
+    lines = [diagnosis.verdict]
+    for area, found in _areas(diagnosis):
+        lines += ["", area]
+        for finding in found:
+            mark = {"failed": "!!", "sick": "! "}.get(finding.severity, "  ")
+            lines.append(f"{mark} {finding.stage}: {finding.symptom}: {finding.text}")
+            lines += [f"       {number}" for number in finding.evidence]
+            if finding.severity != "note":
+                lines += [f"    try {step}" for step in finding.next]
+    return "\n".join(lines) + "\n"
+
+
+def _areas(diagnosis: Diagnosis) -> list[tuple[str, list[Finding]]]:
+    return [(area, [*found]) for area, found in groupby(diagnosis.findings, lambda f: f.area)]
+
+
+def _curve(diagnosis: Diagnosis, names: Sequence[str]) -> Points:
+    """Over all rounds; of what no round has, over the others, which count their steps anew."""
+    rounds = [view for view in diagnosis.stages if isinstance(view.config, RLRoundStageConfig)]
+    return (
+        points(rounds, *names)[1]
+        or points([view for view in diagnosis.stages if view not in rounds], *names)[1]
+    )
+
+
+def _as_code(said: str) -> str:
+    fence = "`" * (1 + max(map(len, re.findall("`+", said)), default=0))
+    return f"{fence} {' '.join(said.split())} {fence}"
+
+
+def _article(finding: Finding) -> str:
+    numbers = "; ".join(map(str, finding.evidence))
+    steps = "".join(f"<li>{escape(step)}</li>" for step in finding.next)
+    return (
+        f'<article class="{finding.severity}"><b>{escape(finding.symptom)}</b> '
+        f"<span>{escape(finding.stage)}</span><p>{escape(finding.text)}</p>"
+        f"<span>{escape(numbers)}</span><ul>{steps}</ul></article>"
+    )
+
+
+def _plot(curve: Points) -> str:
+    """A line with the ends of its axes."""
+    steps, values = [step for step, _ in curve], [value for _, value in curve]
+    low, high = min(values), max(values)
+    span_x, span_y = max(1, steps[-1] - steps[0]), (high - low) or 1.0
+    inner_x, inner_y = _WIDTH - _LEFT - 6, _HEIGHT - _BOTTOM - 6
+    line = " ".join(
+        f"{_LEFT + inner_x * (step - steps[0]) / span_x:.1f},"
+        f"{6 + inner_y * (high - value) / span_y:.1f}"
+        for step, value in curve
+    )
+    labels: Sequence[tuple[float, float, str, str]] = (
+        (_LEFT - 3, 14, "end", f"{high:.3g}"),
+        (_LEFT - 3, _HEIGHT - _BOTTOM, "end", f"{low:.3g}"),
+        (_LEFT, _HEIGHT - 3, "start", str(steps[0])),
+        (_WIDTH - 6, _HEIGHT - 3, "end", str(steps[-1])),
+    )
+    texts = "".join(
+        f'<text x="{x}" y="{y}" font-size="10" fill="#64748b" text-anchor="{anchor}">{said}</text>'
+        for x, y, anchor, said in labels
+    )
+    return (
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}">{texts}'
+        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="1.5"/></svg>'
+    )

@@ -1,0 +1,72 @@
+"""What a finished round of RL has to show before what follows takes its policy.
+
+Promises: the decision is a pure function of what stages committed and of the recipe's thresholds,
+so a repetition decides alike and trains nothing; a rejected round stays committed, and what follows
+takes the policy before it, whose digest makes it another stage. Other thresholds may decide
+otherwise: then only what was given another policy runs.
+"""
+
+from collections.abc import Sequence
+
+from engines.config.stages import RLRoundStageConfig
+from flows.diagnosis.diagnosis import symptoms
+from flows.diagnosis.evidence import stage_views
+from flows.diagnosis.findings import Finding
+from flows.recipe.diagnosis import DiagnosisConfig
+from infra.errors import SickRunError
+from infra.tracking.history import StageHistory
+from tasks.runner.run import StageResult
+
+
+class RoundGate:
+    """Judges rounds in their order.
+
+    Args:
+        thresholds: of the recipe.
+        history: of the stages.
+
+    Attributes:
+        rejected: symptom by label of a round that nothing follows from.
+    """
+
+    def __init__(self, thresholds: DiagnosisConfig, history: StageHistory) -> None:
+        self._thresholds, self._history = thresholds, history
+        self._accepted: list[StageResult] = []
+        self.rejected: dict[str, str] = {}
+
+    def accepts(self, trained: StageResult, evaluated: StageResult) -> bool:
+        """Whether what follows takes a stage's policy.
+
+        Args:
+            trained: SFT, which always counts, or a round.
+            evaluated: of its policy.
+
+        Returns:
+            False if the round is rejected; a stage that is only planned is taken for healthy.
+
+        Raises:
+            SickRunError: it shows what the recipe says ends the run.
+        """
+        results = [*self._accepted, trained, evaluated]
+        found = {each.symptom: each for each in self._symptoms(results)}
+        for name in self._thresholds.end_run:
+            if name in found:
+                raise SickRunError(
+                    f"{trained.label}: {name}: {found[name].text} "
+                    f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run names it: "
+                    f"try {found[name].next[0]}, or take it out and run again"
+                )
+        for name in self._thresholds.reject_round:
+            if name in found:
+                self.rejected[trained.label] = f"{name}: {found[name].text}"
+                return False
+        self._accepted += [trained, evaluated]
+        return True
+
+    def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
+        asked = self._thresholds.end_run or self._thresholds.reject_round
+        if not asked or not all(each.artifact.digest for each in results):
+            return []
+        views = stage_views(self._history, [each.fingerprint for each in results])
+        rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
+        return symptoms(rounds, views, self._thresholds)

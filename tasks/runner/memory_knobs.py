@@ -1,0 +1,69 @@
+"""Which settings of a stage would make it need less memory, in the order in which to try them.
+
+Promises: only settings that the stage has and that are not at their smallest, each with the value
+to try. First come those that change no result but its rounding.
+Does not promise that one of them suffices: nobody measured it.
+"""
+
+from engines.config.stages import (
+    EvaluateStageConfig,
+    MergeStageConfig,
+    RLRoundStageConfig,
+    StageConfig,
+    TrainingStageConfig,
+)
+from engines.config.training import TrainingConfig
+
+SAMPLING_PHASES = frozenset({"gen", "evaluate"})
+"""Phases of a clock or heartbeat in which the rollout engine holds most."""
+SWITCHES = ("gradient_checkpointing", "optimizer_offload", "param_offload", "activation_offload")
+
+
+def memory_knobs(config: StageConfig, phase: str = "") -> list[str]:
+    """What to try.
+
+    Args:
+        config: of the stage.
+        phase: in which memory ran out; empty: not known.
+
+    Returns:
+        `path: value instead of value`, the first to try first.
+    """
+    sampling = _sampling(config)
+    training = _training(config.training) if isinstance(config, TrainingStageConfig) else []
+    if isinstance(config, MergeStageConfig):
+        return [_halved("merge.max_shard_bytes", config.max_shard_bytes)]
+    return [*sampling, *training] if phase in SAMPLING_PHASES else [*training, *sampling]
+
+
+def _sampling(config: StageConfig) -> list[str]:
+    if not isinstance(config, RLRoundStageConfig | EvaluateStageConfig):
+        return []
+    rollout, knobs = config.rollout, []
+    if rollout.max_num_sequences > 1:
+        knobs.append(_halved("rollout.max_num_sequences", rollout.max_num_sequences))
+    share = rollout.options.get("gpu_memory_utilization")
+    if isinstance(share, float):
+        knobs.append(f"rollout.options.gpu_memory_utilization: less than {share:g}")
+    dtype = config.training.dtype if isinstance(config, RLRoundStageConfig) else config.dtype
+    if (rollout.dtype or dtype) == "float32":
+        knobs.append("rollout.dtype: bfloat16")
+    return knobs
+
+
+def _training(training: TrainingConfig) -> list[str]:
+    knobs = []
+    if training.max_tokens_per_micro_batch > 8:
+        size = training.max_tokens_per_micro_batch
+        knobs.append(_halved("training.max_tokens_per_micro_batch", size))
+    knobs += [f"training.{name}: true" for name in SWITCHES if not getattr(training, name)]
+    if not training.chunked_logprobs:
+        knobs.append("training.chunked_logprobs: true")
+    knobs.append(f"training.num_workers: more than {training.num_workers}, which share the model")
+    if training.lora is None:
+        knobs.append("training.lora: {rank: 16}, which trains an adapter alone")
+    return knobs
+
+
+def _halved(path: str, value: int) -> str:
+    return f"{path}: {value // 2} instead of {value}"

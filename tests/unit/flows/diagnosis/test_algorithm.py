@@ -1,0 +1,209 @@
+"""Each symptom on curves made by hand: that it is named, and that healthy curves show none."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from flows.diagnosis import algorithm, communication, resources
+from flows.diagnosis.algorithm import loss_findings, poisoned_findings
+from flows.diagnosis.diagnosis import diagnose, symptoms
+from flows.diagnosis.findings import Finding, StageView, windows
+from flows.recipe.diagnosis import DiagnosisConfig, RoundSymptom
+from flows.recipe.recipe import Recipe
+from tests.unit.flows.diagnosis.conftest import HEALTHY, columns_to_steps
+
+DEFAULTS = DiagnosisConfig()
+NUM_STEPS = 40
+
+
+def line(start: float, end: float, num_steps: int = NUM_STEPS) -> list[float]:
+    return [start + (end - start) * step / (num_steps - 1) for step in range(num_steps)]
+
+
+FLAT = [0.4] * NUM_STEPS
+RoundView = Callable[..., StageView]
+
+CASES = {
+    "entropy_collapse": (
+        {"actor__entropy": line(0.5, 0.01), "critic__score__mean": FLAT},
+        {"actor__entropy": line(0.5, 0.2), "critic__score__mean": FLAT},
+    ),
+    "length_explosion": (
+        {"response_length__mean": line(100, 500), "critic__score__mean": line(0.4, 0.38)},
+        # What reasoning does when it pays.
+        {"response_length__mean": line(100, 500), "critic__score__mean": line(0.4, 0.7)},
+    ),
+    "reward_collapse": (
+        {"critic__score__mean": [*line(0.2, 0.7, 20), *line(0.7, 0.1, 20)]},
+        {"critic__score__mean": [*line(0.2, 0.7, 20), *line(0.7, 0.6, 20)]},
+    ),
+    "kl_runaway": ({"actor__kl_loss": line(0.0, 3.0)}, {"actor__kl_loss": line(0.0, 0.1)}),
+    "drift": (
+        {"mismatch__logprob_abs_mean": line(1e-6, 1e-3)},
+        # Rounding that grows stays rounding.
+        {"mismatch__logprob_abs_mean": line(1e-7, 4e-6)},
+    ),
+    "no_signal": (
+        {"training__skipped_steps": [0.0] * 30 + [1.0] * 10},
+        {"training__skipped_steps": [0.0, 1.0, 0.0, 0.0] * 10},
+    ),
+}
+
+
+def found(view: StageView) -> dict[str, Finding]:
+    return {each.symptom: each for each in symptoms([view], [view], DEFAULTS)}
+
+
+@pytest.mark.parametrize("symptom", CASES)
+def test_a_symptom_is_named_where_it_shows_and_nowhere_else(
+    symptom: str, round_view: RoundView
+) -> None:
+    sick, healthy = (round_view(**columns) for columns in CASES[symptom])
+    ill = found(sick)
+    assert set(ill) == {symptom}
+    assert found(healthy) == {}
+    assert ill[symptom].evidence[0].step == NUM_STEPS
+    assert ill[symptom].stage == "rl_round_1"
+    assert ill[symptom].next
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {*CASES, "reward_hacking"} == {*get_args(RoundSymptom)}
+
+
+def test_a_reward_that_is_hacked_is_told_by_the_held_out_accuracy(
+    round_view: RoundView, evaluation: Callable[[str, float], StageView]
+) -> None:
+    rounds = [round_view(critic__score__mean=line(0.3, 0.8))]
+    before = evaluation("sft", 0.6)
+    (hacked,) = symptoms(rounds, [before, evaluation("rl_round_1", 0.5)], DEFAULTS)
+    assert hacked.symptom == "reward_hacking"
+    assert [(each.metric, each.step) for each in hacked.evidence] == [
+        ("critic/score/mean", 40),
+        ("accuracy", None),
+    ]
+    assert symptoms(rounds, [before, evaluation("rl_round_1", 0.59)], DEFAULTS) == []
+    assert symptoms(rounds, [before], DEFAULTS) == [], "nobody has evaluated it yet"
+    flat = [round_view(critic__score__mean=FLAT)]
+    assert symptoms(flat, [before, evaluation("rl_round_1", 0.5)], DEFAULTS) == []
+
+
+def test_a_task_that_is_solved_leaves_no_entropy_and_is_not_sick(round_view: RoundView) -> None:
+    solved = {"critic__score__mean": line(0.5, 1.0), "critic__score__max": [1.0] * NUM_STEPS}
+    assert found(round_view(actor__entropy=line(0.5, 0.001), **solved)) == {}
+
+
+def test_answers_that_grow_into_the_limit_are_no_gain(round_view: RoundView) -> None:
+    grown = {"response_length__mean": line(100, 500), "critic__score__mean": line(0.4, 0.5)}
+    cut = found(round_view(**grown, response_length__clip_ratio=line(0.0, 0.6)))
+    assert set(cut) == {"length_explosion"}
+    assert found(round_view(**grown, response_length__clip_ratio=line(0.0, 0.1))) == {}
+
+
+def test_a_symptom_that_takes_two_rounds_to_show_is_of_the_second(round_view: RoundView) -> None:
+    rounds = [
+        round_view(1, 1, actor__entropy=line(0.5, 0.2)),
+        round_view(2, 41, actor__entropy=line(0.2, 0.05)),
+    ]
+    (finding,) = diagnose("r", rounds, DEFAULTS).ills
+    assert (finding.symptom, finding.stage) == ("entropy_collapse", "rl_round_2")
+    assert finding.evidence[0].step == 80
+
+
+def test_a_loss_that_runs_away(recipe: Recipe) -> None:
+    config = recipe.sft_stage()
+
+    def view(values: list[float]) -> StageView:
+        return StageView("sft", config, columns_to_steps({"train/loss": values}))
+
+    (finding,) = loss_findings(view([*line(3.0, 1.0, 20), *line(1.0, 4.0, 20)]), DEFAULTS)
+    assert finding.symptom == "loss_divergence"
+    assert loss_findings(view(line(3.0, 1.0)), DEFAULTS) == []
+    assert loss_findings(view([math.nan] * 40), DEFAULTS) == []
+
+
+def test_updates_that_were_left_out_are_told_with_their_rows(round_view: RoundView) -> None:
+    view = round_view(training__poisoned_updates=[0.0, 0.0, 1.0, 1.0])
+    said = "policy: loss is nan; the update is left out; spoiled by step=3/prompt=1"
+    view = StageView(view.label, view.config, view.steps, (said,))
+    (finding,) = poisoned_findings(view)
+    assert said in finding.text
+    assert finding.evidence[0].step == 3
+    assert poisoned_findings(round_view(training__poisoned_updates=[0.0] * 4)) == []
+
+
+def test_real_healthy_runs_have_no_symptom(
+    recipe: Recipe,
+    healthy_rounds: list[StageView],
+    evaluation: Callable[[str, float], StageView],
+) -> None:
+    scores = [evaluation("sft", 0.35), evaluation("rl_round_1", 0.58)]
+    scores += [evaluation("rl_round_2", 0.65), evaluation("rl_round_3", 0.69)]
+    sft = StageView("sft", recipe.sft_stage(), columns_to_steps(HEALTHY["sft"]))
+    ppo = StageView("rl_round_1", recipe.rl_round_stage(1), columns_to_steps(HEALTHY["ppo"]))
+    for views in ([sft, *healthy_rounds, *scores], [ppo]):
+        assert diagnose("healthy", views, DEFAULTS).ills == []
+
+
+def test_a_healthy_run_that_goes_on_has_none_at_any_step(healthy_rounds: list[StageView]) -> None:
+    steps = {step: found for view in healthy_rounds for step, found in view.steps.items()}
+    for last in range(1, len(steps) + 1):
+        view = healthy_rounds[0]
+        so_far = StageView(view.label, view.config, {s: steps[s] for s in range(1, last + 1)})
+        assert diagnose("healthy", [so_far], DEFAULTS).ills == [], last
+
+
+@given(st.lists(st.floats(width=32), max_size=40), st.integers(1, 9))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_curve_is_too_odd(recipe: Recipe, values: list[float], window: int) -> None:
+    names = [metric for names in algorithm.KL for metric in (names,)]
+    names += [algorithm.SCORE, algorithm.ENTROPY, algorithm.LENGTH, algorithm.MISMATCH]
+    names += [algorithm.SKIPPED, algorithm.POISONED, resources.PEAK_MEMORY, communication.STEP]
+    steps = {step: dict.fromkeys(names, value) for step, value in enumerate(values)}
+    view = StageView("rl_round_1", recipe.rl_round_stage(1), steps)
+    for finding in diagnose("odd", [view], DiagnosisConfig(window_num_steps=window)).findings:
+        assert all(math.isfinite(each.value) for each in finding.evidence)
+
+
+def test_windows_end_where_the_curve_ends() -> None:
+    curve = [(step, float(step)) for step in range(1, 8)]
+    assert windows(curve, 3) == [3.0, 6.0]
+    assert windows(curve[:2], 3) == []
+
+
+def test_a_gate_is_named_once_and_is_a_symptom() -> None:
+    with pytest.raises(ValidationError, match="drift, which end_run has too"):
+        DiagnosisConfig(end_run=("drift",), reject_round=("drift",))
+    with pytest.raises(ValidationError, match="end_run"):
+        DiagnosisConfig.model_validate({"end_run": ["gloom"]})
+
+
+def test_no_threshold_changes_a_stage_or_the_name_of_a_run(recipe: Recipe) -> None:
+    changed = recipe.model_copy(update={"diagnosis": DiagnosisConfig(max_kl=9, end_run=("drift",))})
+    assert changed.run_name == recipe.run_name
+    for one, other in zip(recipe.stages(), changed.stages(), strict=True):
+        assert one.identity_values() == other.identity_values()
+
+
+def test_settings_that_are_advised_exist() -> None:
+    """A recipe's path that was renamed would be advice that is refused."""
+    modules = (algorithm, communication, resources)
+    texts = "".join(Path(str(module.__file__)).read_text("utf-8") for module in modules)
+    roots = "rl|rollout|training|checkpoint|location|sft"
+    paths = {*re.findall(rf"\b((?:{roots})\.[a-z_]+(?:\.[a-z_]+)*)", texts)}
+    assert len(paths) > 15
+    for path in paths:
+        model: type[BaseModel] = Recipe
+        for part in path.split("."):
+            assert part in model.model_fields, path
+            kind = model.model_fields[part].annotation
+            kinds = [kind, *getattr(kind, "__args__", ())]
+            models = [each for each in kinds if isinstance(each, type)]
+            model = next((each for each in models if issubclass(each, BaseModel)), BaseModel)

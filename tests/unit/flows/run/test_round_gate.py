@@ -1,0 +1,121 @@
+"""A round with a symptom of the recipe ends the run or is passed over; nothing else trains."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from flows.asked_run import plan_run
+from flows.recipe.recipe import Recipe
+from flows.report.report import build_report, markdown
+from flows.run.round_gate import RoundGate
+from flows.stage_order import run_stages
+from infra.errors import SickRunError
+from infra.store.stage_spec import CommitRecord
+from infra.store.storage import LocalStorage
+from infra.tracking.history import StageHistory
+from infra.tracking.journal import Journal
+from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageResult
+from tests.unit.flows.test_plan import Stages, recipe
+
+ENTROPY = {"rl_round_1": (0.5, 0.4), "rl_round_2": (0.01, 0.01), "rl_round_3": (0.4, 0.3)}
+REJECT = "diagnosis={window_num_steps: 2, reject_round: [entropy_collapse]}"
+END = "diagnosis={window_num_steps: 2, end_run: [entropy_collapse]}"
+THREE = "rl.num_rounds=3"
+
+
+class Training(Stages):
+    """A run whose rounds record what they are told to."""
+
+    def __init__(
+        self, storage: LocalStorage, entropy: Mapping[str, Sequence[float]] = ENTROPY
+    ) -> None:
+        super().__init__(storage)
+        self.entropy = entropy
+        self.asked: dict[str, StageRequest] = {}
+        self.results: dict[str, StageResult] = {}
+        self.computed: list[str] = []
+
+    def run(self, request: StageRequest) -> StageResult:
+        self.asked[request.label] = request
+        result = self.results[request.label] = super().run(request)
+        return result
+
+    def _commit(self, request: StageRequest, attempt: int) -> CommitRecord:
+        self.computed.append(request.label)
+        directory = self.storage.channel(request.fingerprint).local_dir(attempt)
+        with Journal(directory / "journal.jsonl") as journal:
+            first = 1 + request.config.num_previous_steps
+            for step, value in enumerate(self.entropy.get(request.label, ()), start=first):
+                journal.metrics(step, {"actor/entropy": value})
+        return super()._commit(request, attempt)
+
+
+def trained(asked: Recipe, storage: LocalStorage, **kwargs) -> tuple[Training, RoundGate]:
+    run = Training(storage, **kwargs)
+    gate = RoundGate(asked.diagnosis, StageHistory(storage))
+    run_stages(asked, run, lambda _: None, gate.accepts)
+    return run, gate
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "store")
+
+
+def test_what_follows_a_rejected_round_takes_the_policy_before_it(storage: LocalStorage) -> None:
+    asked = recipe(storage, THREE, REJECT)
+    run, gate = trained(asked, storage)
+    assert list(gate.rejected) == ["rl_round_2"]
+    digests = {label: result.digest for label, result in run.results.items()}
+    assert run.asked["rl_round_2"].inputs["policy"].digest == digests["rl_round_1"]
+    assert run.asked["rl_round_3"].inputs["policy"].digest == digests["rl_round_1"]
+    assert run.asked["merge"].inputs["policy"].digest == digests["rl_round_3"]
+    report = build_report(asked, list(run.results.values()), 1.0, gate.rejected)
+    said = {stage.name: stage.rejected for stage in report.stages if stage.rejected}
+    assert list(said) == ["rl_round_2"]
+    assert {stage.name: stage.state for stage in report.stages}["rl_round_2"] == "rejected"
+    assert said["rl_round_2"].startswith("entropy_collapse: the policy's entropy fell to 2%")
+    assert "`rl_round_2` was rejected: entropy_collapse" in markdown(report, Path("nowhere"))
+
+
+def test_a_repetition_decides_alike_and_trains_nothing(storage: LocalStorage) -> None:
+    asked = recipe(storage, THREE, REJECT)
+    trained(asked, storage)
+    again, gate = trained(asked, storage)
+    assert again.computed == []
+    assert list(gate.rejected) == ["rl_round_2"]
+    assert plan_run(asked, {}).all_hit
+
+
+def test_other_thresholds_train_only_what_is_given_another_policy(storage: LocalStorage) -> None:
+    trained(recipe(storage, THREE, REJECT), storage)
+    lenient, gate = trained(recipe(storage, THREE), storage)
+    assert gate.rejected == {}
+    assert lenient.computed == ["rl_round_3", "evaluate_rl_round_3", "merge", "evaluate", "promote"]
+    assert trained(recipe(storage, THREE, REJECT), storage)[0].computed == []
+
+
+def test_the_last_round_may_be_rejected_and_the_one_before_is_merged(storage: LocalStorage) -> None:
+    run, _ = trained(recipe(storage, "rl.num_rounds=2", REJECT), storage)
+    merged = run.asked["merge"].inputs["policy"].digest
+    assert merged == run.results["rl_round_1"].digest
+
+
+def test_a_symptom_may_end_the_run_by_name(storage: LocalStorage) -> None:
+    asked = recipe(storage, THREE, END)
+    runs = [Training(storage), Training(storage)]
+    for run in runs:
+        gate = RoundGate(asked.diagnosis, StageHistory(storage))
+        with pytest.raises(SickRunError, match=r"rl_round_2: entropy_collapse: .*at step 42"):
+            run_stages(asked, run, lambda _: None, gate.accepts)
+        assert "rl_round_3" not in run.asked
+    assert runs[1].computed == [], "the second time nothing was trained"
+
+
+def test_without_a_policy_that_counts_nothing_is_merged(storage: LocalStorage) -> None:
+    falls = {"rl_round_1": (0.5, 0.5, 0.01, 0.01)}
+    alone = recipe(storage, "sft=null", "rl.num_rounds=1", REJECT)
+    with pytest.raises(SickRunError, match="every round was rejected"):
+        trained(alone, storage, entropy=falls)
