@@ -6,8 +6,10 @@ prefect deployment run rlhf-pipeline      this file, in a worker
 
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, tags
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -27,6 +29,14 @@ def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) 
     location = flow_run.parameters.get("recipe", {}).get("location", {})
     home = Path(location["home"]) if location.get("home") else env.home()
     stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
+
+
+def label_run(labels: set[str]) -> None:
+    """Add tags by which the Prefect UI finds this flow run; known only while it runs."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(context.flow_run.id, tags={*context.flow_run.tags, *labels})
 
 
 @flow(
@@ -64,6 +74,8 @@ def rlhf_pipeline(
         recipe = preflight(recipe)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
-    with open_run(recipe, tokens, adopt or []) as run:
+    labels = {f"recipe:{recipe.name}", f"platform:{recipe.hardware.platform}"}
+    label_run(labels)
+    with tags(*labels), open_run(recipe, tokens, adopt or []) as run:
         run_stages(recipe, run.stages, run.registry.incumbent)
         return run.finish()
