@@ -257,3 +257,42 @@ def started(home: Home) -> list[str]:
     attempts = open_storage(str(home.path / "store")).attempts
     works = (home.path / "store" / "work").iterdir()
     return [entry.holder.ray_job for work in works for entry in attempts.entries(work.name)]
+
+
+def num_waiting(home: Home) -> int:
+    """How often a stage said that it waits for room on the cluster."""
+    journals = (home.path / "store" / "work").rglob("journal.jsonl")
+    records = [record for path in journals for record in read_records(path)[0]]
+    return sum((record.message or "").startswith("waits for room") for record in records)
+
+
+def test_runs_wait_for_the_devices_that_they_need_and_not_for_each_other(
+    home: Home, server: Server
+) -> None:
+    """Of four places one run has three; who wants three queues, who wants one does not."""
+    deployment = server.call("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+
+    def start(*overrides: str, faults: str = "") -> str:
+        recipe = load_recipe(str(home.recipe), ["rl.num_rounds=0", *overrides])
+        body = {
+            "parameters": {"recipe": recipe.model_dump(mode="json")},
+            "state": {"type": "SCHEDULED"},
+            "job_variables": {"env": {"RLHF_FAULTS": faults}} if faults else {},
+        }
+        return server.call(f"deployments/{deployment}/create_flow_run", body)["id"]
+
+    def training(run: str) -> list[str]:
+        return server.stages(run).get("sft", [])
+
+    before = num_training_steps(home)
+    wide = ("training.num_workers=3", "sft.batch_size_sequences=6")
+    busy = start(*wide, "seed=3", "sft.num_steps=60", faults="journal.before_write=sleep:240@50")
+    wait_for(lambda: num_training_steps(home) > before, "a training", DEADLINE_S)
+    queued = start(*wide, "seed=4")
+    wait_for(lambda: num_waiting(home), "a run that waits for room", DEADLINE_S)
+    small = start("seed=5")
+    wait_for(lambda: training(small) == ["Completed"], "the small training", DEADLINE_S)
+    assert (training(busy), training(queued)) == (["Running"], ["Running"])
+    assert [server.ended(run, 1)["state_type"] for run in (small, busy, queued)] == [
+        "COMPLETED"
+    ] * 3
