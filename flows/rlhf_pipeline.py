@@ -18,7 +18,7 @@ from flows.asked_run import plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
-from flows.run.pipeline_run import SURROUNDINGS, open_run, stop_jobs_of
+from flows.run.pipeline_run import is_watched, open_run, stop_jobs_of
 from flows.stage_order import run_stages
 from infra import env
 from infra.plugins import import_external_modules
@@ -70,7 +70,7 @@ def rlhf_pipeline(
     tokens = dict(force or {})
     if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
         tokens.setdefault(start_from, str(flow_run.id))
-    if SURROUNDINGS.get() is None:  # else whoever set them has looked before
+    if not is_watched():  # else whoever watches has looked before
         recipe = preflight(recipe)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
