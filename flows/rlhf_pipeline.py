@@ -6,8 +6,10 @@ prefect deployment run rlhf-pipeline      this file, in a worker
 
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, tags
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -16,7 +18,7 @@ from flows.asked_run import plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
-from flows.run.pipeline_run import SURROUNDINGS, open_run, stop_jobs_of
+from flows.run.pipeline_run import is_watched, open_run, stop_jobs_of
 from flows.stage_order import run_stages
 from infra import env
 from infra.plugins import import_external_modules
@@ -27,6 +29,14 @@ def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) 
     location = flow_run.parameters.get("recipe", {}).get("location", {})
     home = Path(location["home"]) if location.get("home") else env.home()
     stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
+
+
+def label_run(labels: set[str]) -> None:
+    """Add tags by which the Prefect UI finds this flow run; known only while it runs."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(context.flow_run.id, tags={*context.flow_run.tags, *labels})
 
 
 @flow(
@@ -60,10 +70,12 @@ def rlhf_pipeline(
     tokens = dict(force or {})
     if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
         tokens.setdefault(start_from, str(flow_run.id))
-    if SURROUNDINGS.get() is None:  # else whoever set them has looked before
+    if not is_watched():  # else whoever watches has looked before
         recipe = preflight(recipe)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
-    with open_run(recipe, tokens, adopt or []) as run:
+    labels = {f"recipe:{recipe.name}", f"platform:{recipe.hardware.platform}"}
+    label_run(labels)
+    with tags(*labels), open_run(recipe, tokens, adopt or []) as run:
         run_stages(recipe, run.stages, run.registry.incumbent, run.gate.accepts)
         return run.finish()

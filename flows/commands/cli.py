@@ -93,6 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="continue what was half-trained before an edit or in another layout; may be repeated",
     )
+    run.add_argument(
+        "--local",
+        action="store_true",
+        help="run in this process, also where a worker of `rlhf up` would do it",
+    )
     plan = add("plan", "show each stage, its fingerprint and whether it is done; run nothing")
     _add_recipe_arguments(plan)
     plan.add_argument("--json", action="store_true", help="for machines")

@@ -1,6 +1,7 @@
-"""`rlhf run`: a recipe, from raw data to a promoted model, in this process.
+"""`rlhf run`: a recipe, from raw data to a promoted model.
 
-With a Prefect server (PREFECT_API_URL, or the one of `rlhf up`) the run is recorded there;
+Under `rlhf up`, where the deployment is registered, its worker does the run. Else this process
+does: with a Prefect server (PREFECT_API_URL, or the one of `rlhf up`) the run is recorded there;
 without one, a server of our own records it for as long as the run takes.
 """
 
@@ -16,6 +17,7 @@ from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
+from infra.services.stack import worker_api_url
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -30,7 +32,13 @@ def main(arguments: argparse.Namespace) -> int:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
         # Prefect reads those settings when it is imported: not before now.
         local_run: Any = importlib.import_module("flows.local.local_run")
-        report = local_run.run_locally(asked, console, server)
+        served_run: Any = importlib.import_module("flows.local.served_run")
+        is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local
+        deployment = served_run.find_deployment() if is_served else None
+        if deployment is None:
+            report = local_run.run_locally(asked, console, server)
+        else:
+            report = served_run.run_served(asked, deployment, console)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     sys.stdout.flush()
     return 0

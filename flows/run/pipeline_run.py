@@ -78,6 +78,11 @@ SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", defau
 """Set by whoever runs the flow in its own process and wants to watch it."""
 
 
+def is_watched() -> bool:
+    """Whether somebody set them; asked here, as what a flow names itself has to be picklable."""
+    return SURROUNDINGS.get() is not None
+
+
 class PipelineRun:
     """One run of the pipeline.
 
@@ -141,7 +146,7 @@ def open_run(
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
     history = StageHistory(open_storage(recipe.store_uri))
     # A command that is repeated continues its run; a flow run of a deployment is one of its own.
-    repeated = SURROUNDINGS.get() is not None or flow_run is None
+    repeated = is_watched() or flow_run is None
     recorder = _recorder(recipe, history, {} if repeated else metadata)
     stages = StageContext(
         storage=history.storage,

@@ -127,6 +127,12 @@ def running_prefect_url(home: Path) -> str | None:
     return _running_url(home, "prefect")
 
 
+def worker_api_url(home: Path) -> str | None:
+    """API address of the Prefect server whose worker `up` started, if the worker answers there."""
+    worker = status_of(home, "worker")
+    return worker.url if worker.state == "up" else None
+
+
 def running_mlflow_url(home: Path) -> str | None:
     """Address of the MLflow server that `up` started, if it runs."""
     return _running_url(home, "mlflow")

@@ -124,6 +124,7 @@ class StageContext:
         @task(
             name=request.config.stage,
             task_run_name=request.label,
+            tags=[f"stage:{request.config.stage}"],
             cache_policy=NO_CACHE,
             persist_result=True,
             result_serializer="json",

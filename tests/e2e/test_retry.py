@@ -1,6 +1,12 @@
-"""A failed run of a deployment, retried as the Prefect UI does it: real server, worker and Ray."""
+"""Runs of the deployment, by the calls of the Prefect UI and by `rlhf run`.
+
+One stack for all: real server, worker and Ray.
+"""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -9,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pipeline import Home
+from tiny_pipeline import Home, ran, settings
 
 from flows.recipe.recipe import load_recipe
-from infra.services.stack import down, running_prefect_url
+from infra.ray.cluster import ensure_cluster
+from infra.ray.jobs import RayJobs
+from infra.services.stack import down, running_prefect_url, worker_api_url
 from infra.store.storage import open_storage
 from infra.tracking.journal import read_records
 from infra.waiting import wait_for
+
+pytestmark = pytest.mark.stacks
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = ["preprocess", "sft", "evaluate_sft", "merge", "evaluate", "promote"]
@@ -69,7 +79,7 @@ class Server:
         """By stage, the states of its task runs, the first attempt's first."""
         body = {"flow_runs": {"id": {"any_": [run]}}, "sort": "ID_DESC", "limit": 200}
         found: dict[str, list[str]] = {}
-        tasks = self.call("task_runs/filter", body)
+        tasks = [task for task in self.call("task_runs/filter", body) if task["state"]]
         for task in sorted(tasks, key=lambda each: each["expected_start_time"]):
             found.setdefault(task["name"], []).append(task["state"]["name"])
         return found
@@ -79,7 +89,9 @@ class Server:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     home = Home(tmp_path_factory.mktemp("served") / "run")
     try:
-        command = [sys.executable, "-m", "flows.commands.cli", "up"]
+        # On two cores a cluster has four places.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+        command = ["taskset", "-c", cores, sys.executable, "-m", "flows.commands.cli", "up"]
         subprocess.run(command, env=home.environment, check=True, timeout=300)
         yield home
     finally:
@@ -108,7 +120,6 @@ def num_training_steps(home: Home) -> int:
     return sum("training/global_step" in record.values for record in records)
 
 
-@pytest.mark.stacks
 def test_a_retry_by_the_button_repeats_nothing_that_succeeded(
     home: Home, server: Server, tmp_path: Path
 ) -> None:
@@ -149,3 +160,139 @@ def test_a_retry_by_the_button_repeats_nothing_that_succeeded(
     }
     once = ["held", "committed"]
     assert logs == {**dict.fromkeys(LABELS, once), "evaluate_sft": ["held", *once]}
+
+
+def newest(server: Server) -> dict[str, Any]:
+    """The flow run that was made last."""
+    body = {"sort": "EXPECTED_START_TIME_DESC", "limit": 1}
+    [run] = server.call("flow_runs/filter", body)
+    return run
+
+
+def test_a_run_by_the_command_is_one_of_the_deployment(
+    home: Home, server: Server, tmp_path: Path
+) -> None:
+    """It is shown to its end, and fails as the same run in the command's own process."""
+    reward, repaired = tmp_path / "reward.py", tmp_path / "repaired"
+    reward.write_text(REWARD.format(repaired=str(repaired)))
+    failing = settings("seed=1", "rl.num_rounds=0", f"rl.reward.function={reward}:compute_score")
+    failed = home.start("run", *failing)
+    assert failed.returncode == 1, failed.stderr
+    assert "sft  step 4/4" in failed.stdout
+    run = newest(server)
+    assert (run["state_type"], run["deployment_id"] is None) == ("FAILED", False)
+    assert {"rlhf", "self-healing", "recipe:tiny", "platform:cpu"} <= {*run["tags"]}
+    body = {"flow_runs": {"id": {"any_": [run["id"]]}}}
+    tags = {task["name"]: {*task["tags"]} for task in server.call("task_runs/filter", body)}
+    assert tags["sft"] >= {"stage:sft", "recipe:tiny", "platform:cpu"}
+    local = home.start("run", *failing, "--local")
+    assert newest(server)["deployment_id"] is None
+    assert (local.returncode, last(local.stderr)) == (1, last(failed.stderr))
+
+    repaired.touch()
+    completed = home.rlhf("run", *failing)
+    report = home.report(completed)
+    assert [stage["name"] for stage in report["stages"]] == LABELS
+    assert ran(report) == LABELS[2:]
+    assert newest(server)["state_type"] == "COMPLETED"
+    again = home.rlhf("run", *failing, "--local")
+    assert endings(again) == endings(completed)
+
+
+def last(printed: str) -> str:
+    """Its last line, but for what differs from attempt to attempt."""
+    return re.sub(r"-a\d+|[0-9]+", "", printed.strip().splitlines()[-1])
+
+
+def endings(printed: str) -> list[str]:
+    """What the lines after the table are about."""
+    lines = printed.rstrip().rsplit("\n\n", 1)[-1].splitlines()
+    return [line.split()[0] for line in lines]
+
+
+def test_a_deployment_of_another_checkout_or_home_is_not_used(
+    home: Home, server: Server, tmp_path: Path
+) -> None:
+    code = """
+from pathlib import Path
+from flows.local.served_run import find_deployment
+print(find_deployment(), find_deployment(Path("/elsewhere")))
+"""
+    url = running_prefect_url(home.path)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**home.environment, "PREFECT_API_URL": str(url)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    deployment = server.call("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+    assert found.stdout.split() == [deployment, "None"]
+    assert (worker_api_url(home.path), worker_api_url(tmp_path)) == (url, None)
+
+
+def test_ctrl_c_cancels_the_run_of_the_deployment_and_its_job(
+    home: Home, server: Server, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        command = home.command("run", *settings("seed=2", "sft.num_steps=100000"))
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=home.environment)
+    try:
+        wait_for(lambda: "sft  step 3/" in out.read_text(), "a step", DEADLINE_S)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=90) == 130, out.read_text()
+    finally:
+        process.kill()
+    assert newest(server)["state_type"] == "CANCELLED"
+    assert "run  Cancelled" in out.read_text()
+    assert last(out.read_text()) == "interrupted; the same command resumes"
+    jobs = RayJobs(ensure_cluster(home.path))
+    assert all(each.is_terminal for each in map(jobs.look, started(home)) if each)
+
+
+def started(home: Home) -> list[str]:
+    """Names of the jobs of the stages of a home."""
+    attempts = open_storage(str(home.path / "store")).attempts
+    works = (home.path / "store" / "work").iterdir()
+    return [entry.holder.ray_job for work in works for entry in attempts.entries(work.name)]
+
+
+def num_waiting(home: Home) -> int:
+    """How often a stage said that it waits for room on the cluster."""
+    journals = (home.path / "store" / "work").rglob("journal.jsonl")
+    records = [record for path in journals for record in read_records(path)[0]]
+    return sum((record.message or "").startswith("waits for room") for record in records)
+
+
+def test_runs_wait_for_the_devices_that_they_need_and_not_for_each_other(
+    home: Home, server: Server
+) -> None:
+    """Of four places one run has three; who wants three queues, who wants one does not."""
+    deployment = server.call("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+
+    def start(*overrides: str, faults: str = "") -> str:
+        recipe = load_recipe(str(home.recipe), ["rl.num_rounds=0", *overrides])
+        body = {
+            "parameters": {"recipe": recipe.model_dump(mode="json")},
+            "state": {"type": "SCHEDULED"},
+            "job_variables": {"env": {"RLHF_FAULTS": faults}} if faults else {},
+        }
+        return server.call(f"deployments/{deployment}/create_flow_run", body)["id"]
+
+    def training(run: str) -> list[str]:
+        return server.stages(run).get("sft", [])
+
+    before = num_training_steps(home)
+    wide = ("training.num_workers=3", "sft.batch_size_sequences=6")
+    busy = start(*wide, "seed=3", "sft.num_steps=60", faults="journal.before_write=sleep:240@50")
+    wait_for(lambda: num_training_steps(home) > before, "a training", DEADLINE_S)
+    queued = start(*wide, "seed=4")
+    wait_for(lambda: num_waiting(home), "a run that waits for room", DEADLINE_S)
+    small = start("seed=5")
+    wait_for(lambda: training(small) == ["Completed"], "the small training", DEADLINE_S)
+    assert (training(busy), training(queued)) == (["Running"], ["Running"])
+    assert [server.ended(run, 1)["state_type"] for run in (small, busy, queued)] == [
+        "COMPLETED"
+    ] * 3

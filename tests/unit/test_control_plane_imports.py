@@ -11,6 +11,7 @@ CONTROL_PLANE = (
     "flows.rlhf_pipeline",
     "flows.nightly_recipes",
     "flows.local.local_run",
+    "flows.local.served_run",
     "flows.local.local_night",
     "flows.checks",
     "flows.commands.run",

@@ -1,0 +1,198 @@
+"""A run that the worker of `rlhf up` does, watched from a terminal.
+
+Promises: the run is one of the deployment, so Prefect's page of it has *Retry* and *Cancel*; its
+log lines come out here; Ctrl-C cancels it and waits for that, any other end of this process
+leaves it alone; a run that crashes is watched on while it may be started again by itself
+(`flows.automations`); what ends it is told as if it had run here.
+Does not promise: a deployment. One of another checkout, or that no worker of this home serves,
+is none.
+"""
+
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import UUID
+
+from httpx import HTTPError
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    LogFilter,
+    LogFilterFlowRunId,
+    LogFilterLevel,
+    LogFilterTimestamp,
+)
+from prefect.client.schemas.objects import FlowRun, Log, State
+from prefect.client.schemas.sorting import LogSort
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling
+from rich.console import Console
+
+from flows.asked_run import AskedRun
+from flows.automations import STRANDED_S
+from flows.local.display import LABEL_WIDTH
+from flows.report.report import REPORT_JSON, Report
+from infra.errors import ConfigError, PipelineError, ServiceError, UnknownPluginError
+from infra.redact import redact
+from infra.services.commands import WORK_POOL
+from infra.waiting import wait_for
+from tasks.runner.submission import forwarded_environment
+
+DEPLOYMENT = "rlhf-pipeline/rlhf-pipeline"
+CHECKOUT = Path(__file__).resolve().parents[2]
+POLL_S = 1.0
+CANCEL_DEADLINE_S = 60.0
+GIVEN_UP_S = STRANDED_S + 25
+"""Who crashed and was not started again for so long stays so."""
+LATE = timedelta(seconds=10)
+"""A line may reach the server so long after one that was written later."""
+PAGE = 200
+SHOWN_LOGGERS = frozenset({"prefect.flow_runs", "prefect.task_runs"})
+"""Of the flow and its stages; the worker tells of processes and directories."""
+FAILED = "Flow run encountered an exception: "
+"""How Prefect begins to tell of an error, before its type and text."""
+OF_THE_USER = {kind.__name__ for kind in (ConfigError, UnknownPluginError)}
+
+
+def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
+    """The deployment of this code at the configured server.
+
+    Args:
+        checkout: where its workers have to read the code.
+
+    Returns:
+        Its id; None if there is none, or its code is another's.
+    """
+    with get_client(sync_client=True) as client:
+        try:
+            found = client.read_deployment_by_name(DEPLOYMENT)
+        except ObjectNotFound:
+            return None
+    steps = [arguments for step in found.pull_steps or [] for arguments in step.values()]
+    is_ours = [{"directory": str(checkout)}] == steps and found.work_pool_name == WORK_POOL
+    return found.id if is_ours else None
+
+
+def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
+    """Ask the worker for a run, and follow it to its end.
+
+    Args:
+        asked: what to run, and how.
+        deployment: its id.
+        console: where the run is shown.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ConfigError: a job refused its input.
+        PipelineError: the run did not complete.
+        ServiceError: the server does not answer any more.
+    """
+    with get_client(sync_client=True) as client:
+        try:
+            run = client.create_flow_run_from_deployment(
+                deployment,
+                parameters={
+                    "recipe": asked.recipe.model_dump(mode="json"),
+                    "force": asked.force,
+                    "adopt": asked.adopt,
+                    "start_from": asked.start_from,
+                },
+                job_variables={"env": forwarded_environment()},
+            )
+            state = _follow(client, run, console)
+        except HTTPError as error:
+            raise ServiceError(
+                f"the Prefect server does not answer ({error}); the run goes on without this "
+                "command, and the same command waits for its stages"
+            ) from None
+    if not state.is_completed():
+        console.print(f"Retry on the page of {run.name} resumes it", highlight=False)
+        raise failure_of(state)
+    directory = asked.recipe.home / "runs" / asked.recipe.run_name
+    return Report.model_validate_json((directory / REPORT_JSON).read_bytes())
+
+
+def failure_of(state: State) -> PipelineError:
+    """What ended a run, as the error that it was in the worker.
+
+    Args:
+        state: in which the run ended, not completed.
+
+    Returns:
+        The error.
+    """
+    message = state.message or ""
+    kind, _, told = message.removeprefix(FAILED).partition(": ")
+    if not message.startswith(FAILED):
+        return PipelineError(f"{state.name}: {message}")
+    if kind in OF_THE_USER:
+        return ConfigError(*told.split(": ", 1)) if ": " in told else ConfigError("recipe", told)
+    return PipelineError(told)
+
+
+def _follow(client: SyncPrefectClient, run: FlowRun, console: Console) -> State:
+    shown = _Shown(client, run.id, console)
+    try:
+        while (state := shown.end()) is None:
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        console.print("cancelling the run", highlight=False)
+        # Without force: what did not begin yet is cancelled by the server itself.
+        client.set_flow_run_state(run.id, Cancelling(message="Ctrl-C"))
+        wait_for(shown.end, f"run {run.name} to be cancelled", CANCEL_DEADLINE_S, POLL_S)
+        raise
+    time.sleep(POLL_S)
+    shown.end()  # the last lines come after the end
+    return state
+
+
+class _Shown:
+    """What of a flow run was shown.
+
+    Args:
+        client: of its server.
+        run: its id.
+        console: where to show it.
+    """
+
+    def __init__(self, client: SyncPrefectClient, run: UUID, console: Console) -> None:
+        self._client, self._run, self._console = client, run, console
+        self._state = ""
+        self._lines: set[UUID] = set()
+        self._newest: datetime | None = None
+
+    def end(self) -> State | None:
+        """Show what is new; the state in which the run ended, None while it goes on."""
+        state = self._client.read_flow_run(self._run).state
+        if state is None:
+            return None
+        if state.name != self._state:
+            self._state = state.name or ""
+            self._say(f"{'run':>{LABEL_WIDTH}}  {state.name}")
+        for log in self._logs():
+            if log.id not in self._lines and log.name in SHOWN_LOGGERS:
+                self._lines.add(log.id)
+                self._say(log.message)
+            self._newest = max(self._newest or log.timestamp, log.timestamp)
+        rests = datetime.now(UTC) - state.timestamp > timedelta(seconds=GIVEN_UP_S)
+        return state if state.is_final() and (rests or not state.is_crashed()) else None
+
+    def _logs(self) -> list[Log]:
+        """Lines that may be new, oldest first."""
+        newest, found = self._newest, list[Log]()
+        since = LogFilterTimestamp.model_validate({"after_": newest - LATE}) if newest else None
+        which = LogFilter(
+            flow_run_id=LogFilterFlowRunId(any_=[self._run]),
+            level=LogFilterLevel(ge_=logging.INFO),
+            timestamp=since,
+        )
+        while True:
+            page = self._client.read_logs(which, PAGE, len(found), LogSort.TIMESTAMP_ASC)
+            found += page
+            if len(page) < PAGE:
+                return found
+
+    def _say(self, text: str) -> None:
+        self._console.print(redact(text), highlight=False, markup=False, soft_wrap=True)
