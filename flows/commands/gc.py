@@ -37,7 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
         for name in names:
             keep(storage.runs, name, kept=kept)
     if "://" in storage.uri:
-        problem = f"got {storage.uri}; need a directory; give the bucket a lifecycle rule instead"
+        problem = (
+            f"got {storage.uri}; need a directory; of a bucket remove what no run needs by hand"
+        )
         raise ConfigError("--store", problem)
     inventory = LocalInventory(Path(storage.uri))
     found = survey(storage, inventory, aliased(home), limits)

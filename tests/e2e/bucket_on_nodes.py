@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ def what_it_has(root: Path, mounts: str) -> dict[str, Any]:
     for line in mounts.splitlines():
         before, _, behind = line.partition(" - ")
         place, options = before.split()[4:6]
-        inside = any(Path(place).is_relative_to(each) for each in OWN)
-        if "ro" not in options.split(",") and behind.split()[0] not in KERNEL_FILES | {"tmpfs"}:
-            shared += [] if inside else [place]
+        is_kernels = behind.split()[0] in KERNEL_FILES or Path(place).is_relative_to("/sys")
+        is_own = any(Path(place).is_relative_to(each) for each in OWN)
+        if "ro" not in options.split(",") and not is_kernels and not is_own:
+            shared.append(place)
     home = root / str(RUN_DIR).lstrip("/") / "home"
     return {
         "disks": [(root / each.lstrip("/")).stat().st_dev for each in OWN],
@@ -68,9 +70,10 @@ def play(recipe: str, *words: str) -> None:
 def node_of_cluster(name: str) -> dict[str, Any]:
     """Of a node whose Ray is up."""
     for pid in run("ip", "netns", "pids", name).split():
-        if b"raylet" in Path("/proc", pid, "cmdline").read_bytes():
-            process = Path("/proc", pid)
-            return what_it_has(process / "root", (process / "mountinfo").read_text())
+        process = Path("/proc", pid)
+        with suppress(FileNotFoundError):
+            if b"raylet/raylet" in (process / "cmdline").read_bytes():
+                return what_it_has(process / "root", (process / "mountinfo").read_text())
     raise LookupError(name)
 
 

@@ -25,7 +25,10 @@ def test_flow_driver_ranks_and_replica_share_a_bucket_and_no_directory(
     disks = [disk for node in nodes.values() for disk in node["disks"]]
     assert len(disks) == len({*disks}) == 15
     homes = {name: {*node["home"]} for name, node in nodes.items()}
-    assert {"cache", "runs", "prefect", "mlflow.db"} <= homes["flow"]
-    assert not {"remote", "brought", "store"} & homes["flow"]
-    assert homes["head"] == {"cache", "remote"}
-    assert [homes[name] for name in "bcd"] == [{"brought"}] * 3
+    of_flow, of_jobs = {"runs", "prefect", "tracking", "mlflow.db"}, {"remote", "brought"}
+    assert of_flow <= homes["flow"]
+    assert not homes["flow"] & of_jobs, "what jobs write is where they are"
+    for name in ("head", "b", "c", "d"):
+        assert not homes[name] & {*of_flow, "store"}
+        assert homes[name] & of_jobs
+    assert all("brought" in homes[name] for name in "bcd")

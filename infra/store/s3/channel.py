@@ -8,6 +8,7 @@
 Promises: as of `infra.store.work_channel`. A reader sees what a writer in his own process wrote at
 once, and what another wrote after `mirror.SHIP_EVERY_S`; a checkpoint, when it was uploaded.
 Does not promise: to bring together what the ranks of several machines write into one checkpoint.
+It has to lie, whole, in the directory of the machine that shares it.
 """
 
 from collections.abc import Iterable

@@ -61,7 +61,7 @@ def test_directories_come_whole_once_and_go_back_part_by_part(
     assert here.is_relative_to(tmp_path / "home")
     assert contents(here) == contents(given)
     assert disk.bring(given) == here
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotADirectoryError):
         disk.deliver(disk.bring(here), given / "large" / "no directory")
     monkeypatch.setattr(driver_disk, "PART_BYTES", 2**20)
     whole = contents(given)

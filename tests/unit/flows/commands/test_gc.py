@@ -91,7 +91,10 @@ def test_a_bucket_is_refused(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     assert main(["gc", "--store", "s3://bucket/x"]) == 2
-    assert "--store: got s3://bucket/x; need a directory; give the" in capsys.readouterr().err
+    assert (
+        "--store: got s3://bucket/x; need a directory; of a bucket remove"
+        in capsys.readouterr().err
+    )
 
 
 def test_limits() -> None:
