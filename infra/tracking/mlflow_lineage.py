@@ -43,12 +43,11 @@ def log_inputs(client: "MlflowClient", run: "Run", inputs: Mapping[str, Artifact
 
     models = {each.digest: each for name, each in inputs.items() if _is_model(name, each)}
     data = {name: each for name, each in inputs.items() if each.digest not in models}
-    found = {model_of(client, run, each): None for each in models.values()}
-    linked = _models_read(run)
+    found = [model_of(client, run, each) for each in models.values()]
     client.log_inputs(
         run.info.run_id,
         datasets=[_dataset(name, each, name) for name, each in data.items()],
-        models=[LoggedModelInput(model_id) for model_id in found if model_id not in linked],
+        models=[LoggedModelInput(model_id) for model_id in found],
     )
 
 

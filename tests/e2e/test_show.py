@@ -37,7 +37,9 @@ def lineage_is_told(home: Home) -> None:
     client: Any = MlflowClient(f"sqlite:///{home.path / 'mlflow.db'}")
     (experiment,) = client.search_experiments(filter_string="name = 'rlhf'")
     ids = [experiment.experiment_id]
-    runs = {run.info.run_name: run for run in client.search_runs(ids)}
+    # A search leaves out what models a run reads.
+    found = (client.get_run(run.info.run_id) for run in client.search_runs(ids))
+    runs = {run.info.run_name: run for run in found}
     name_of = {model.model_id: model.name for model in client.search_logged_models(ids)}
     read, made = {}, {}
     for name, run in runs.items():
@@ -63,8 +65,6 @@ def lineage_is_told(home: Home) -> None:
     assert {trace.info.trace_metadata["mlflow.sourceRun"] for trace in traces} == {round_id}
     (file,) = client.list_artifacts(runs["sft"].info.run_id, "output")
     assert file.path == "output/manifest.json"
-    (champion,) = client.search_model_versions("name = 'tiny'")
-    assert name_of[champion.model_id] == "merge"
 
 
 def test_a_run_is_looked_at_everywhere(tmp_path: Path) -> None:
