@@ -33,4 +33,4 @@ def test_a_dull_round_ends_the_run_or_is_passed_over(tmp_path: Path) -> None:
     assert ran(report) == ["merge", "evaluate", "promote"], "nothing is trained again"
     stages = {stage["name"]: stage for stage in report["stages"]}
     assert stages["rl_round_1"]["rejected"].startswith("no_signal")
-    assert ran(home.report(home.rlhf("run", *passed))) == []
+    assert home.rlhf("run", *passed).count("reused") >= len(stages), "and decided alike"

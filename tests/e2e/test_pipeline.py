@@ -136,7 +136,9 @@ def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
             capture_output=True, text=True, env=homes[1].environment, timeout=RUN_DEADLINE_S,
         )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
-    assert "critic/score/mean" in Path(shown.stdout.strip()).read_text()
+    page = Path(shown.stdout.strip()).read_text()
+    assert '"curves": {"reward": [[1, ' in page
+    assert '"steps": {"1": [{"name": ' in page
 
 
 def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(

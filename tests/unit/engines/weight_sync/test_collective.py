@@ -209,14 +209,14 @@ def test_one_rank_of_several_goes_on_without_its_receiver_as_the_others_do(
 
 
 def test_a_receiver_that_stands_still_is_a_deadline(in_processes) -> None:
-    sending = transport(timeout_s=1.0)
+    sending = transport(timeout_s=4.0)
     in_processes(sending.sources, stop_oneself)
     with pytest.raises(DeadlineError, match="the rollout engines to read on"):
         sending.send(endless())
 
 
 def test_nothing_is_sent_before_every_receiver_has_come(in_processes) -> None:
-    sending = transport(num_receivers=2, timeout_s=1.0)
+    sending = transport(num_receivers=2, timeout_s=4.0)
     results = in_processes(sending.sources[:1])
 
     def untouched():
@@ -226,7 +226,7 @@ def test_nothing_is_sent_before_every_receiver_has_come(in_processes) -> None:
     with pytest.raises(DeadlineError, match="rollout engine 1 to come"):
         sending.send(untouched())
     _, (error,), _ = results.get(timeout=20)
-    assert error.endswith("the trainer: gave up after 1 s waiting for rollout engine 1 to come")
+    assert error.endswith("the trainer: gave up after 4 s waiting for rollout engine 1 to come")
 
 
 def test_a_sender_that_fails_ends_its_receivers(in_processes) -> None:

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from rlhf.testing.s3_server import environment
 
 from flows.commands.cli import main
 from flows.commands.gc import limits_of, size_text
@@ -89,7 +90,9 @@ def test_a_registry_that_does_not_answer_ends_it_before_anything_goes(
 def test_a_bucket_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    # Connections are kept for as long as the process lives, with the credentials of the first use.
+    for name, value in environment("http://127.0.0.1:1").items():
+        monkeypatch.setenv(name, value)
     assert main(["gc", "--store", "s3://bucket/x"]) == 2
     assert (
         "--store: got s3://bucket/x; need a directory; of a bucket remove"

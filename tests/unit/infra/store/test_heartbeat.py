@@ -172,7 +172,7 @@ def test_fault_row_4_a_phase_without_progress_is_reported_once_with_stacks(tmp_p
         wait_until(lambda: bool(stalls))
         time.sleep(0.2)
     assert stalls == [Stall("train", 3, 0.3)]
-    assert "test_a_phase_without_progress" in stacks.read_text()
+    assert "a_phase_without_progress" in stacks.read_text()
 
 
 def test_an_unwritable_place_fails_at_the_start(tmp_path: Path) -> None:
