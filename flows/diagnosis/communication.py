@@ -31,13 +31,13 @@ def step_times(stage: StageView) -> dict[str, float]:
         stage: that trains.
 
     Returns:
-        The longest first; empty without a step that was timed.
+        The longest first; empty without a step that was timed, and where steps have no phases.
     """
     timed = [_times(found) for found in stage.steps.values()]
     steps = [found for found in timed if STEP in found]
-    if not steps:
-        return {}
     names = {name for found in steps for name in found} - {STEP}
+    if not names:
+        return {}
     phases = {
         name.removeprefix(PREFIX): median(found.get(name, 0.0) for found in steps) for name in names
     }

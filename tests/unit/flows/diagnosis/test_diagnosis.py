@@ -103,6 +103,7 @@ def test_where_the_time_goes(round_view: RoundView) -> None:
     waiting = time_findings(times(round_view, 5.0, 1.0, 10.0), DEFAULTS)
     assert [each.symptom for each in waiting] == ["time", "waiting"]
     assert time_findings(round_view(), DEFAULTS) == []
+    assert time_findings(round_view(timing_s__step=[0.1] * 9), DEFAULTS) == [], "it has no phases"
 
 
 @pytest.fixture
