@@ -30,6 +30,9 @@ METRIC_TAG = "rlhf.metric."
 DIGEST_TAG = "rlhf.digest"
 URI_TAG = "rlhf.uri"
 FINGERPRINT_TAG = "rlhf.fingerprint"
+MODEL_TAG = "rlhf.logged_model"
+"""Id of the logged model that a version is. MLflow's own field for it is none for files that lie
+with a run: a server refuses a version whose files are not the logged model's own."""
 BEAT_TAG = "rlhf.beat"
 """The model that had the alias before, as JSON; empty: none that it was compared with."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -54,11 +57,10 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id
             DIGEST_TAG: artifact.digest,
             URI_TAG: artifact.uri,
             FINGERPRINT_TAG: artifact.fingerprint or "",
+            MODEL_TAG: model_id,
             **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
         }
-        created = client.create_model_version(
-            candidate.name, source, candidate.run_id, tags=tags, model_id=model_id
-        )
+        created = client.create_model_version(candidate.name, source, candidate.run_id, tags=tags)
         version = str(created.version)
     beat = candidate.beat.model_dump_json() if candidate.beat else ""
     client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)

@@ -141,9 +141,13 @@ def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_pat
 def _load_through_the_server(url: str, tmp_path: Path) -> None:
     code = (
         f"import mlflow; mlflow.set_tracking_uri({url!r}); "
-        "model = mlflow.transformers.load_model('models:/tiny@champion'); print(type(model))"
+        "model = mlflow.transformers.load_model('models:/tiny@champion'); print(type(model)); "
+        "tags = mlflow.MlflowClient().get_model_version_by_alias('tiny', 'champion').tags; "
+        "logged = mlflow.get_logged_model(tags['rlhf.logged_model']); "
+        "assert logged.tags['rlhf.digest'] == tags['rlhf.digest']"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
-    assert "TextGenerationPipeline" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "TextGenerationPipeline" in done.stdout
