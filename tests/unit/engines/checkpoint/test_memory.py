@@ -61,21 +61,27 @@ start = peak = read()
 print("started", flush=True)
 while not select.select([sys.stdin], [], [], 0.001)[0]:
     peak = max(peak, read())
-print((peak - start) * 1024)
+print((max(peak, read()) - start) * 1024)
 """
 """A process of its own: a thread would wait for Python's lock while memory is copied under it."""
 
 
 def rise_during(action: Callable[[], object]) -> int:
-    """Bytes by which this process's anonymous memory rose at most."""
+    """Bytes by which this process's anonymous memory rose at most.
+
+    What the action returns is held until the last reading: where other processes take the
+    cores, the watcher may not have had a turn since the action's last allocation.
+    """
     argv = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid())]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as watcher:
         assert watcher.stdout is not None
         watcher.stdout.readline()
-        action()
-        return int(watcher.communicate("")[0])
+        held = action()
+        rise = int(watcher.communicate("")[0])
+        del held
+        return rise
 
 
 def measured(engine: BaseEngine, root: Path) -> dict[str, int]:
