@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.testing.context import Context, share
+from rlhf.testing.context import share
 from rlhf.testing.killed import SharedStore
-from rlhf.testing.launch import join_group, launch, rank_arguments
-from rlhf.testing.layouts import LAYOUTS
+from rlhf.testing.launch import launch
 from rlhf.testing.plain_loop import make_batch
 from rlhf.testing.tiny_models import write_tiny_models
+from sharded_run import NUM_RANKS, be_rank
 
-from engines import collectives
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.errors import NonFiniteError
+from engines.training.base import BaseEngine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 VALUES = (math.nan, math.inf, -math.inf)
 PLACES = ("loss", "gradient", "reward", "logprob")
-NUM_RANKS = 2
 SPOILED = [*product(VALUES, PLACES, range(NUM_RANKS))]
 
 
@@ -78,15 +77,8 @@ def batch_of(step: int) -> TokenBatch:
     )
 
 
-def main() -> None:
-    """Be one rank."""
-    parser = rank_arguments()
-    parser.add_argument("--root", type=Path, required=True)
-    args = parser.parse_args()
-    join_group(args)
-    layout = next(layout for layout in LAYOUTS if layout.name == "data2")
-    engine = Context("fsdp2", frozenset(), layout, args.root).engine()
-    store = SharedStore(args.root / "steps", engine)
+def play(engine: BaseEngine, store: SharedStore, root: Path) -> None:
+    """One good step, each way to spoil one, one good step."""
 
     def step(loss_fn: Callable[..., LossOutput]) -> None:
         """As a trainer does: what was trained is saved."""
@@ -105,13 +97,12 @@ def main() -> None:
         "stopped": stopped,
         "num_steps": engine.num_steps,
         "unchanged": all(torch.equal(t, before[name]) for name, t in engine.get_per_tensor_param()),
-        "saved": sorted(path.name for path in (args.root / "steps").glob("*")),
+        "saved": sorted(path.name for path in (root / "steps").glob("*")),
     }
     step(Spoiled(1.0, "loss", is_here=True))
     found["goes_on"] = engine.num_steps
-    (args.root / f"seen-{args.rank}.json").write_text(json.dumps(found))
-    collectives.close_process_group()
+    (root / f"seen-{engine.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(play)
