@@ -50,7 +50,7 @@ class Stretch(NamedTuple):
 
 
 class JournalChunks:
-    """The shipped part of one journal.
+    """The shipped part of one journal; threads may read it together.
 
     Args:
         objects: of the store.
@@ -61,6 +61,7 @@ class JournalChunks:
         self._objects = objects
         self._root = f"{attempt}/journal"
         self._known: list[Chunk] = []
+        self._lock = threading.Lock()
 
     def refresh(self) -> Sequence[Chunk]:
         """All chunks that are there now.
@@ -71,14 +72,17 @@ class JournalChunks:
         Raises:
             ArtifactCorruptError: one is missing.
         """
-        after = self._name(self._known[-1].offset) if self._known else ""
-        for each in self._objects.listed(f"{self._root}/", after):
-            chunk = Chunk(int(each.name.rpartition("/")[2]), each.size_bytes)
-            if chunk.offset != self.num_bytes:
-                place = self._objects.place(each.name)
-                raise ArtifactCorruptError(f"{place}: bytes from {self.num_bytes} on are missing")
-            self._known.append(chunk)
-        return self._known
+        with self._lock:
+            after = self._name(self._known[-1].offset) if self._known else ""
+            for each in self._objects.listed(f"{self._root}/", after):
+                chunk = Chunk(int(each.name.rpartition("/")[2]), each.size_bytes)
+                if chunk.offset != self.num_bytes:
+                    raise ArtifactCorruptError(
+                        f"{self._objects.place(each.name)}: bytes from {self.num_bytes} on are "
+                        "missing"
+                    )
+                self._known.append(chunk)
+            return tuple(self._known)
 
     @property
     def num_bytes(self) -> int:

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from infra.store.process_stamp import own_stamp
 from infra.store.s3 import mirror
 from infra.store.s3.address import S3Address
 from infra.store.s3.mirror import Chunk, JournalChunks, stretches
-from infra.store.s3.objects import Objects
+from infra.store.s3.objects import Found, Objects
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.work_channel import JobProblem
@@ -57,6 +60,28 @@ def test_stretches_of_chunks_are_those_of_what_they_join_to(
     ]
     assert b"".join(found) == (whole[start:] if end is None else whole[start:end])
     assert b"" not in found
+
+
+def test_two_threads_that_read_on_see_each_chunk_once(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = Objects(S3Address.parse(uri))
+    writer, reader = JournalChunks(objects, ATTEMPT), JournalChunks(objects, ATTEMPT)
+    writer.append(b"one\n")
+    reader.refresh()
+    writer.append(b"two\n")
+    both_asked, listed = threading.Barrier(2), objects.listed
+
+    def listed_at_once(prefix: str, after: str = "") -> list[Found]:
+        found = listed(prefix, after)
+        with suppress(threading.BrokenBarrierError):
+            both_asked.wait(timeout=1.0)
+        return found
+
+    monkeypatch.setattr(objects, "listed", listed_at_once)
+    with ThreadPoolExecutor(2) as pool:
+        read = list(pool.map(lambda _: reader.read(0, None), range(2)))
+    assert read == [b"one\ntwo\n"] * 2
 
 
 def test_beats_and_journal_reach_a_watcher_who_shares_no_directory(
