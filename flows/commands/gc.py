@@ -9,13 +9,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from engines.config.plugins import TRACKERS
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.garbage.collection import Collected, collect
-from infra.garbage.inventory import LocalInventory
 from infra.garbage.survey import DAY_S, Limits, Survey, survey
 from infra.services.stack import tracking_address
 from infra.store.runs import Runs
@@ -36,14 +36,9 @@ def main(arguments: argparse.Namespace) -> int:
     for names, kept in ((arguments.keep, True), (arguments.release, False)):
         for name in names:
             keep(storage.runs, name, kept=kept)
-    if "://" in storage.uri:
-        problem = (
-            f"got {storage.uri}; need a directory; of a bucket remove what no run needs by hand"
-        )
-        raise ConfigError("--store", problem)
-    inventory = LocalInventory(Path(storage.uri))
-    found = survey(storage, inventory, aliased(home), limits)
-    done = collect(storage, inventory, found) if arguments.delete else None
+    with storage.inventory.exclusively() if arguments.delete else nullcontext():
+        found = survey(storage, storage.inventory, aliased(home), limits)
+        done = collect(storage, storage.inventory, found) if arguments.delete else None
     lines = [json.dumps(as_json(found, done))] if arguments.json else as_text(found, done)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 1 if done is not None and done.problems else 0

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.errors import ArtifactError
-from infra.garbage.inventory import Inventory, Stored
 from infra.garbage.survey import YOUNG_S, Survey, SurveyedStage
+from infra.store.inventory import Inventory, Stored
 from infra.store.storage import Storage
 
 

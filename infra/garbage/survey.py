@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infra.errors import ArtifactError, ConfigError
-from infra.garbage.inventory import Inventory, Stored
+from infra.store.inventory import Inventory, Stored
 from infra.store.runs import KnownRun
 from infra.store.stage_log import LogEntry
 from infra.store.storage import Storage

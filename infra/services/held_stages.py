@@ -1,20 +1,18 @@
 """Who works on which stage of a store.
 
 Promises: a stage is told of for as long as nothing says that whoever holds it has ended.
-Does not promise: stores other than directories; of those nothing is told.
 """
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.garbage.inventory import LocalInventory
 from infra.store.process_stamp import is_dead
 from infra.store.storage import open_storage
 
 
 def held_stages(store: str | Path) -> Iterator[str]:
-    """Who works on what in a store that is a directory.
+    """Who works on what in a store.
 
     Args:
         store: its address.
@@ -23,10 +21,7 @@ def held_stages(store: str | Path) -> Iterator[str]:
         str: a line for each stage that is held by an attempt of which nothing says that it ended.
     """
     storage = open_storage(str(store))
-    if "://" in storage.uri:
-        return
-    inventory = LocalInventory(Path(storage.uri))
-    for fingerprint in inventory.stages():
+    for fingerprint in storage.inventory.stages():
         log, channel = storage.attempts.entries(fingerprint), storage.channel(fingerprint)
         if not log or log[-1].kind == "committed" or channel.read_error(log[-1].number):
             continue
@@ -37,7 +32,7 @@ def held_stages(store: str | Path) -> Iterator[str]:
         by = " ".join([held.host or "another host", *(f"pid {number}" for number in pid)])
         gone = ", which is gone" if is_dead(held.holder.process) else ""
         at = "" if beat is None else f", {beat.phase} step {beat.step or 0}"
-        silence_s = max(0.0, time.time() - inventory.work(fingerprint).touched_at)
+        silence_s = max(0.0, time.time() - storage.inventory.work(fingerprint).touched_at)
         yield (
             f"{fingerprint[:12]} is held by {by} since {held.made_at}{gone}: {held.holder.ray_job}"
             f"{at} (last sign of life {silence_s:.0f} s ago)"

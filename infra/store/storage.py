@@ -43,6 +43,7 @@ from infra.store.atomic import (
     temporary_sibling,
 )
 from infra.store.followers import LocalFollowers
+from infra.store.inventory import Inventory, LocalInventory
 from infra.store.runs import LocalRuns, Runs
 from infra.store.stage_log import Attempt, Attempts, LocalLogFiles, StageLogs, latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
@@ -83,6 +84,11 @@ class Storage(Protocol):
     @property
     def runs(self) -> Runs:
         """Which pipeline runs use which stages."""
+        ...
+
+    @property
+    def inventory(self) -> Inventory:
+        """What lies there, for whoever takes away what nobody needs."""
         ...
 
     def probe(self) -> str:
@@ -268,6 +274,7 @@ class LocalStorage(StageResults):
         followers = LocalFollowers(self._root / "work")
         self.attempts = StageLogs(LocalLogFiles(self._root), followers, self._journal_bytes)
         self.runs = LocalRuns(self._root)
+        self.inventory = LocalInventory(self._root)
         self._verified: set[tuple[str, str]] = set()
 
     @property

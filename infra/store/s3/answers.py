@@ -1,6 +1,6 @@
 """What the answers of a service that speaks S3 mean.
 
-    404 of an object     `AbsentError`
+    404 of an object     `AbsentError`; of an upload too
     412                  `TakenError`
     409                  `ConflictError`: it has not decided yet
     403, no credentials  `StoreDeniedError`
@@ -75,7 +75,7 @@ def _meaning(place: str, endpoint: str, error: ClientError) -> Exception:
     said = f"{place}: {endpoint} answers {status} {code}"
     if code == "NoSuchBucket":
         return ConfigError("storage", f"{said}; create the bucket, or name another")
-    if code == "NoSuchKey":
+    if code in {"NoSuchKey", "NoSuchUpload"}:
         return AbsentError(said)
     if status == 412:
         return TakenError(said)

@@ -3,8 +3,8 @@
 Promises: an object appears whole or not at all; of any number of callers that create one name
 exactly one succeeds, and whoever gets no answer looks what stands there: it is his if it has his
 bytes. A service that ignores the condition is refused before anything relies on it.
-Does not promise: that the parts of a large object whose writer was killed go away by themselves;
-nobody sees them, and a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
+Does not promise: that the parts of a large object whose writer was killed go away by themselves.
+Nobody sees them; `rlhf gc`, or a lifecycle rule (`AbortIncompleteMultipartUpload`), removes them.
 """
 
 import base64
@@ -37,6 +37,8 @@ CREATE_POLL_S = 0.2
 PART_BYTES = 32 * 2**20
 """Larger files are uploaded, and downloaded, in parts of this size; S3 takes 5 MiB and more."""
 MAX_PARTS = 9_000
+MAX_DELETED = 1000
+"""Objects that one request may remove."""
 NUM_READS = 3
 
 _opening = threading.Lock()
@@ -48,6 +50,17 @@ class Found(NamedTuple):
     name: str
     size_bytes: int
     changed_at: float
+    """By the service's clock, in seconds since the epoch."""
+
+
+class Unfinished(NamedTuple):
+    """An upload in parts that nobody ended."""
+
+    name: str
+    upload: str
+    """The service's name of it."""
+    size_bytes: int
+    begun_at: float
     """By the service's clock, in seconds since the epoch."""
 
 
@@ -215,14 +228,44 @@ class Objects:
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; those that are absent already do not matter."""
-        for at in range(0, len(names), 1000):
-            keys = [{"Key": self.address.key(name)} for name in names[at : at + 1000]]
+        for at in range(0, len(names), MAX_DELETED):
+            keys = [{"Key": self.address.key(name)} for name in names[at : at + MAX_DELETED]]
             with self._told(names[at]):
                 answer = self._client.delete_objects(
                     Bucket=self.address.bucket, Delete={"Objects": keys, "Quiet": True}
                 )
             for error in answer.get("Errors", ()):
                 raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
+
+    def unfinished(self) -> list[Unfinished]:
+        """Uploads in parts that were begun, and neither completed nor aborted; nobody sees them."""
+        cut, bucket = len(self.address.key("")), self.address.bucket
+        with self._told(""):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=bucket, Prefix=self.address.key("")
+            )
+            uploads = [each for page in pages for each in page.get("Uploads", ())]
+            parts = self._client.get_paginator("list_parts")
+            return [
+                Unfinished(
+                    each["Key"][cut:],
+                    each["UploadId"],
+                    sum(
+                        part["Size"]
+                        for page in parts.paginate(
+                            Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"]
+                        )
+                        for part in page.get("Parts", ())
+                    ),
+                    each["Initiated"].timestamp(),
+                )
+                for each in uploads
+            ]
+
+    def abort(self, each: Unfinished) -> None:
+        """End an upload in parts; one that is ended already does not matter."""
+        with suppress(AbsentError), self._told(each.name):
+            self._client.abort_multipart_upload(**self._at(each.name), UploadId=each.upload)
 
     def place(self, name: str) -> str:
         """What people call an object."""

@@ -13,6 +13,7 @@ from infra.errors import ArtifactCorruptError
 from infra.store.followers import STALE_S
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.runs import KnownRun
+from infra.store.s3.collecting import Collecting
 from infra.store.s3.objects import Found, Objects
 from infra.store.stage_spec import check_fingerprint
 
@@ -94,23 +95,25 @@ class S3Runs:
 
     Args:
         objects: of the store.
+        collecting: in the same store.
     """
 
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
+    def __init__(self, objects: Objects, collecting: Collecting) -> None:
+        self._objects, self._collecting = objects, collecting
 
     def begin(self, key: str, name: str) -> None:
         """See `Runs.begin`."""
+        self._collecting.wait_until_over()
         self._objects.create(f"{_run(key)}/name", name.encode())
 
     def use(self, key: str, fingerprint: str) -> None:
-        """See `Runs.use`."""
-        self._objects.put(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}", b"")
+        """See `Runs.use`. Waits while garbage is collected: what is looked at next is left."""
+        self._say(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
 
     def keep(self, key: str, kept: bool) -> None:
         """See `Runs.keep`."""
         if kept:
-            self._objects.put(f"{_run(key)}/kept", b"")
+            self._say(f"{_run(key)}/kept")
         else:
             self._objects.delete([f"{_run(key)}/kept"])
 
@@ -130,6 +133,12 @@ class S3Runs:
     def forget(self, key: str) -> None:
         """See `Runs.forget`."""
         self._objects.delete([each.name for each in self._objects.listed(f"{_run(key)}/")])
+
+    def _say(self, name: str) -> None:
+        """So that every later collection sees it."""
+        self._objects.put(name, b"")
+        while self._collecting.wait_until_over():
+            self._objects.put(name, b"")
 
     def _name(self, key: str) -> str:
         data = self._objects.get(f"{_run(key)}/name")

@@ -30,7 +30,9 @@ from infra.store.s3 import objects as objects_of
 from infra.store.s3.address import S3Address
 from infra.store.s3.cache import ArtifactCache
 from infra.store.s3.channel import S3Channel
+from infra.store.s3.collecting import Collecting
 from infra.store.s3.download import NUM_TRANSFERS
+from infra.store.s3.inventory import S3Inventory
 from infra.store.s3.objects import Objects
 from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
 from infra.store.stage_log import StageLogs
@@ -66,7 +68,9 @@ class S3Storage(StageResults):
         self.attempts = StageLogs(
             S3LogFiles(self._objects), S3Followers(self._objects), self._journal_bytes
         )
-        self.runs = S3Runs(self._objects)
+        self._collecting = Collecting(self._objects)
+        self.runs = S3Runs(self._objects, self._collecting)
+        self.inventory = S3Inventory(self._objects, self._collecting)
         self._copies: dict[tuple[str, str], Path] = {}
 
     @property
@@ -104,6 +108,15 @@ class S3Storage(StageResults):
         manifest = build_manifest(source, kind, digests)
         digest, root = manifest.digest, _root(kind, manifest.digest)
         write_manifest(source, manifest)
+        self._upload(source, root, manifest)
+        while self._collecting.wait_until_over():
+            self._upload(source, root, manifest)
+        self._cache.take_in(source, kind, digest)
+        shutil.rmtree(source, ignore_errors=True)
+        return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
+
+    def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
+        """What is not there yet; the manifest in any case, which says that somebody needs it."""
         present = self._sizes(root)
         missing = {
             name: entry
@@ -118,14 +131,15 @@ class S3Storage(StageResults):
             for each in done:
                 each.result()
         data, name = manifest.to_bytes(), f"{root}/{MANIFEST_NAME}"
-        if MANIFEST_NAME not in present or self._objects.get(name) != data:
+        standing = self._objects.get(name) if MANIFEST_NAME in present else None
+        if standing is None:
             fault("storage.before_manifest")
-            if not self._objects.create(name, data):
-                _log.warning("replacing a damaged %s", self._objects.place(name))
-                self._objects.put(name, data)
-        self._cache.take_in(source, kind, digest)
-        shutil.rmtree(source, ignore_errors=True)
-        return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
+            if self._objects.create(name, data):
+                return
+            standing = self._objects.get(name)
+        if standing != data:
+            _log.warning("replacing a damaged %s", self._objects.place(name))
+        self._objects.put(name, data)
 
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""

@@ -9,9 +9,9 @@ import pytest
 
 from infra.faults import InjectedFaultError
 from infra.garbage.collection import collect
-from infra.garbage.inventory import LocalInventory
 from infra.garbage.survey import DAY_S, Limits, Survey, survey
 from infra.store.canonical import sha256_json
+from infra.store.inventory import LocalInventory
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import LocalStorage

@@ -1,14 +1,14 @@
 """What lies in a store, how large it is, and how it is taken away while others work there.
 
-Promises: whatever is taken away loses its name in one step, and comes back if somebody was found to
-need it after all; a kill at any point leaves a store in which every stage is done, or not at all.
+Promises: nothing goes that somebody is found to need, or begins to need meanwhile; a kill at any
+point leaves a store in which every stage is done, or not at all.
 Does not promise: sizes to the block. What hard links share, with a registry for one, is counted
 here, and is free only when the last of them is gone.
 """
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -59,19 +59,30 @@ class Inventory(Protocol):
         """Step checkpoints of a stage, by generation."""
         ...
 
+    def exclusively(self) -> AbstractContextManager[None]:
+        """For whoever looks at a store and then takes things away.
+
+        Returns:
+            The time that both last.
+
+        Raises:
+            StoreError: another collector is at work there.
+        """
+        ...
+
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
         """Take something away, unless it is needed.
 
         Args:
             place: of a `Stored`.
-            is_needed: asked when nobody finds the thing any more, with the time at which it was
-                changed last itself; if so it comes back.
+            is_needed: asked when nobody finds the thing any more, or begins to need it, with the
+                time at which it was changed last itself; if so it is there as before.
 
         Returns:
             Whether it is gone.
 
         Raises:
-            OSError: some of it could not be removed; nobody finds it any more.
+            OSError: some of it could not be removed; nobody takes it for whole any more.
         """
         ...
 
@@ -119,6 +130,10 @@ class LocalInventory:
     def steps(self, fingerprint: str) -> list[Stored]:
         """See `Inventory.steps`."""
         return [self._stored(path) for path in self._root.glob(f"work/{fingerprint}/steps-*")]
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """See `Inventory.exclusively`. A name goes in one step, so that nobody has to wait."""
+        return nullcontext()
 
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
         """See `Inventory.take`."""
