@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(_table(planner.stages))
     for stage in planner.stages:
-        for text in filter(None, (stage.why, stage.adoption)):
+        for text in filter(None, (stage.why, stage.adoption, stage.rejected)):
             console.print(f"{stage.label}: {text}", highlight=False, soft_wrap=True)
     counts = Counter(stage.status for stage in planner.stages)
     words = [f"{counts[status]} {text}" for status, text in WORDS.items() if counts[status]]

@@ -129,7 +129,7 @@ class PipelineRun:
 
     def _warn(self, label: str, text: str) -> None:
         """A line for whoever watches, and one of the run's log."""
-        self._observer.message(label, text)
+        self._observer.message(label, f"warning: {text}")
         logger = get_run_logger() if self._orchestrated else _log
         logger.warning("%s  %s", label, redact(text))
 

@@ -9,7 +9,7 @@ Other thresholds may decide otherwise: then only what was given another policy r
 from collections.abc import Callable, Sequence
 
 from engines.config.stages import RLRoundStageConfig
-from flows.diagnosis.diagnosis import symptoms
+from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.findings import Finding
 from flows.recipe.diagnosis import DiagnosisConfig
@@ -58,7 +58,8 @@ class RoundGate:
             SickRunError: it shows what the recipe says ends the run.
         """
         results = [*self._accepted, trained, evaluated]
-        found = {each.symptom: each for each in self._symptoms(results)}
+        shown = self._symptoms(results)
+        found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:
                 raise SickRunError(
@@ -66,9 +67,9 @@ class RoundGate:
                     f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run names it: "
                     f"try {found[name].next[0]}, or take it out and run again"
                 )
-        shown = [name for name in self._thresholds.reject_round if name in found]
-        if shown:
-            self._reject(trained.label, "; ".join(f"{name}: {found[name].text}" for name in shown))
+        whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
+        if whys:
+            self._reject(trained.label, "; ".join(whys))
             return False
         self._accepted += [trained, evaluated]
         return True
@@ -78,7 +79,7 @@ class RoundGate:
         taken = "the model that the run began with"
         if self._accepted:
             taken = f"the policy of {self._accepted[-2].label}"
-        self._warn(label, f"warning: rejected: {why}; what follows takes {taken}")
+        self._warn(label, f"rejected: {why}; what follows takes {taken}")
 
     def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
         asked = self._thresholds.end_run or self._thresholds.reject_round

@@ -23,7 +23,7 @@ from tests.unit.flows.run.test_round_gate import Training
 from tests.unit.flows.test_plan import RUN, Stages
 
 REJECTED = (
-    "warning: rejected: entropy_collapse: the policy's entropy fell to 2% of what it was, "
+    "rejected: entropy_collapse: the policy's entropy fell to 2% of what it was, "
     "and answers still differ in score: it explores no more; "
     "what follows takes the policy of rl_round_1"
 )
@@ -130,8 +130,8 @@ def test_a_rejected_round_is_told_before_the_next_stage_begins(
 ) -> None:
     stages = rejecting(recipe)
     assert stages.said_before["evaluate_rl_round_2"] == {}
-    assert stages.said_before["rl_round_3"] == {"rl_round_2": REJECTED}
-    assert stages.heard.said == {"rl_round_2": REJECTED}
+    assert stages.said_before["rl_round_3"] == {"rl_round_2": f"warning: {REJECTED}"}
+    assert stages.heard.said == {"rl_round_2": f"warning: {REJECTED}"}
     assert [each.getMessage() for each in caplog.records if each.name.startswith("flows")] == [
         f"rl_round_2  {REJECTED}"
     ]

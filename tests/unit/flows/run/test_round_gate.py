@@ -86,7 +86,12 @@ def test_a_repetition_decides_alike_and_trains_nothing(storage: LocalStorage) ->
     again, gate = trained(asked, storage)
     assert again.computed == []
     assert list(gate.rejected) == ["rl_round_2"]
-    assert plan_run(asked, {}).all_hit
+    planner = plan_run(asked, {})
+    assert planner.all_hit
+    told = {stage.label: stage.rejected for stage in planner.stages if stage.rejected}
+    assert list(told) == ["rl_round_2"]
+    assert told["rl_round_2"].startswith("rejected: entropy_collapse: ")
+    assert told["rl_round_2"].endswith("; what follows takes the policy of rl_round_1")
 
 
 def test_other_thresholds_train_only_what_is_given_another_policy(storage: LocalStorage) -> None:
@@ -123,7 +128,7 @@ def test_every_symptom_of_a_rejected_round_is_named(storage: LocalStorage) -> No
     with pytest.raises(SickRunError, match="every round was rejected"):
         run_stages(asked, run, lambda _: None, gate.accepts)
     (told,) = said.values()
-    assert told.startswith("warning: rejected: kl_runaway: the policy is 9 nats")
+    assert told.startswith("rejected: kl_runaway: the policy is 9 nats")
     assert "; entropy_collapse: the policy's entropy fell to 2%" in told
     assert told.endswith("; what follows takes the model that the run began with")
     assert gate.rejected["rl_round_1"] in told
