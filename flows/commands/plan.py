@@ -29,8 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    recipe = preflight(recipe)
     tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")
+    recipe = preflight(recipe, tokens)
     planner = plan_run(recipe, tokens, start_from=arguments.start_from)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]

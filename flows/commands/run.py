@@ -24,7 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    recipe = preflight(recipe)
+    forced = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "look")
+    recipe = preflight(recipe, forced)
     asked = ask(recipe, arguments.force, arguments.adopt, arguments.start_from)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
