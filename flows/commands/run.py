@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
         local_run: Any = importlib.import_module("flows.local.local_run")
         served_run: Any = importlib.import_module("flows.local.served_run")
         is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local
-        deployment = served_run.find_deployment() if is_served else None
+        deployment = served_run.find_or_hint(console) if is_served else None
         if deployment is None:
             report = local_run.run_locally(asked, console, server)
         else:
