@@ -43,7 +43,7 @@ def plan_run(
     storage = open_storage(recipe.store_uri)
     planner, registry = Planner(storage, recipe.seed, force, adopt), Registry(recipe, storage)
     # A model that is likely to be the champion again is no rival of itself.
-    gate = RoundGate(recipe.diagnosis, StageHistory(storage))
+    gate = RoundGate(recipe.diagnosis, StageHistory(storage), planner.reject)
     run_stages(
         recipe,
         planner,

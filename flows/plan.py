@@ -38,6 +38,7 @@ class PlannedStage:
         adoption: whose half-trained work a hit continued, or a miss could; else empty.
         why: a stage runs, or on what its reuse depends, in words; empty of a hit, and of a stage
             that nothing before is like.
+        rejected: why a round that is reused counts for nothing after it, in words; else empty.
     """
 
     label: str
@@ -47,6 +48,7 @@ class PlannedStage:
     digest: str
     adoption: str = ""
     why: str = ""
+    rejected: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,16 @@ class Planner:
             metrics=hit.metrics if hit else {},
             job_seconds=hit.seconds if hit else {},
         )
+
+    def reject(self, label: str, text: str) -> None:
+        """Note that a round which is done will be rejected again.
+
+        Args:
+            label: of the round, which was looked up.
+            text: why, and what follows takes.
+        """
+        at = [stage.label for stage in self.stages].index(label)
+        self.stages[at] = replace(self.stages[at], rejected=text)
 
     def likely(self, artifact: Artifact) -> Artifact:
         """An output, or what is expected in place of one that is to be made.

@@ -8,11 +8,14 @@ nothing of the user's costs no process.
 Does not promise: what only the whole data or the weights can tell.
 """
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
+from flows.asked_run import plan_run
 from flows.child import ask
 from flows.platform_probe import check_devices, resolve_hardware
 from flows.recipe.recipe import Recipe
@@ -25,13 +28,17 @@ from infra.store.storage import open_storage
 
 DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
+NUM_CHECKPOINTS = 2
+"""The newest stays until the next one is whole."""
+NOTHING_FORCED: Mapping[str, str] = {}
 
 
-def preflight(recipe: Recipe) -> Recipe:
+def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Recipe:
     """Refuse a recipe whose files, platform or reward would end the run later.
 
     Args:
         recipe: its fields agree with each other.
+        force: by label of a stage that runs although it is done, its token.
 
     Returns:
         The recipe that runs: on a known device, and what it names on the hub has its commit.
@@ -63,7 +70,39 @@ def preflight(recipe: Recipe) -> Recipe:
     reward = recipe.rl.reward.model_copy(update=judges)
     rl = recipe.rl.model_copy(update={"reward": reward})
     found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
-    return recipe.model_copy(update=found)
+    recipe = recipe.model_copy(update=found)
+    if answer.look.checkpoint_bytes is not None and "://" not in recipe.store_uri:
+        check_room(recipe, answer.look.checkpoint_bytes, force)
+    return recipe
+
+
+def check_room(
+    recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str] = NOTHING_FORCED
+) -> None:
+    """Refuse a store that cannot hold two checkpoints, if some stage is to write them.
+
+    Args:
+        recipe: what it names on the hub has its commit; its store is a directory.
+        checkpoint_bytes: of one.
+        force: by label of a stage that runs although it is done, its token.
+
+    Raises:
+        ConfigError: says how much is needed, and how much there is; or of `plan_run`.
+    """
+    need_bytes = NUM_CHECKPOINTS * checkpoint_bytes
+    free_bytes = shutil.disk_usage(recipe.store_uri).free
+    if free_bytes >= need_bytes:
+        return
+    planned = plan_run(recipe, force).stages
+    trains = [each for each in planned if each.label.startswith(("sft", "rl_round"))]
+    if all(each.status in {"hit", "likely_reuse"} for each in trains):
+        return
+    raise ConfigError(
+        "location.store",
+        f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
+        f"{recipe.model.path}, {recipe.store_uri} has {free_bytes / 1e9:.1f} GB free; free some, "
+        "or name another place",
+    )
 
 
 def _check_store(uri: str) -> None:
@@ -146,7 +185,6 @@ def look_of(recipe: Recipe) -> Look | None:
         reward_model=reward.model,
         judge=reward.judge,
         rollout_engine=recipe.rollout.engine,
-        store=None if "://" in recipe.store_uri else recipe.store_uri,
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
             "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),

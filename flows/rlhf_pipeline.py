@@ -71,7 +71,7 @@ def rlhf_pipeline(
     if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
         tokens.setdefault(start_from, str(flow_run.id))
     if not is_watched():  # else whoever watches has looked before
-        recipe = preflight(recipe)
+        recipe = preflight(recipe, tokens)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
     labels = {f"recipe:{recipe.name}", f"platform:{recipe.hardware.platform}"}

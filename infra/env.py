@@ -160,6 +160,11 @@ MLFLOW_SERVER_ENABLE_JOB_EXECUTION = EnvVar(
 MLFLOW_DISABLE_TELEMETRY = EnvVar(
     "MLFLOW_DISABLE_TELEMETRY", None, "true keeps MLflow from phoning home"
 )
+MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT = EnvVar(
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT",
+    None,
+    "true keeps MLflow's addresses of runs off stdout",
+)
 WANDB_ERROR_REPORTING = EnvVar(
     "WANDB_ERROR_REPORTING", None, "false keeps Weights & Biases from reporting its own errors"
 )

@@ -19,8 +19,8 @@ class Look(StrictModel):
     judge: JudgeConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
-    store: str | None = None
-    """Directory that checkpoints of the model will fill; null asks for no room."""
+    checkpoint_bytes: int | None = None
+    """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}
     """Setting to the stop tokens that it names."""
 

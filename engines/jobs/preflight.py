@@ -10,7 +10,6 @@ Does not promise that the rest of the rows is as good as the first.
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -47,8 +46,6 @@ OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, JudgeConfig, SourceConf
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and two moments of the optimizer, each in float32."""
-NUM_CHECKPOINTS = 2
-"""The newest stays until the next one is whole."""
 
 
 def look(at: Look) -> Look:
@@ -58,7 +55,7 @@ def look(at: Look) -> Look:
         at: what the recipe names.
 
     Returns:
-        The same, with the commit of everything on the hub.
+        The same, with the commit of everything on the hub, and the size of a checkpoint.
 
     Raises:
         ConfigError: names the field and what to do.
@@ -66,7 +63,6 @@ def look(at: Look) -> Look:
     tokenizer = look_at_model(at.model, at.lora)
     look_at_stop_tokens(at)
     look_at_rollout(at)
-    look_at_room(at)
     row = look_at_data(at.data)
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
@@ -77,7 +73,8 @@ def look(at: Look) -> Look:
         look_at_judge(at.judge, at.rollout_engine, row)
     if at.reward is not None:
         look_at_reward(at.reward, row)
-    return with_commits(at)
+    found = with_commits(at)
+    return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
 
 
 def with_commits(at: Look) -> Look:
@@ -214,27 +211,19 @@ def look_at_stop_tokens(at: Look) -> None:
             )
 
 
-def look_at_room(at: Look) -> None:
-    """Refuse a store that cannot hold two checkpoints of a local model.
+def checkpoint_bytes(at: Look) -> int | None:
+    """How large a checkpoint of a local model is.
 
     Args:
         at: what the recipe names.
 
-    Raises:
-        ConfigError: says how much is needed, and how much there is.
+    Returns:
+        Bytes; None for a model that is not here, and for an adapter, whose checkpoints are small.
     """
     directory = local_path(at.model.path)
-    if directory is None or at.store is None or at.lora is not None:
-        return
-    checkpoint_bytes = num_parameters(directory) * BYTES_PER_PARAMETER
-    free_bytes = shutil.disk_usage(at.store).free
-    if free_bytes < NUM_CHECKPOINTS * checkpoint_bytes:
-        raise ConfigError(
-            "location.store",
-            f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
-            f"{directory}, {at.store} has {free_bytes / 1e9:.1f} GB free; free some, or name "
-            "another place",
-        )
+    if directory is None or at.lora is not None:
+        return None
+    return num_parameters(directory) * BYTES_PER_PARAMETER
 
 
 def look_at_rollout(at: Look) -> None:

@@ -29,8 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Look every stage up and print what was found."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    recipe = preflight(recipe)
     tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")
+    recipe = preflight(recipe, tokens)
     planner = plan_run(recipe, tokens, start_from=arguments.start_from)
     if arguments.json:
         stages = [dataclasses.asdict(stage) for stage in planner.stages]
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(_table(planner.stages))
     for stage in planner.stages:
-        for text in filter(None, (stage.why, stage.adoption)):
+        for text in filter(None, (stage.why, stage.adoption, stage.rejected)):
             console.print(f"{stage.label}: {text}", highlight=False, soft_wrap=True)
     counts = Counter(stage.status for stage in planner.stages)
     words = [f"{counts[status]} {text}" for status, text in WORDS.items() if counts[status]]

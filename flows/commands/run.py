@@ -24,7 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
-    recipe = preflight(recipe)
+    forced = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "look")
+    recipe = preflight(recipe, forced)
     asked = ask(recipe, arguments.force, arguments.adopt, arguments.start_from)
     console = Console()
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
@@ -34,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
         local_run: Any = importlib.import_module("flows.local.local_run")
         served_run: Any = importlib.import_module("flows.local.served_run")
         is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local
-        deployment = served_run.find_deployment() if is_served else None
+        deployment = served_run.find_or_hint(console) if is_served else None
         if deployment is None:
             report = local_run.run_locally(asked, console, server)
         else:

@@ -7,7 +7,15 @@ Does not promise that a curve without a symptom is a good one.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from flows.diagnosis.findings import Evidence, Finding, Points, StageView, points, windows
+from flows.diagnosis.findings import (
+    Evidence,
+    Finding,
+    Points,
+    StageView,
+    compared,
+    points,
+    windows,
+)
 from flows.recipe.diagnosis import DiagnosisConfig, RoundSymptom
 
 SCORE, BEST_SCORE = "critic/score/mean", "critic/score/max"
@@ -66,7 +74,7 @@ def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding
             "loss_divergence",
             stage.label,
             f"the loss rose to {means[-1]:.3g} after {min(means):.3g}",
-            (Evidence(LOSS, means[-1], curve[-1][0]), Evidence(LOSS, min(means))),
+            (compared([stage], LOSS, thresholds.window_num_steps, means.index(min(means))),),
             ("lower sft.optimizer.lr", "more num_warmup_steps", "look at the rows of those steps"),
         )
     ]
@@ -107,7 +115,7 @@ def _ends(
 
 
 def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
-    _, curve, means = _ends(rounds, thresholds, ENTROPY)
+    _, _, means = _ends(rounds, thresholds, ENTROPY)
     if not means or means[-1] >= thresholds.entropy_ratio * means[0]:
         return None
     score, best = (_ends(rounds, thresholds, name)[2] for name in (SCORE, BEST_SCORE))
@@ -118,7 +126,7 @@ def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | 
         rounds,
         f"the policy's entropy fell to {means[-1] / max(means[0], 1e-12):.0%} of what it was, "
         "and answers still differ in score: it explores no more",
-        (Evidence(ENTROPY, means[-1], curve[-1][0]), Evidence(ENTROPY, means[0])),
+        (compared(rounds, ENTROPY, thresholds.window_num_steps),),
         "rl.algorithm.clip_ratio_high above clip_ratio_low",
         "rl.algorithm.use_kl_loss, or rl.algorithm.entropy_coeff",
         "a lower rl.optimizer.lr",
@@ -127,7 +135,7 @@ def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | 
 
 
 def _length_explosion(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
-    _, curve, means = _ends(rounds, thresholds, LENGTH)
+    _, _, means = _ends(rounds, thresholds, LENGTH)
     if not means or means[-1] < thresholds.length_growth * means[0]:
         return None
     cut, score = (_ends(rounds, thresholds, name)[2] for name in (CUT, SCORE))
@@ -139,11 +147,7 @@ def _length_explosion(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | 
         rounds,
         f"answers are {means[-1] / max(means[0], 1e-12):.1f} times as long as at first, "
         f"{share:.0%} of them cut, and the score changed by {gain:+.3g}",
-        (
-            Evidence(LENGTH, means[-1], curve[-1][0]),
-            Evidence(LENGTH, means[0]),
-            Evidence(CUT, share),
-        ),
+        (compared(rounds, LENGTH, thresholds.window_num_steps), Evidence(CUT, share)),
         "rl.algorithm.overlong, a penalty for long answers",
         "rl.algorithm.loss_agg_mode seq-mean-token-sum-norm",
         "look at the longest samples: `rlhf show`",
@@ -151,14 +155,14 @@ def _length_explosion(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | 
 
 
 def _reward_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
-    _, curve, means = _ends(rounds, thresholds, SCORE)
+    _, _, means = _ends(rounds, thresholds, SCORE)
     if not means or max(means) <= 0 or means[-1] >= (1 - thresholds.score_fall) * max(means):
         return None
     return _finding(
         "reward_collapse",
         rounds,
         f"the score fell to {means[-1]:.3g} after {max(means):.3g}",
-        (Evidence(SCORE, means[-1], curve[-1][0]), Evidence(SCORE, max(means))),
+        (compared(rounds, SCORE, thresholds.window_num_steps, means.index(max(means))),),
         "a lower rl.optimizer.lr, or fewer rl.num_epochs",
         "rl.algorithm.use_kl_loss",
         "the other symptoms here: one of them may have come first",
@@ -166,7 +170,7 @@ def _reward_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | N
 
 
 def _kl_runaway(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
-    name, curve, means = _ends(rounds, thresholds, *KL)
+    name, _, means = _ends(rounds, thresholds, *KL)
     if not means or means[-1] <= thresholds.max_kl:
         return None
     place = "the reference" if name in TO_REFERENCE else "the policy that sampled"
@@ -174,7 +178,7 @@ def _kl_runaway(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
         "kl_runaway",
         rounds,
         f"the policy is {means[-1]:.3g} nats a token away from {place}",
-        (Evidence(name, means[-1], curve[-1][0]), Evidence(name, means[0])),
+        (compared(rounds, name, thresholds.window_num_steps),),
         "rl.algorithm.use_kl_loss with a greater kl_loss_coef",
         "a lower rl.optimizer.lr, or fewer rl.num_epochs",
         "rl.refresh_reference, if the distance is wanted",
@@ -182,7 +186,7 @@ def _kl_runaway(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
 
 
 def _drift(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
-    _, curve, means = _ends(rounds, thresholds, MISMATCH)
+    _, _, means = _ends(rounds, thresholds, MISMATCH)
     if not means or means[-1] < max(
         thresholds.mismatch_floor, thresholds.mismatch_growth * means[0]
     ):
@@ -192,7 +196,7 @@ def _drift(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
         rounds,
         f"sampler and trainer disagree by {means[-1]:.3g} nats a token, {means[0]:.3g} at first: "
         "what is sampled is no longer what is trained",
-        (Evidence(MISMATCH, means[-1], curve[-1][0]), Evidence(MISMATCH, means[0])),
+        (compared(rounds, MISMATCH, thresholds.window_num_steps),),
         "rollout.dtype float32, or that of the training",
         "rl.sampling.top_p 1 and top_k 0",
         "rl.mismatch.mean, so that such a step ends the round",
@@ -220,15 +224,16 @@ def _reward_hacking(
     """The training score rises while the held-out accuracy falls from its best before."""
     last = evaluations.get(rounds[-1].label)
     now = last.metrics.get("accuracy") if last else None
-    before = [
-        each.metrics["accuracy"]
+    before = {
+        label: each.metrics["accuracy"]
         for label, each in evaluations.items()
         if label != rounds[-1].label and "accuracy" in each.metrics
-    ]
-    _, curve, means = _ends(rounds, thresholds, SCORE)
+    }
+    _, _, means = _ends(rounds, thresholds, SCORE)
     if now is None or not before or not means:
         return None
-    gain, fall = means[-1] - means[0], max(before) - now
+    best = max(before, key=before.__getitem__)
+    gain, fall = means[-1] - means[0], before[best] - now
     if gain < thresholds.hacking_gain or fall < thresholds.hacking_fall:
         return None
     return _finding(
@@ -236,7 +241,10 @@ def _reward_hacking(
         rounds,
         f"the training score gained {gain:.3g} while the held-out accuracy lost {fall:.3g}: "
         "the policy learns the reward and not the task",
-        (Evidence(SCORE, means[-1], curve[-1][0]), Evidence("accuracy", now)),
+        (
+            compared(rounds, SCORE, thresholds.window_num_steps),
+            Evidence("accuracy", now, was=before[best], was_in=best),
+        ),
         "read the samples with the best scores: `rlhf show`",
         "repair the reward, and see what it gives for such answers",
         "rl.algorithm.use_kl_loss",

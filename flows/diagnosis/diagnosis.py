@@ -4,8 +4,8 @@ In this order, because a cause in one shows as a symptom in the next: a replica 
 steps long, and weights that do not arrive make rewards fall.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engines.config.stages import EvaluateStageConfig, RLRoundStageConfig, SFTStageConfig
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings, round_findings
@@ -40,8 +40,11 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """The run in one line."""
-        names = list(dict.fromkeys(f"{f.symptom} ({f.stage})" for f in self.ills))
-        return f"{self.run}: {', '.join(names)}" if names else f"{self.run}: nothing ails it"
+        places: dict[str, dict[str, None]] = {}
+        for finding in self.ills:
+            places.setdefault(finding.symptom, {})[finding.place] = None
+        names = [f"{symptom} ({', '.join(found)})" for symptom, found in places.items()]
+        return f"{self.run}: {', '.join(names) or 'nothing ails it'}"
 
 
 def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig) -> Diagnosis:
@@ -62,17 +65,44 @@ def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig)
         found += poisoned_findings(stage)
         if isinstance(stage.config, SFTStageConfig):
             found += loss_findings(stage, thresholds)
-    rounds = [stage for stage in stages if isinstance(stage.config, RLRoundStageConfig)]
-    first: dict[str, Finding] = {}
-    for number in range(1, len(rounds) + 1):
-        for finding in symptoms(rounds[:number], stages, thresholds):
-            first.setdefault(finding.symptom, finding)
-    found += first.values()
+    found += _of_rounds(stages, thresholds)
     return Diagnosis(
         run,
         stages,
         sorted(found, key=lambda f: (AREAS.index(f.area), _SEVERITIES.index(f.severity))),
     )
+
+
+def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list[Finding]:
+    """What each round shows; a rejected one counts for none after it."""
+    found: list[Finding] = []
+    accepted: list[StageView] = []
+    evaluations = _evaluations(stages)
+    for view in stages:
+        if not isinstance(view.config, RLRoundStageConfig) or not view.steps:
+            continue
+        shown = symptoms([*accepted, view], stages, thresholds)
+        scored = evaluations.get(view.label)
+        is_judged = view.is_committed and scored is not None and scored.is_committed
+        is_rejected = is_judged and bool(rejecting(shown, thresholds))
+        found += [replace(finding, rejected=is_rejected) for finding in shown]
+        if not is_rejected:
+            accepted.append(view)
+    return found
+
+
+def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Finding]:
+    """Those of a round's findings for which what follows takes the policy before it.
+
+    Args:
+        found: of `symptoms`.
+        thresholds: of the recipe.
+
+    Returns:
+        In the order in which the recipe names their symptoms; of a round that counts, none.
+    """
+    shown = {finding.symptom: finding for finding in found}
+    return [shown[name] for name in thresholds.reject_round if name in shown]
 
 
 def symptoms(
@@ -89,9 +119,12 @@ def symptoms(
         What was found.
     """
     known = {"sft", *(each.label for each in rounds)}
-    evaluations = {
-        stage.config.of: stage
-        for stage in stages
-        if isinstance(stage.config, EvaluateStageConfig) and stage.config.of in known
-    }
+    evaluations = {of: stage for of, stage in _evaluations(stages).items() if of in known}
     return round_findings(rounds, evaluations, thresholds)
+
+
+def _evaluations(stages: Sequence[StageView]) -> Mapping[str, StageView]:
+    """Evaluations, by the label of what they are of."""
+    return {
+        stage.config.of: stage for stage in stages if isinstance(stage.config, EvaluateStageConfig)
+    }

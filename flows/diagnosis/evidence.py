@@ -94,6 +94,7 @@ def _view(history: StageHistory, fingerprint: str) -> StageView | None:
         problem=problem,
         phase=beat.phase if beat else "",
         is_gone=problem is None and beat is not None and is_dead(beat.process),
+        is_committed=commit is not None,
         metrics=commit.metrics if commit else {},
         seconds=commit.seconds if commit else {},
     )

@@ -21,15 +21,27 @@ class Evidence:
         metric: its name in the journal or the commit record.
         value: as it was recorded, or the mean of a window.
         step: the last one that it speaks of; None where it belongs to no step.
+        was: the earlier value beside which it stands; None where there is none.
+        was_step: the last one that the earlier value speaks of; None as of `step`.
+        was_in: label of the stage of the earlier value.
     """
 
     metric: str
     value: float
     step: int | None = None
+    was: float | None = None
+    was_step: int | None = None
+    was_in: str = ""
 
     def __str__(self) -> str:
-        at = f" at step {self.step}" if self.step is not None else ""
-        return f"{self.metric} {self.value:.4g}{at}"
+        text = f"{self.metric} {self.value:.4g}{_at(self.step)}"
+        if self.was is None:
+            return text
+        return f"{text}, was {self.was:.4g}{_at(self.was_step)} in {self.was_in}"
+
+
+def _at(step: int | None) -> str:
+    return f" at step {step}" if step is not None else ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class Finding:
         evidence: the numbers.
         next: what to try first, and then.
         severity: `failed` ended the stage, `sick` crosses a threshold, `note` is only told.
+        rejected: whether the stage is a round from which nothing follows.
     """
 
     area: Area
@@ -53,6 +66,12 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     next: tuple[str, ...] = ()
     severity: Severity = "sick"
+    rejected: bool = False
+
+    @property
+    def place(self) -> str:
+        """The stage, and whether it was rejected."""
+        return f"rejected {self.stage}" if self.rejected else self.stage
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,7 @@ class StageView:
         problem: why its newest attempt ended without a commit; None: it did not say so.
         phase: of its last sign of life; empty where there is none.
         is_gone: it has no commit, said nothing, and its process is certainly dead.
+        is_committed: it is done.
         metrics: of its commit; empty before.
         seconds: of its job's phases, the same.
     """
@@ -78,6 +98,7 @@ class StageView:
     problem: JobProblem | None = None
     phase: str = ""
     is_gone: bool = False
+    is_committed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -122,3 +143,23 @@ def windows(curve: Points, num_steps: int) -> list[float]:
     values = [value for _, value in curve]
     ends = range(len(values), num_steps - 1, -num_steps)
     return [sum(values[end - num_steps : end]) / num_steps for end in reversed(ends)]
+
+
+def compared(views: Sequence[StageView], metric: str, num_steps: int, earlier: int = 0) -> Evidence:
+    """The last window of a curve beside an earlier one.
+
+    Args:
+        views: in order.
+        metric: of the curve, which has two windows or more.
+        num_steps: of a window.
+        earlier: index of the other window, oldest first.
+
+    Returns:
+        Both means, each with the last step of its window.
+    """
+    _, curve = points(views, metric)
+    means = windows(curve, num_steps)
+    step, _ = curve[len(curve) - 1 - num_steps * (len(means) - 1 - earlier)]
+    # Of two views that have a step, `points` takes the latter.
+    place = next(view.label for view in reversed(views) if step in view.steps)
+    return Evidence(metric, means[-1], curve[-1][0], means[earlier], step, place)

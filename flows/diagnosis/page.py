@@ -62,6 +62,23 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
     return path
 
 
+def told_verdict(run: str, directory: Path) -> str:
+    """What the last diagnosis that was written found, in words.
+
+    Args:
+        run: its name.
+        directory: of the run.
+
+    Returns:
+        Each symptom with its stages.
+    """
+    try:
+        first = (directory / DIAGNOSIS_MD).read_text("utf-8").partition("\n")[0]
+    except FileNotFoundError:
+        return "nothing ails it"
+    return first.removeprefix(f"# {run}: ")
+
+
 def html_page(diagnosis: Diagnosis) -> str:
     """The page."""
     plots = "".join(
@@ -98,7 +115,7 @@ def markdown(diagnosis: Diagnosis, path: Path) -> str:
         for finding in found:
             numbers = "; ".join(map(str, finding.evidence))
             lines += [
-                f"* **{finding.symptom}** ({finding.severity}), {finding.stage}: "
+                f"* **{finding.symptom}** ({finding.severity}), {finding.place}: "
                 f"{_as_code(finding.text)}{f' [{numbers}]' if numbers else ''}",
                 *(f"    1. {_as_code(step)}" for step in finding.next),
             ]
@@ -113,7 +130,7 @@ def text(diagnosis: Diagnosis) -> str:
         lines += ["", area]
         for finding in found:
             mark = {"failed": "!!", "sick": "! "}.get(finding.severity, "  ")
-            lines.append(f"{mark} {finding.stage}: {finding.symptom}: {finding.text}")
+            lines.append(f"{mark} {finding.place}: {finding.symptom}: {finding.text}")
             lines += [f"       {number}" for number in finding.evidence]
             if finding.severity != "note":
                 lines += [f"    try {step}" for step in finding.next]
@@ -143,7 +160,7 @@ def _article(finding: Finding) -> str:
     steps = "".join(f"<li>{escape(step)}</li>" for step in finding.next)
     return (
         f'<article class="{finding.severity}"><b>{escape(finding.symptom)}</b> '
-        f"<span>{escape(finding.stage)}</span><p>{escape(finding.text)}</p>"
+        f"<span>{escape(finding.place)}</span><p>{escape(finding.text)}</p>"
         f"<span>{escape(numbers)}</span><ul>{steps}</ul></article>"
     )
 

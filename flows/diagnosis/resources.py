@@ -1,6 +1,6 @@
 """What a stage lacked: memory, room on a disk, its processes; and how its memory went."""
 
-from flows.diagnosis.findings import Evidence, Finding, StageView, points, windows
+from flows.diagnosis.findings import Evidence, Finding, StageView, compared, points, windows
 from flows.recipe.diagnosis import DiagnosisConfig
 from tasks.runner.memory_knobs import memory_knobs
 
@@ -70,8 +70,7 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Fin
 
 
 def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Finding | None:
-    curve = _memory(stage)
-    means = windows(curve, thresholds.window_num_steps)
+    means = windows(_memory(stage), thresholds.window_num_steps)
     if len(means) < 2 or means[-1] < thresholds.memory_growth * means[0]:
         return None
     return Finding(
@@ -79,7 +78,7 @@ def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Finding | None:
         "memory_growth",
         stage.label,
         f"peak memory grew from {means[0]:.3g} GB to {means[-1]:.3g} GB",
-        (Evidence(PEAK_MEMORY, means[-1], curve[-1][0]), Evidence(PEAK_MEMORY, means[0])),
+        (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
         (*memory_knobs(stage.config), "longer answers, or something that is never given back"),
     )
 

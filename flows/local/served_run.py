@@ -25,6 +25,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, Log, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from rich.console import Console
 
@@ -42,6 +43,10 @@ DEPLOYMENT = "rlhf-pipeline/rlhf-pipeline"
 CHECKOUT = Path(__file__).resolve().parents[2]
 POLL_S = 1.0
 CANCEL_DEADLINE_S = 60.0
+HINT = (
+    "no deployment of this checkout at the server: the run is of this process, and its page has no "
+    "Retry; `PREFECT_API_URL={url} prefect --no-prompt deploy --all` in {checkout} registers one"
+)
 GIVEN_UP_S = STRANDED_S + 25
 """Who crashed and was not started again for so long stays so."""
 LATE = timedelta(seconds=10)
@@ -71,6 +76,23 @@ def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
     steps = [arguments for step in found.pull_steps or [] for arguments in step.values()]
     is_ours = [{"directory": str(checkout)}] == steps and found.work_pool_name == WORK_POOL
     return found.id if is_ours else None
+
+
+def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
+    """As `find_deployment`; where there is none, one line says how to have one.
+
+    Args:
+        console: where to say it.
+        checkout: as of `find_deployment`.
+
+    Returns:
+        The id, or None.
+    """
+    found = find_deployment(checkout)
+    if found is None:
+        hint = HINT.format(checkout=checkout, url=PREFECT_API_URL.value())
+        console.print(hint, highlight=False, markup=False, soft_wrap=True)
+    return found
 
 
 def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:

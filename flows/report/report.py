@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.evidence import stage_views
-from flows.diagnosis.page import DIAGNOSIS_MD, DIAGNOSIS_PAGE, write_diagnosis
+from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
@@ -300,8 +300,8 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
     ]
     diagnosis = directory / DIAGNOSIS_PAGE
     if diagnosis.exists():
-        ill = "something ails it" if (directory / DIAGNOSIS_MD).exists() else "nothing ails it"
-        lines += [f"[Diagnosis]({diagnosis.as_uri() if embed else diagnosis.name}): {ill}.", ""]
+        address = diagnosis.as_uri() if embed else diagnosis.name
+        lines += [f"[Diagnosis]({address}): {told_verdict(report.run, directory)}.", ""]
     for name, title in PLOT_TITLES.items():
         path = directory / f"{name}.svg"
         if path.exists():

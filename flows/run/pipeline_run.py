@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
 
 from engines.config.stages import Runtime
 from flows.diagnosis.diagnosis import diagnose
@@ -91,6 +92,7 @@ class PipelineRun:
         history: of its stages.
         stages: runs the stages.
         recorder: keeps the lineage.
+        observer: sees the stages while they run.
         orchestrated: whether Prefect shows the run.
     """
 
@@ -100,11 +102,13 @@ class PipelineRun:
         history: StageHistory,
         stages: StageContext,
         recorder: Recorder,
+        observer: StageObserver,
         orchestrated: bool,
     ) -> None:
         self.stages = stages
         self.registry = Registry(recipe, history.storage)
-        self.gate = RoundGate(recipe.diagnosis, history)
+        self.gate = RoundGate(recipe.diagnosis, history, self._warn)
+        self._observer = observer
         self._recipe = recipe
         self._history = history
         self._recorder = recorder
@@ -122,6 +126,12 @@ class PipelineRun:
         if self._orchestrated:
             show_report(report, directory)
         return report
+
+    def _warn(self, label: str, text: str) -> None:
+        """A line for whoever watches, and one of the run's log."""
+        self._observer.message(label, f"warning: {text}")
+        logger = get_run_logger() if self._orchestrated else _log
+        logger.warning("%s  %s", label, redact(text))
 
 
 @contextmanager
@@ -167,7 +177,9 @@ def open_run(
     directory = run_directory(recipe)
     stopped: frozenset[str] = frozenset()
     try:
-        yield PipelineRun(recipe, history, stages, recorder, orchestrated=flow_run is not None)
+        yield PipelineRun(
+            recipe, history, stages, recorder, surroundings.observer, flow_run is not None
+        )
     except BaseException as error:
         # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
         # a job that runs alone: its work is not lost, and the next run attaches to it.

@@ -2,14 +2,14 @@
 
 Promises: the decision is a pure function of what stages committed and of the recipe's thresholds,
 so a repetition decides alike and trains nothing; a rejected round stays committed, and what follows
-takes the policy before it, whose digest makes it another stage. Other thresholds may decide
-otherwise: then only what was given another policy runs.
+takes the policy before it, whose digest makes it another stage; that is said when it is decided.
+Other thresholds may decide otherwise: then only what was given another policy runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engines.config.stages import RLRoundStageConfig
-from flows.diagnosis.diagnosis import symptoms
+from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.findings import Finding
 from flows.recipe.diagnosis import DiagnosisConfig
@@ -18,19 +18,29 @@ from infra.tracking.history import StageHistory
 from tasks.runner.run import StageResult
 
 
+def say_nothing(label: str, text: str) -> None:
+    """For whoever only looks."""
+
+
 class RoundGate:
     """Judges rounds in their order.
 
     Args:
         thresholds: of the recipe.
         history: of the stages.
+        warn: is told at once, by label of a round, why it is rejected and what follows from that.
 
     Attributes:
-        rejected: symptom by label of a round that nothing follows from.
+        rejected: symptoms by label of a round that nothing follows from.
     """
 
-    def __init__(self, thresholds: DiagnosisConfig, history: StageHistory) -> None:
-        self._thresholds, self._history = thresholds, history
+    def __init__(
+        self,
+        thresholds: DiagnosisConfig,
+        history: StageHistory,
+        warn: Callable[[str, str], None] = say_nothing,
+    ) -> None:
+        self._thresholds, self._history, self._warn = thresholds, history, warn
         self._accepted: list[StageResult] = []
         self.rejected: dict[str, str] = {}
 
@@ -48,7 +58,8 @@ class RoundGate:
             SickRunError: it shows what the recipe says ends the run.
         """
         results = [*self._accepted, trained, evaluated]
-        found = {each.symptom: each for each in self._symptoms(results)}
+        shown = self._symptoms(results)
+        found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:
                 raise SickRunError(
@@ -56,12 +67,19 @@ class RoundGate:
                     f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run names it: "
                     f"try {found[name].next[0]}, or take it out and run again"
                 )
-        for name in self._thresholds.reject_round:
-            if name in found:
-                self.rejected[trained.label] = f"{name}: {found[name].text}"
-                return False
+        whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
+        if whys:
+            self._reject(trained.label, "; ".join(whys))
+            return False
         self._accepted += [trained, evaluated]
         return True
+
+    def _reject(self, label: str, why: str) -> None:
+        self.rejected[label] = why
+        taken = "the model that the run began with"
+        if self._accepted:
+            taken = f"the policy of {self._accepted[-2].label}"
+        self._warn(label, f"rejected: {why}; what follows takes {taken}")
 
     def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
         asked = self._thresholds.end_run or self._thresholds.reject_round

@@ -198,6 +198,8 @@ class MlflowTracker:
             (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
             (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
             (env.MLFLOW_DISABLE_TELEMETRY, "true"),
+            # Else a server's client prints two lines for each run that ends.
+            (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
         ):
             if variable.get() is None:
                 env.set_for_process(variable.name, value)

@@ -24,16 +24,20 @@ from engines.config.training import HardwareConfig, LoraConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy_files import initial_source
-from engines.jobs.preflight import BYTES_PER_PARAMETER, look_at_room
+from engines.jobs.preflight import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows import platform_probe
 from flows.platform_probe import check_devices
-from flows.preflight import check_tracking_database, look_of
+from flows.preflight import check_tracking_database, preflight
 from flows.recipe.recipe import load_recipe
+from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
 from infra.host import mounts
 from infra.ray import embedded
 from infra.store.artifacts import MANIFEST_NAME
+from infra.store.storage import LocalStorage
 from infra.survey_report import FoundPlatform
+from tests.unit.flows.test_plan import Stages
+from tests.unit.flows.test_plan import recipe as recipe_in
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -41,9 +45,9 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(TokenizerConfig(), ["0123"], root / "tokenizer", max_length=32)
+    tokenizer = train_tokenizer(TokenizerConfig(), ["0123"], root / "tokenizer", max_length=64)
     shape = ArchitectureConfig(hidden_size=16, head_dim=4, intermediate_size=24)
-    create_random_model(shape, tokenizer, 32, 0, root / "m")
+    create_random_model(shape, tokenizer, 64, 0, root / "m")
     return root / "m"
 
 
@@ -92,25 +96,43 @@ def test_bad_input_row_40_a_step_of_a_newer_schema_is_refused(tmp_path: Path) ->
 def test_bad_input_row_43_too_little_room_for_checkpoints(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe("quickstart", ["model.init=pretrained", f"model.path={whole}"])
-    found = look_of(recipe)
-    assert found is not None
-    assert found.store == recipe.store_uri
-    look = Look(model=recipe.model, data=recipe.data, store=str(tmp_path))
-    need = 2 * num_parameters(whole) * BYTES_PER_PARAMETER
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    storage = LocalStorage(tmp_path / "store")
+    pretrained = ["model.init=pretrained", f"model.path={whole}"]
+    asked = recipe_in(storage, *pretrained)
     assert num_parameters(whole) == sum(
         weight.numel() for weight in load_file(whole / "model.safetensors").values()
     )
+    need = 2 * num_parameters(whole) * BYTES_PER_PARAMETER
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(need, 0, need))
-    look_at_room(look)
+    preflight(asked)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(need, 1, need - 1))
     with pytest.raises(ConfigError) as refused:
-        look_at_room(look)
+        preflight(asked)
     assert str(refused.value) == (
-        f"location.store: need 2 x {need / 2e9:.1f} GB for checkpoints of {whole}, {tmp_path} has "
-        f"{(need - 1) / 1e9:.1f} GB free; free some, or name another place"
+        f"location.store: need 2 x {need / 2e9:.1f} GB for checkpoints of {whole}, {storage.uri} "
+        f"has {(need - 1) / 1e9:.1f} GB free; free some, or name another place"
     )
-    look_at_room(look.model_copy(update={"lora": LoraConfig()}))
+    assert checkpoint_bytes(Look(model=asked.model, data=asked.data, lora=LoraConfig())) is None
+
+
+def test_only_a_stage_that_is_to_train_needs_room(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 0, 1))
+    storage = LocalStorage(tmp_path / "store")
+    asked = recipe_in(storage, "model.init=pretrained", f"model.path={whole}")
+    with pytest.raises(InterruptedError):
+        run_stages(asked, Stages(storage, fails="rl_round_1"), lambda _: None)
+    with pytest.raises(ConfigError, match="GB for checkpoints"):
+        preflight(asked)
+    with pytest.raises(InterruptedError):
+        run_stages(asked, Stages(storage, fails="merge"), lambda _: None)
+    assert preflight(asked).model.path == str(whole), "a merge writes no checkpoint"
+    preflight(asked, {"merge": "token"})
+    with pytest.raises(ConfigError, match="GB for checkpoints"):
+        preflight(asked, {"rl_round_1": "token"})
 
 
 def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +16,7 @@ from flows.diagnosis import algorithm, communication, resources
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings
 from flows.diagnosis.diagnosis import diagnose, symptoms
 from flows.diagnosis.findings import Finding, StageView, windows
+from flows.diagnosis.page import html_page, markdown, text
 from flows.recipe.diagnosis import DiagnosisConfig, RoundSymptom
 from flows.recipe.recipe import Recipe
 from tests.unit.flows.diagnosis.conftest import HEALTHY, columns_to_steps
@@ -115,6 +117,57 @@ def test_a_symptom_that_takes_two_rounds_to_show_is_of_the_second(round_view: Ro
     (finding,) = diagnose("r", rounds, DEFAULTS).ills
     assert (finding.symptom, finding.stage) == ("entropy_collapse", "rl_round_2")
     assert finding.evidence[0].step == 80
+    assert str(finding.evidence[0]) == (
+        "actor/entropy 0.05769 at step 80, was 0.4846 at step 5 in rl_round_1"
+    )
+
+
+def three_rounds(round_view: RoundView) -> list[StageView]:
+    """The entropy of the second falls, and stays where it is in the third."""
+    curves = {1: [0.5] * 20, 2: line(0.5, 0.001, 20), 3: [0.001] * 20}
+    return [
+        replace(round_view(n, 20 * n - 19, actor__entropy=curve), is_committed=True)
+        for n, curve in curves.items()
+    ]
+
+
+def test_a_symptom_is_told_of_every_round_that_shows_it(round_view: RoundView) -> None:
+    rounds = three_rounds(round_view)
+    diagnosis = diagnose("r", rounds, DEFAULTS)
+    assert diagnosis.verdict == "r: entropy_collapse (rl_round_2, rl_round_3)"
+    (_, third) = diagnosis.ills
+    assert third.evidence[0].was_in == "rl_round_1"
+    begun = replace(rounds[2], steps={})
+    told = diagnose("r", [*rounds[:2], begun], DEFAULTS).verdict
+    assert told == "r: entropy_collapse (rl_round_2)", "it shows nothing yet"
+
+
+def test_a_rejected_round_is_marked_and_counts_for_none_after_it(
+    round_view: RoundView, evaluation: Callable[[str, float], StageView]
+) -> None:
+    gate = DiagnosisConfig(reject_round=("entropy_collapse",))
+    rounds = three_rounds(round_view)
+    scores = [replace(evaluation(each.label, 0.5), is_committed=True) for each in rounds]
+    told = diagnose("r", [*rounds, *scores], gate)
+    assert told.verdict == "r: entropy_collapse (rejected rl_round_2, rejected rl_round_3)"
+    for said in (text(told), html_page(told), markdown(told, Path("/page"))):
+        assert "rejected rl_round_2" in said
+    falls = replace(rounds[2], steps={step: {"actor/entropy": 0.4} for step in rounds[2].steps})
+    told = diagnose("r", [*rounds[:2], falls, *scores], gate)
+    assert told.verdict == "r: entropy_collapse (rejected rl_round_2)"
+    unjudged = diagnose("r", [*rounds[:2], scores[0]], gate)
+    assert unjudged.verdict == "r: entropy_collapse (rl_round_2)", "it has no evaluation yet"
+
+
+def test_the_best_of_before_is_told_beside_what_fell(
+    round_view: RoundView, evaluation: Callable[[str, float], StageView]
+) -> None:
+    scores = [evaluation("sft", 0.6), evaluation("rl_round_1", 0.5)]
+    (hacked,) = symptoms([round_view(critic__score__mean=line(0.3, 0.8))], scores, DEFAULTS)
+    assert str(hacked.evidence[1]) == "accuracy 0.5, was 0.6 in sft"
+    fallen = found(round_view(critic__score__mean=[*line(0.2, 0.8, 20), *line(0.8, 0.1, 20)]))
+    number = fallen["reward_collapse"].evidence[0]
+    assert (number.was_step, number.was_in) == (20, "rl_round_1"), "where the best window ends"
 
 
 def test_a_loss_that_runs_away(recipe: Recipe) -> None:

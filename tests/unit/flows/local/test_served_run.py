@@ -1,12 +1,21 @@
 """What ended a run in a worker is told as if it had run in the command's process."""
 
 import asyncio
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.states import Cancelled, Crashed, exception_to_failed_state
+from prefect.testing.utilities import prefect_test_harness
+from rich.console import Console
 
-from flows.local.served_run import FAILED, failure_of
+from flows.local.served_run import FAILED, failure_of, find_or_hint
 from infra.errors import ConfigError, JobFailedError, PipelineError, UnknownPluginError
+from infra.services.commands import WORK_POOL
+
+START_DEADLINE_S = 120
 
 
 @pytest.mark.parametrize(
@@ -35,3 +44,29 @@ def test_an_end_without_an_error_is_told_by_its_state(state) -> None:
     told = failure_of(state)
     assert type(told) is PipelineError
     assert str(told) == f"{state.name}: {state.message}"
+
+
+@pytest.mark.slow
+def test_a_server_without_our_deployment_is_told_how_to_get_it(tmp_path: Path) -> None:
+    said = StringIO()
+    console = Console(file=said, width=500)
+    with (
+        prefect_test_harness(server_startup_timeout=START_DEADLINE_S),
+        get_client(sync_client=True) as client,
+    ):
+        assert find_or_hint(console, tmp_path) is None
+        hint = said.getvalue()
+        assert hint == (
+            "no deployment of this checkout at the server: the run is of this process, and its "
+            f"page has no Retry; `PREFECT_API_URL={str(client.api_url).rstrip('/')} prefect "
+            f"--no-prompt deploy --all` in {tmp_path} registers one\n"
+        )
+        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
+        flow_id = client.create_flow_from_name("rlhf-pipeline")
+        step = {"prefect.deployments.steps.set_working_directory": {"directory": str(tmp_path)}}
+        made = client.create_deployment(
+            flow_id, "rlhf-pipeline", pull_steps=[step], work_pool_name=WORK_POOL
+        )
+        assert find_or_hint(console, tmp_path) == made
+        assert said.getvalue() == hint, "nothing more is said"
+        assert find_or_hint(console, tmp_path / "other") is None

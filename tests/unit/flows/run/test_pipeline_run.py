@@ -1,17 +1,33 @@
-"""A run that fails leaves its recipe and a diagnosis; one that somebody ends leaves none."""
+"""A run that fails leaves its recipe and a diagnosis; one that somebody ends leaves none.
+
+A rejected round is told when it is rejected.
+"""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
+from prefect import flow
+from prefect.testing.utilities import prefect_test_harness
 
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.run.pipeline_run import SURROUNDINGS, SilentObserver, Surroundings, open_run
+from flows.stage_order import run_stages
 from infra.errors import JobFailedError
 from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
 from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageResult
+from tests.unit.flows.run.test_round_gate import Training
 from tests.unit.flows.test_plan import RUN, Stages
+
+REJECTED = (
+    "rejected: entropy_collapse: the policy's entropy fell to 2% of what it was, "
+    "and answers still differ in score: it explores no more; "
+    "what follows takes the policy of rl_round_1"
+)
+START_DEADLINE_S = 120
 
 
 class Heard(SilentObserver):
@@ -77,3 +93,63 @@ def test_what_cannot_be_diagnosed_does_not_hide_the_error(recipe: Recipe) -> Non
     page.mkdir(parents=True)
     heard = end(recipe, JobFailedError("the cause"))
     assert heard.said["diagnosis"].startswith("none: ")
+
+
+class Watched(Training):
+    """Remembers what had been said when a stage was asked for."""
+
+    def __init__(self, storage: LocalStorage, heard: Heard) -> None:
+        super().__init__(storage)
+        self.heard, self.said_before = heard, dict[str, dict[str, str]]()
+
+    def run(self, request: StageRequest) -> StageResult:
+        self.said_before[request.label] = dict(self.heard.said)
+        return super().run(request)
+
+
+def rejecting(recipe: Recipe) -> Watched:
+    """A run of three rounds, of which the second is rejected."""
+    gate = recipe.diagnosis.model_copy(
+        update={"window_num_steps": 2, "reject_round": ("entropy_collapse",)}
+    )
+    rl = recipe.rl.model_copy(update={"num_rounds": 3})
+    recipe = recipe.model_copy(update={"diagnosis": gate, "rl": rl})
+    heard = Heard()
+    token = SURROUNDINGS.set(Surroundings(heard))
+    try:
+        with open_run(recipe, {}, ()) as run:
+            stages = Watched(LocalStorage(Path(recipe.store_uri)), heard)
+            run_stages(recipe, stages, lambda _: None, run.gate.accepts)
+    finally:
+        SURROUNDINGS.reset(token)
+    return stages
+
+
+def test_a_rejected_round_is_told_before_the_next_stage_begins(
+    recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    stages = rejecting(recipe)
+    assert stages.said_before["evaluate_rl_round_2"] == {}
+    assert stages.said_before["rl_round_3"] == {"rl_round_2": f"warning: {REJECTED}"}
+    assert stages.heard.said == {"rl_round_2": f"warning: {REJECTED}"}
+    assert [each.getMessage() for each in caplog.records if each.name.startswith("flows")] == [
+        f"rl_round_2  {REJECTED}"
+    ]
+
+
+@pytest.mark.slow
+def test_a_rejected_round_is_told_in_the_log_of_the_flow_run(
+    recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    rejecting_flow = flow(rejecting)
+    logger = logging.getLogger("prefect.flow_runs")
+    logger.addHandler(caplog.handler)
+    try:
+        with prefect_test_harness(server_startup_timeout=START_DEADLINE_S):
+            rejecting_flow(recipe)
+    finally:
+        logger.removeHandler(caplog.handler)
+    told = [each for each in caplog.records if "rejected" in each.getMessage()]
+    assert {(each.levelname, each.getMessage()) for each in told} == {
+        ("WARNING", f"rl_round_2  {REJECTED}")
+    }

@@ -32,7 +32,7 @@ class Training(Stages):
         self, storage: LocalStorage, entropy: Mapping[str, Sequence[float]] = ENTROPY
     ) -> None:
         super().__init__(storage)
-        self.entropy = entropy
+        self.entropy, self.kl = entropy, 0.0
         self.asked: dict[str, StageRequest] = {}
         self.results: dict[str, StageResult] = {}
         self.computed: list[str] = []
@@ -48,7 +48,7 @@ class Training(Stages):
         with Journal(directory / "journal.jsonl") as journal:
             first = 1 + request.config.num_previous_steps
             for step, value in enumerate(self.entropy.get(request.label, ()), start=first):
-                journal.metrics(step, {"actor/entropy": value})
+                journal.metrics(step, {"actor/entropy": value, "actor/kl_loss": self.kl})
         return super()._commit(request, attempt)
 
 
@@ -86,7 +86,12 @@ def test_a_repetition_decides_alike_and_trains_nothing(storage: LocalStorage) ->
     again, gate = trained(asked, storage)
     assert again.computed == []
     assert list(gate.rejected) == ["rl_round_2"]
-    assert plan_run(asked, {}).all_hit
+    planner = plan_run(asked, {})
+    assert planner.all_hit
+    told = {stage.label: stage.rejected for stage in planner.stages if stage.rejected}
+    assert list(told) == ["rl_round_2"]
+    assert told["rl_round_2"].startswith("rejected: entropy_collapse: ")
+    assert told["rl_round_2"].endswith("; what follows takes the policy of rl_round_1")
 
 
 def test_other_thresholds_train_only_what_is_given_another_policy(storage: LocalStorage) -> None:
@@ -112,6 +117,21 @@ def test_a_symptom_may_end_the_run_by_name(storage: LocalStorage) -> None:
             run_stages(asked, run, lambda _: None, gate.accepts)
         assert "rl_round_3" not in run.asked
     assert runs[1].computed == [], "the second time nothing was trained"
+
+
+def test_every_symptom_of_a_rejected_round_is_named(storage: LocalStorage) -> None:
+    both = REJECT.replace("entropy_collapse", "kl_runaway, entropy_collapse")
+    asked = recipe(storage, "sft=null", "rl.num_rounds=1", both)
+    run, said = Training(storage, {"rl_round_1": (0.5, 0.5, 0.01, 0.01)}), dict[str, str]()
+    run.kl = 9.0
+    gate = RoundGate(asked.diagnosis, StageHistory(storage), said.__setitem__)
+    with pytest.raises(SickRunError, match="every round was rejected"):
+        run_stages(asked, run, lambda _: None, gate.accepts)
+    (told,) = said.values()
+    assert told.startswith("rejected: kl_runaway: the policy is 9 nats")
+    assert "; entropy_collapse: the policy's entropy fell to 2%" in told
+    assert told.endswith("; what follows takes the model that the run began with")
+    assert gate.rejected["rl_round_1"] in told
 
 
 def test_without_a_policy_that_counts_nothing_is_merged(storage: LocalStorage) -> None:

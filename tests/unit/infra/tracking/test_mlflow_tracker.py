@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from rlhf.testing.tiny_models import write_tiny_models
 
+from infra.host.loopback_http import answers_ok
+from infra.host.processes import pick_ports, start_detached, stop_all
 from infra.host.records import file_lock
+from infra.services.commands import mlflow_server
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage
@@ -24,6 +27,7 @@ from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.mlflow_tracker import MlflowTracker, flatten, metric_key
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import ModelCandidate, TrackedRun, TrackerSettings
+from infra.waiting import wait_for
 
 
 def test_first_runs_that_start_together_make_one_schema(tmp_path: Path) -> None:
@@ -154,3 +158,32 @@ def test_the_first_question_to_an_embedded_database_is_asked_alone(tmp_path: Pat
         assert not (tmp_path / "mlflow.db").exists()
     asking.join(60.0)
     assert (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_on_a_server_prints_nothing(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        from infra.tracking.mlflow_tracker import MlflowTracker
+        from infra.tracking.tracker import TrackedRun, TrackerSettings
+        tracker = MlflowTracker(TrackerSettings(Path(sys.argv[1]), uri=sys.argv[2]))
+        run = tracker.open_run(TrackedRun("k" * 8, "run"))
+        tracker.set_state(run, "FINISHED", {}, {})
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+    command = mlflow_server(tmp_path, pick_ports(1)[0])
+    server = start_detached(command.argv, tmp_path / "server.log", command.environment)
+    try:
+        wait_for(lambda: answers_ok(f"{command.url}/health"), "MLflow", 120.0)
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), command.url],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=120,
+        )
+    finally:
+        stop_all([server], 20.0)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
