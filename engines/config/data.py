@@ -10,6 +10,10 @@ from pydantic import Field, model_validator
 
 from engines.config.base import StrictModel, local_path
 
+TYPED_SUFFIXES = (".parquet", ".json", ".jsonl")
+SEPARATED_SUFFIXES = (".csv", ".tsv")
+DATA_SUFFIXES = (*TYPED_SUFFIXES, *SEPARATED_SUFFIXES)
+"""Files that a source may consist of."""
 Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
 
 
@@ -43,7 +47,8 @@ class SourceConfig(StrictModel):
     (a question and an answer column), or a preprocessor of a known data set: `gsm8k`, `math`,
     `dapo_math_17k`, `hh_rlhf`."""
     path: str
-    """A .parquet, .json or .jsonl file, a directory of such files, or a hub id."""
+    """A .parquet, .json, .jsonl, .csv or .tsv file, a directory of such files, or a hub id. A
+    directory's .csv and .tsv files are read where it has none of the others."""
     split: str = "train"
     """Split to read where file or folder names tell splits apart; ignored for a single file."""
     subset: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.config.data import DATA_SUFFIXES
 from engines.config.options import (
     check_backend,
     check_parts,
@@ -24,7 +25,6 @@ from infra.errors import ConfigError
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
 
-DATA_SUFFIXES = frozenset({".parquet", ".json", ".jsonl"})
 NUM_SIMILAR_FILES = 3
 
 

@@ -1,10 +1,11 @@
-"""Raw rows from .parquet, .json and .jsonl files, each with the place it was read from.
+"""Raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with the place it was read from.
 
 Promises: rows come in file order, files in name order; a broken line or row is reported with its
 file and number (lines count from 1, parquet rows from 0), never skipped in silence; what is not
 a user's mistake (a failing disk) propagates as the `OSError` it is.
 Does not promise: that a row has the fields anybody needs.
-A .json file may hold a list of objects, one object, or one object per line.
+A .json file may hold a list of objects, one object, or one object per line; a .csv or .tsv file has
+a header (`engines.data.prepare.separated`).
 """
 
 import codecs
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engines.data.prepare.separated import SEPARATORS, read_records
 from infra.errors import ConfigError
 
 _PARQUET_BATCH_ROWS = 1024
@@ -43,7 +45,7 @@ class BadRow:
     Attributes:
         place: `train.jsonl:7` or `train.parquet row 17`.
         problem: what is wrong, one line.
-        unreadable: the text is no JSON object at all; else it breaks the schema.
+        unreadable: the text is no JSON object or record at all; else it breaks the schema.
     """
 
     place: str
@@ -55,7 +57,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
     """The rows of one file, by its suffix.
 
     Args:
-        path: ends with .parquet, .json or .jsonl.
+        path: ends with .parquet, .json, .jsonl, .csv or .tsv.
 
     Returns:
         Every row in order, the unusable ones as `BadRow`.
@@ -67,6 +69,8 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
         return _read_parquet(path)
     if path.suffix == ".json":
         return _read_json(path)
+    if path.suffix in SEPARATORS:
+        return _read_separated(path)
     return _read_json_lines(path)
 
 
@@ -147,6 +151,16 @@ def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
                 yield BadRow(place, f"not JSON ({_reason(error)})", unreadable=True)
             else:
                 yield _object_row(value, place)
+
+
+def _read_separated(path: Path) -> Iterator[RawRow | BadRow]:
+    with path.open("rb") as file:
+        for record in read_records(file, path, SEPARATORS[path.suffix]):
+            place = f"{path.name}:{record.line}"
+            if record.problem is None:
+                yield RawRow(place, record.fields)
+            else:
+                yield BadRow(place, record.problem, unreadable=True)
 
 
 def decode_utf8(raw: bytes) -> str | BadRow:

@@ -234,7 +234,7 @@ def test_columns_and_layouts_that_people_bring(directory: Path) -> None:
     assert "prompt_column: instruction" in problem(directory)
     (directory / "sft.csv").write_text("a,b\n1,2\n")
     path = f"data.sft=[{{path: {directory}/sft.csv, format: messages}}]"
-    assert "pyarrow.csv" in problem(directory, path)
+    assert "'messages' not in sft.csv; columns: a, b" in problem(directory, path)
 
 
 @pytest.fixture

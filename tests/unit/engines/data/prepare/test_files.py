@@ -67,9 +67,18 @@ def test_absent_file_names_the_directory_and_what_is_similar(tmp_path: Path) -> 
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    make(tmp_path, "train.csv")
-    with pytest.raises(ConfigError, match=r"train\.csv'; need a \.parquet, \.json, \.jsonl file"):
-        chosen(tmp_path / "train.csv")
+    make(tmp_path, "train.txt")
+    said = r"train\.txt'; need a \.parquet, \.json, \.jsonl, \.csv, \.tsv file; write one"
+    with pytest.raises(ConfigError, match=said):
+        chosen(tmp_path / "train.txt")
+
+
+def test_tables_of_text_are_read_where_nothing_has_types(tmp_path: Path) -> None:
+    make(tmp_path, "a/train.csv", "a/test.tsv", "b/train.csv", "b/train.parquet")
+    make(tmp_path, "a/dataset_infos.json", "b/dataset_info.json")
+    assert chosen(tmp_path / "a") == ["train.csv"]
+    assert chosen(tmp_path / "a", split="test") == ["test.tsv"]
+    assert chosen(tmp_path / "b") == ["train.parquet"]
 
 
 def test_a_hub_id_without_its_commit_is_no_path(tmp_path: Path) -> None:

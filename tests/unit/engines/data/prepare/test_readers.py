@@ -116,7 +116,7 @@ def test_a_failing_disk_is_not_an_absent_file(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(content=st.binary(max_size=80) | st.text(max_size=60).map(str.encode))
-@pytest.mark.parametrize("name", ["f.json", "f.jsonl", "f.parquet"])
+@pytest.mark.parametrize("name", ["f.json", "f.jsonl", "f.parquet", "f.csv", "f.tsv"])
 def test_any_bytes_are_rows_or_our_own_error(tmp_path: Path, name: str, content: bytes) -> None:
     path = write(tmp_path / name, content)
     try:
