@@ -43,9 +43,10 @@ class SourceConfig(StrictModel):
     """One file, directory or hub data set, and the layout its rows have."""
 
     format: str = "rows"
-    """`rows` (the row schema), `messages` (supervised rows), `pairs` (preference rows), `columns`
-    (a question and an answer column), or a preprocessor of a known data set: `gsm8k`, `math`,
-    `dapo_math_17k`, `hh_rlhf`."""
+    """`rows` (the row schema); supervised rows as `messages`, `sharegpt` (`conversations`) or
+    `alpaca` (`instruction`, `output`); `pairs` (preference rows); `columns` (a question and an
+    answer column); or a preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`,
+    `hh_rlhf`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, a directory of such files, or a hub id. A
     directory's .csv and .tsv files are read where it has none of the others."""

@@ -204,6 +204,16 @@ PREPROCESSORS = PluginTable(
         Row(name="rows", target=f"{_LAYOUTS}.row_schema:RowSchema"),
         Row(name="messages", target=f"{_LAYOUTS}.row_schema:Conversations"),
         Row(
+            name="sharegpt",
+            target=f"{_LAYOUTS}.sharegpt:ShareGPT",
+            options=f"{_LAYOUTS}.sharegpt:ShareGPTOptions",
+        ),
+        Row(
+            name="alpaca",
+            target=f"{_LAYOUTS}.alpaca:Alpaca",
+            options=f"{_LAYOUTS}.alpaca:AlpacaOptions",
+        ),
+        Row(
             name="pairs",
             target=f"{_LAYOUTS}.row_schema:Pairs",
             options=f"{_LAYOUTS}.row_schema:PairsOptions",

@@ -25,12 +25,10 @@ RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
 _MAX_REASONS = 20
 _LOOK_ROWS = 100
 _KNOWN_LAYOUTS: Mapping[frozenset[str], str] = {
-    frozenset({"conversations"}): "; these are ShareGPT rows: write each as messages, with role "
-    "user for from: human, assistant for gpt and content for value",
-    frozenset({"instruction", "output"}): "; these are Alpaca rows: use format columns, options "
-    "{prompt_column: instruction, answer_column: output}; join input to instruction where it is",
+    frozenset({"conversations"}): "; these are ShareGPT rows: use format sharegpt",
+    frozenset({"instruction", "output"}): "; these are Alpaca rows: use format alpaca",
 }
-"""Layouts that people bring, by their columns, and how they are turned."""
+"""Layouts that people bring, by their columns, and what they are called."""
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,9 @@ def test_columns_and_layouts_that_people_bring(directory: Path) -> None:
     )
     (directory / "rl.jsonl").write_text(json.dumps(ROW) + "\n")
     (directory / "sft.jsonl").write_text('{"conversations": [{"from": "human", "value": "1"}]}\n')
-    assert "ShareGPT" in problem(directory)
+    assert problem(directory).endswith("these are ShareGPT rows: use format sharegpt")
     (directory / "sft.jsonl").write_text('{"instruction": "1", "input": "", "output": "1"}\n')
-    assert "prompt_column: instruction" in problem(directory)
+    assert problem(directory).endswith("these are Alpaca rows: use format alpaca")
     (directory / "sft.csv").write_text("a,b\n1,2\n")
     path = f"data.sft=[{{path: {directory}/sft.csv, format: messages}}]"
     assert "'messages' not in sft.csv; columns: a, b" in problem(directory, path)
