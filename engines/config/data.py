@@ -14,6 +14,8 @@ TYPED_SUFFIXES = (".parquet", ".json", ".jsonl")
 SEPARATED_SUFFIXES = (".csv", ".tsv")
 DATA_SUFFIXES = (*TYPED_SUFFIXES, *SEPARATED_SUFFIXES)
 """Files that a source may consist of."""
+AUTO = "auto"
+"""The format of a source whose layout its columns tell."""
 Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
 
 
@@ -42,11 +44,11 @@ class ArithmeticConfig(StrictModel):
 class SourceConfig(StrictModel):
     """One file, directory or hub data set, and the layout its rows have."""
 
-    format: str = "rows"
-    """`rows` (the row schema); supervised rows as `messages`, `sharegpt` (`conversations`) or
-    `alpaca` (`instruction`, `output`); `pairs` (preference rows); `columns` (a question and an
-    answer column); or a preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`,
-    `hh_rlhf`."""
+    format: str = AUTO
+    """`auto` (the one layout that the columns of the first rows have); `rows` (the row schema);
+    supervised rows as `messages`, `sharegpt` (`conversations`) or `alpaca` (`instruction`,
+    `output`); `pairs` (preference rows); `columns` (a question and an answer column); or a
+    preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`, `hh_rlhf`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, a directory of such files, or a hub id. A
     directory's .csv and .tsv files are read where it has none of the others."""
