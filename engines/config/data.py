@@ -48,7 +48,7 @@ class SourceConfig(StrictModel):
     """`auto` (the one layout that the columns of the first rows have); `rows` (the row schema);
     supervised rows as `messages`, `sharegpt` (`conversations`) or `alpaca` (`instruction`,
     `output`); `pairs` (preference rows); `columns` (a question and an answer column); or a
-    preprocessor of a known data set: `gsm8k`, `math`, `dapo_math_17k`, `hh_rlhf`."""
+    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, a directory of such files, or a hub id. A
     directory's .csv and .tsv files are read where it has none of the others."""

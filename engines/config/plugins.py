@@ -266,6 +266,12 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="openr1_math",
+            target=f"{_LAYOUTS}.openr1_math:OpenR1Math",
+            options=f"{_LAYOUTS}.openr1_math:OpenR1MathOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="dapo_math_17k",
             target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
             options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 27_720
+MAX_STATEMENTS = 27_760
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing, a
@@ -39,7 +39,7 @@ words and the stacks of every rank; 110 with rounds that are judged before their
 traces that a tracker shows; 125 with runs that a deployment does for a command; 105 with places and
 devices that are refused, and who holds which stage; 80 with data sets in tables of text; 90
 with conversations in the layouts that people publish, and what tools returned in them; 70
-with layouts that are recognised by what rows hold.
+with layouts that are recognised by what rows hold; 40 with OpenR1-Math and packed files.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

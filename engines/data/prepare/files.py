@@ -106,8 +106,8 @@ def _named(top: Path, root: Path, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _names_split(name: str, split: str) -> bool:
-    """Whether a word of the file's relative name is the split (`data/train-00000.parquet`)."""
-    return split in re.split(r"[/_.\-]", name)
+    """Whether words of the file's relative name are the split (`data/train_prefs-0.parquet`)."""
+    return re.search(rf"(?:^|[/_.\-]){re.escape(split)}(?:$|[/_.\-])", name) is not None
 
 
 def _absent(path: Path) -> str:

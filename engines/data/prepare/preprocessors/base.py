@@ -100,7 +100,7 @@ def text_answer(value: object, name: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise RowError(f"{name} is {'null' if value is None else value!r}; need text")
+        raise RowError(f"{name} is {'null' if value is None else repr(value)}; need text")
     if not value.strip():
         raise RowError(f"{name} is empty")
     return value.strip()

@@ -36,6 +36,18 @@ def test_only_the_split_asked_for_is_read(tmp_path: Path) -> None:
         chosen(tmp_path, split="validation")
 
 
+def test_a_split_of_two_words(tmp_path: Path) -> None:
+    """The files of HuggingFaceH4/ultrafeedback_binarized."""
+    names = [
+        f"data/{split}_{part}-0.parquet" for split in ("train", "test") for part in ("prefs", "sft")
+    ]
+    make(tmp_path, *names)
+    assert chosen(tmp_path, split="train_prefs") == ["data/train_prefs-0.parquet"]
+    assert chosen(tmp_path, split="test_sft") == ["data/test_sft-0.parquet"]
+    with pytest.raises(ConfigError, match="no file under .* is named after it"):
+        chosen(tmp_path, split="rain_prefs")
+
+
 def test_split_folders(tmp_path: Path) -> None:
     make(tmp_path, "train/algebra/1.json", "train/algebra/2.json", "test/algebra/1.json")
     assert chosen(tmp_path) == ["train/algebra/1.json", "train/algebra/2.json"]
