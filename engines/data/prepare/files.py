@@ -12,7 +12,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.config.data import DATA_SUFFIXES, SEPARATED_SUFFIXES, TYPED_SUFFIXES, SourceConfig
+from engines.config.data import (
+    DATA_SUFFIXES,
+    PACKED_SUFFIX,
+    SEPARATED_SUFFIXES,
+    TYPED_SUFFIXES,
+    SourceConfig,
+    unpacked_suffix,
+)
 from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
@@ -52,7 +59,7 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     """
     path = Path(source.path).expanduser()
     if path.is_file():
-        if path.suffix not in DATA_SUFFIXES:
+        if unpacked_suffix(path) not in DATA_SUFFIXES:
             raise ConfigError(
                 f"{field}.path",
                 f"got {source.path!r}; need a {', '.join(DATA_SUFFIXES)} file"
@@ -63,7 +70,7 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
         return SourceFiles(_files_of_split(path, source, field, default_subset))
     if source.revision is None:
         raise ConfigError(f"{field}.path", _absent(path))
-    patterns = [f"*{suffix}" for suffix in DATA_SUFFIXES]
+    patterns = [f"*{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX)]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
     return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
 
@@ -94,12 +101,16 @@ def _files_of_split(
 
 
 def _named(top: Path, root: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Names, relative to `root`, of the files below `top` with these suffixes, sorted."""
+    """Names, relative to `root`, of the files below `top` that hold this, sorted.
+
+    Of a file that lies there both packed and unpacked, one.
+    """
     return sorted(
         path.relative_to(root).as_posix()
-        for suffix in suffixes
-        for path in top.rglob(f"*{suffix}")
+        for path in top.rglob("*.*")
         if path.is_file()
+        and unpacked_suffix(path) in suffixes
+        and not (path.suffix == PACKED_SUFFIX and path.with_suffix("").exists())
         and path.name not in _NO_ROWS
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )

@@ -36,6 +36,15 @@ def test_only_the_split_asked_for_is_read(tmp_path: Path) -> None:
         chosen(tmp_path, split="validation")
 
 
+def test_packed_files_are_read_once(tmp_path: Path) -> None:
+    make(tmp_path, "a/train.jsonl.gz", "a/test.jsonl.gz", "b/train.jsonl", "b/train.jsonl.gz")
+    make(tmp_path, "b/train.tar.gz")
+    assert chosen(tmp_path / "a") == ["train.jsonl.gz"]
+    assert chosen(tmp_path / "b") == ["train.jsonl"]
+    source = SourceConfig(path=str(tmp_path / "a" / "train.jsonl.gz"))
+    assert resolve_source(source, "data.rl.0", None).files == (Path(source.path),)
+
+
 def test_a_split_of_two_words(tmp_path: Path) -> None:
     """The files of HuggingFaceH4/ultrafeedback_binarized."""
     names = [
