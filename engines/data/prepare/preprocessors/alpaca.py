@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
 from engines.data.read.raw_columns import parse_json_list
 from engines.data.read.rows import Message, RowError, SFTRow, check_text
 
@@ -29,11 +29,11 @@ class Alpaca(Preprocessor[AlpacaOptions]):
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """System message, earlier turns, question, answer; the optional ones where they are."""
-        system = columns.get("system")
-        given = [Message("system", check_text(system, "system"))] if system else []
+        system = optional_text(columns.get("system"), "system")
+        given = [Message("system", system)] if system else []
         question = check_text(columns.get("instruction"), "instruction")
-        if context := columns.get("input"):
-            question = f"{question}{self.options.separator}{check_text(context, 'input')}"
+        if context := optional_text(columns.get("input"), "input"):
+            question = f"{question}{self.options.separator}{context}"
         answer = check_text(columns.get("output"), "output")
         messages = (
             *given,

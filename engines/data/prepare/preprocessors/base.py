@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from engines.config.base import StrictModel
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow, check_text
 
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
@@ -82,6 +82,24 @@ class Preprocessor(Generic[OptionsT]):
             RowError: the raw row cannot be used.
         """
         raise RowError("this layout has no two answers to one prompt")
+
+
+def optional_text(value: object, name: str) -> str | None:
+    """The text of a column that may be null, empty or absent.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        The text as it is; None where there is none.
+
+    Raises:
+        RowError: it is of another type, or no Unicode.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    return check_text(value, name)
 
 
 def text_answer(value: object, name: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
 from engines.data.read.raw_columns import check_weight, parse_json_list
 from engines.data.read.rows import Message, RowError, SFTRow, check_roles, check_text
 
@@ -44,8 +44,8 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
         parsed = [_message(turn, f"conversations[{place}]") for place, turn in enumerate(turns)]
         messages = tuple(message for message in parsed if message is not None)
         check_roles(messages, "conversations", last="assistant")
-        system = columns.get("system")
-        if system and check_text(system, "system"):
+        system = optional_text(columns.get("system"), "system")
+        if system:
             if messages[0].role == "system":
                 raise RowError("system is given beside a turn from system; need one of the two")
             messages = (Message("system", system), *messages)
@@ -56,12 +56,14 @@ def _message(turn: object, where: str) -> Message | None:
     """A turn as a message; None for a system message without text."""
     if not isinstance(turn, Mapping):
         raise RowError(f"{where} is {turn!r:.40}; need an object with from and value")
-    by, said = ("role", "content") if "role" in turn else ("from", "value")
+    # A table gives every turn the keys of all, null where it has none.
+    other = turn.get("from") is None and turn.get("role") is not None
+    by, said = ("role", "content") if other else ("from", "value")
     who = turn.get(by)
     role = _ROLES.get(who) if isinstance(who, str) else None
     if role is None:
         raise RowError(f"{where}.{by} is {who!r}; need human, gpt, system or tool")
-    if role == "system" and turn.get(said) == "":
+    if role == "system" and optional_text(turn.get(said), f"{where}.{said}") is None:
         return None
     check_weight(turn, role, where)
     return Message(role, check_text(turn.get(said), f"{where}.{said}"))

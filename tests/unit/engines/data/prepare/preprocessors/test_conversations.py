@@ -8,14 +8,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.dataset import build_dataset
+from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.sources import load_sft_rows
 from engines.data.read.chat import render_conversations
 from engines.data.read.dataset import load_dataset
-from engines.data.read.rows import Message, SFTRow
+from engines.data.read.rows import Message, RowError, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -102,7 +105,9 @@ def test_tools_and_both_ways_of_writing_turns(tmp_path: Path) -> None:
         {"from": "observation", "value": "wind"},
         {"from": "gpt", "value": "Wet.", "weight": 1.0},
     ]
-    rows = rows_of(lines(tmp_path / "t.jsonl", {"conversations": turns, "system": "S"}), "sharegpt")
+    row = {"conversations": turns, "system": "S"}
+    rows = rows_of(lines(tmp_path / "t.jsonl", row), "sharegpt")
+    assert rows_of(table(tmp_path / "t.parquet", row), "sharegpt") == rows
     roles = [message.role for message in rows[0].messages]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
     assert rows[0].messages[0].content == "S"
@@ -122,7 +127,7 @@ def test_a_model_made_from_scratch_reads_what_tools_returned(tmp_path: Path) -> 
 
 
 def test_alpaca_without_what_is_optional(tmp_path: Path) -> None:
-    bare = {"instruction": "Go.", "input": "", "output": "Gone.", "system": "", "history": []}
+    bare = {"instruction": "Go.", "input": " ", "output": "Gone.", "system": None, "history": []}
     rows = rows_of(
         lines(tmp_path / "a.jsonl", bare, {"instruction": "Go.", "output": "x"}), "alpaca"
     )
@@ -199,3 +204,32 @@ def test_a_row_that_breaks_the_layout_is_named(
     with pytest.raises(ConfigError) as error:
         rows_of(path, layout)
     assert str(error.value).startswith(f"t.jsonl:2: {problem}")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["from", "value", "role", "content", "weight"]), inner)
+    ),
+    max_leaves=12,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"from": st.sampled_from(["human", "gpt", "tool", "system", "bing"]), "value": st.just("x")}
+    ),
+    max_size=5,
+)
+COLUMNS = st.sampled_from(["conversations", "messages", *ALPACA])
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(COLUMNS, JSON | TURNS | TURNS.map(json.dumps)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_columns_are_a_row_or_refused(layout: str, columns: dict[str, Any]) -> None:
+    source = SourceConfig(format=layout, path="t.jsonl")
+    try:
+        row = create_preprocessor(source, "data.sft.0").sft_row(columns)
+    except RowError:
+        return
+    assert row.messages[-1].role == "assistant"
