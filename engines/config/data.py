@@ -4,17 +4,30 @@ The row schema after preprocessing (parquet): `data_source`, `prompt` (messages)
 `reward_model.style`, `reward_model.ground_truth`, `extra_info`; supervised rows: `messages`.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from engines.config.base import StrictModel, local_path
 
+TYPED_SUFFIXES = (".parquet", ".json", ".jsonl")
+SEPARATED_SUFFIXES = (".csv", ".tsv")
+DATA_SUFFIXES = (*TYPED_SUFFIXES, *SEPARATED_SUFFIXES)
+"""Files that a source may consist of; each may be packed."""
+PACKED_SUFFIX = ".gz"
+AUTO = "auto"
+"""The format of a source whose layout its columns tell."""
 Operation = Literal["add", "subtract", "multiply", "modulo", "compare", "chain"]
 
 
 SOURCE_SPLITS = ("sft", "rl", "evaluation", "preference", "preference_evaluation")
 """Fields of `DataConfig` that list sources."""
+
+
+def unpacked_suffix(path: Path) -> str:
+    """What a file's name says that it holds (`.jsonl` of `train.jsonl.gz`)."""
+    return Path(path.name.removesuffix(PACKED_SUFFIX)).suffix
 
 
 class ArithmeticConfig(StrictModel):
@@ -38,12 +51,15 @@ class ArithmeticConfig(StrictModel):
 class SourceConfig(StrictModel):
     """One file, directory or hub data set, and the layout its rows have."""
 
-    format: str = "rows"
-    """`rows` (the row schema), `messages` (supervised rows), `pairs` (preference rows), `columns`
-    (a question and an answer column), or a preprocessor of a known data set: `gsm8k`, `math`,
-    `dapo_math_17k`, `hh_rlhf`."""
+    format: str = AUTO
+    """`auto` (the one layout that the columns of the first rows have); `rows` (the row schema);
+    supervised rows as `messages`, `sharegpt` (`conversations`) or `alpaca` (`instruction`,
+    `output`); `pairs` (preference rows); `columns` (a question and an answer column); or a
+    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`."""
     path: str
-    """A .parquet, .json or .jsonl file, a directory of such files, or a hub id."""
+    """A .parquet, .json, .jsonl, .csv or .tsv file, perhaps packed (.gz), a directory of such
+    files, or a hub id. The .csv and .tsv files of a directory are read where it has none of the
+    others."""
     split: str = "train"
     """Split to read where file or folder names tell splits apart; ignored for a single file."""
     subset: str | None = None

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from engines.config.algorithm import AlgorithmConfig, RewardConfig, RewardFunction
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
-from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
+from engines.config.data import AUTO, SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.plugins import PREPROCESSORS, REWARDS, ROLLOUT_ENGINES, RewardRow
 from engines.config.rollout import RolloutConfig
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
@@ -190,7 +190,14 @@ def check_preprocessors(data: DataConfig) -> None:
     """Refuse layouts that nobody has, and options that they do not take."""
     for split in SOURCE_SPLITS:
         for place, source in enumerate(getattr(data, split)):
-            check_preprocessor(source, f"data.{split}.{place}")
+            field = f"data.{split}.{place}"
+            if source.format != AUTO:
+                check_preprocessor(source, field)
+            elif source.options:
+                given = ", ".join(source.options)
+                raise ConfigError(
+                    f"{field}.options", f"got {given}; format auto takes none; name the format"
+                )
 
 
 def check_preprocessor(source: SourceConfig, field: str) -> Row:

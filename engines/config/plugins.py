@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.config.backends import ENGINES
+from engines.config.data import AUTO
 from engines.config.rollout import RolloutConfig, RoutingName
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from hardware.platforms import PLATFORMS
@@ -75,6 +76,17 @@ class RolloutRow(Row):
     structured_output: bool = False
     capabilities: tuple[str, ...] = ()
     refuses_model: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow(Row):
+    """A layout of raw rows.
+
+    Attributes:
+        recognised: `auto` may find it; it has columns of its own, and needs no option.
+    """
+
+    recognised: bool = False
 
 
 ROLLOUT_ENGINES = PluginTable(
@@ -201,36 +213,72 @@ PREPROCESSORS = PluginTable(
     "preprocessor",
     "data.*.format",
     [
-        Row(name="rows", target=f"{_LAYOUTS}.row_schema:RowSchema"),
-        Row(name="messages", target=f"{_LAYOUTS}.row_schema:Conversations"),
-        Row(
+        LayoutRow(
+            name="rows",
+            target=f"{_LAYOUTS}.row_schema:RowSchema",
+            recognised=True,
+        ),
+        LayoutRow(
+            name="messages",
+            target=f"{_LAYOUTS}.row_schema:Conversations",
+            recognised=True,
+        ),
+        LayoutRow(
+            name="sharegpt",
+            target=f"{_LAYOUTS}.sharegpt:ShareGPT",
+            options=f"{_LAYOUTS}.sharegpt:ShareGPTOptions",
+            recognised=True,
+        ),
+        LayoutRow(
+            name="alpaca",
+            target=f"{_LAYOUTS}.alpaca:Alpaca",
+            options=f"{_LAYOUTS}.alpaca:AlpacaOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="pairs",
             target=f"{_LAYOUTS}.row_schema:Pairs",
             options=f"{_LAYOUTS}.row_schema:PairsOptions",
+            recognised=True,
         ),
-        Row(
+        LayoutRow(
             name="hh_rlhf",
             target=f"{_LAYOUTS}.hh_rlhf:HHRLHF",
             options=f"{_LAYOUTS}.hh_rlhf:HHRLHFOptions",
+            recognised=True,
         ),
-        Row(
+        LayoutRow(
             name="columns",
             target=f"{_LAYOUTS}.columns:Columns",
             options=f"{_LAYOUTS}.columns:ColumnsOptions",
+            recognised=True,
         ),
-        Row(
+        LayoutRow(
             name="gsm8k",
             target=f"{_LAYOUTS}.gsm8k:GSM8K",
             options=f"{_LAYOUTS}.gsm8k:GSM8KOptions",
+            recognised=True,
         ),
-        Row(name="math", target=f"{_LAYOUTS}.math:MATH", options=f"{_LAYOUTS}.math:MATHOptions"),
-        Row(
+        LayoutRow(
+            name="math",
+            target=f"{_LAYOUTS}.math:MATH",
+            options=f"{_LAYOUTS}.math:MATHOptions",
+            recognised=True,
+        ),
+        LayoutRow(
+            name="openr1_math",
+            target=f"{_LAYOUTS}.openr1_math:OpenR1Math",
+            options=f"{_LAYOUTS}.openr1_math:OpenR1MathOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="dapo_math_17k",
             target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
             options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",
         ),
     ],
-    Row,
+    LayoutRow,
+    other_forms=(AUTO,),
 )
 
 TRACKERS = PluginTable(
@@ -293,6 +341,12 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
         if fact not in known:
             raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
     register_row(kind, row_type(name=name, target=target, **facts))
+
+
+def recognised_layouts() -> list[str]:
+    """Names of the layouts that `auto` may find, other people's behind this project's."""
+    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
+    return [row.name for row in rows if row.recognised]
 
 
 def structured_output_engines() -> list[str]:

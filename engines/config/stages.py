@@ -14,7 +14,7 @@ from pydantic import Field
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import check_layout, job_interpreter
 from engines.config.base import NotIdentity, StrictModel, local_path
-from engines.config.data import SOURCE_SPLITS, DataConfig
+from engines.config.data import AUTO, SOURCE_SPLITS, DataConfig
 from engines.config.lora_sync import adapter_travels
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
@@ -23,6 +23,7 @@ from engines.config.plugins import (
     is_embedded,
     named_rows,
     plugin_modules,
+    recognised_layouts,
 )
 from engines.config.rollout import RolloutConfig
 from engines.config.rules import (
@@ -151,10 +152,12 @@ class PreprocessStageConfig(StageConfig):
     model: ModelConfig
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The preprocessors of the sources."""
+        """The preprocessors of the sources; each that `auto` may find."""
         for split in SOURCE_SPLITS:
             for source in getattr(self.data, split):
-                yield "preprocessor", source.format
+                names = recognised_layouts() if source.format == AUTO else [source.format]
+                for name in names:
+                    yield "preprocessor", name
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Every local source, and the model, for its tokenizer."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.config.data import DATA_SUFFIXES, unpacked_suffix
 from engines.config.options import (
     check_backend,
     check_parts,
@@ -24,7 +25,6 @@ from infra.errors import ConfigError
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
 
-DATA_SUFFIXES = frozenset({".parquet", ".json", ".jsonl"})
 NUM_SIMILAR_FILES = 3
 
 
@@ -113,7 +113,9 @@ def _check_path(setting: str, text: str) -> None:
     """What is written as a path must be one; anything else may be a hub id."""
     path = Path(text).expanduser()
     if looks_like_path(text) and not path.exists():
-        near = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATA_SUFFIXES)
+        near = sorted(
+            each.name for each in path.parent.glob("*") if unpacked_suffix(each) in DATA_SUFFIXES
+        )
         beside = f"; beside it: {', '.join(near[:NUM_SIMILAR_FILES])}" if near else ""
         raise ConfigError(setting, f"{text} does not exist (cwd is {Path.cwd()}{beside})")
 
@@ -123,6 +125,6 @@ def looks_like_path(text: str) -> bool:
     path = Path(text)
     return (
         text.startswith(("/", "./", "../", "~"))
-        or path.suffix in DATA_SUFFIXES
+        or unpacked_suffix(path) in DATA_SUFFIXES
         or len(path.parts) > 2
     )

@@ -24,7 +24,7 @@ from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for
 
-pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
+pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
 
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "20"))
 MEAN_GAP_S = 2.0

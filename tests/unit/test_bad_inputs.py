@@ -328,7 +328,9 @@ def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "empty"})
     seen = look_of(load_recipe(str(recipe), ["sft=null", "data.sft=[]"]))
-    with pytest.raises(ConfigError, match=r"data.rl.0.path: no .parquet, .json, .jsonl file under"):
+    with pytest.raises(
+        ConfigError, match=r"data.rl.0.path: no .parquet, .json, .jsonl, .csv, .*file"
+    ):
         look(seen)
 
 

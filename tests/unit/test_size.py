@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 27_750
+MAX_STATEMENTS = 27_1030
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing, a
@@ -38,8 +38,11 @@ words and the stacks of every rank; 110 with rounds that are judged before their
 200 with files between a driver and processes that have another disk; 210 with data sets, models and
 traces that a tracker shows; 125 with runs that a deployment does for a command; 105 with places and
 devices that are refused, and who holds which stage; 190 with collecting garbage in a bucket: what
-lies there, and runs that wait while something goes; 80 with rejections told when they fall,
-what a number was before, and room and deployments that are asked for where they count.
+lies there, and runs that wait while something goes; 80 with rejections told when they fall, what a
+number was before, and room and deployments that are asked for where they count; 80 with data sets
+in tables of text; 90 with conversations in the layouts that people publish, and what tools
+returned in them; 70 with layouts that are recognised by what rows hold; 40 with OpenR1-Math and
+packed files.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

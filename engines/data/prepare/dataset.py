@@ -225,6 +225,8 @@ def _texts(splits: Splits) -> Iterator[str]:
     """Everything a model made from scratch will read or write."""
     for row in splits.sft:
         yield from (message.content for message in row.messages)
+        # The other roles have tokens of their own in the template of a model made from scratch.
+        yield from (f"<|{message.role}|>" for message in row.messages if message.role == "tool")
     for row in (*splits.rl, *splits.evaluation):
         yield from (message.content for message in row.prompt)
         if isinstance(row.reward_model.ground_truth, str):

@@ -1,7 +1,9 @@
 """Which files a data source means: a file, a directory, or a data set of the hub.
 
 Promises: files in the order of their relative names; in a directory that separates splits by
-file or folder name only the split asked for is read, so test rows never slip into training.
+file or folder name only the split asked for is read, so test rows never slip into training. Tables
+of text (.csv, .tsv) often repeat the files with types beside them: they are read where there are
+none.
 Does not promise: a network; a hub id that cannot be reached is an error that says so.
 """
 
@@ -10,17 +12,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.config.data import SourceConfig
+from engines.config.data import (
+    DATA_SUFFIXES,
+    PACKED_SUFFIX,
+    SEPARATED_SUFFIXES,
+    TYPED_SUFFIXES,
+    SourceConfig,
+    unpacked_suffix,
+)
 from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
-SUFFIXES = (".parquet", ".json", ".jsonl")
-_CONVERSIONS = {
-    ".csv": '; convert it: python -c "import pyarrow.csv as c, pyarrow.parquet as p; '
-    "p.write_table(c.read_csv('FILE.csv'), 'FILE.parquet')\"",
-    ".txt": "; write one JSON object a line, as .jsonl",
-}
+_CONVERSIONS = {".txt": "; write one JSON object a line, as .jsonl"}
 """What to do with files that people bring, by suffix."""
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json")
+"""What the library `datasets` writes beside rows."""
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -53,10 +59,10 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     """
     path = Path(source.path).expanduser()
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if unpacked_suffix(path) not in DATA_SUFFIXES:
             raise ConfigError(
                 f"{field}.path",
-                f"got {source.path!r}; need a {', '.join(SUFFIXES)} file"
+                f"got {source.path!r}; need a {', '.join(DATA_SUFFIXES)} file"
                 f"{_CONVERSIONS.get(path.suffix, '')}",
             )
         return SourceFiles((path,))
@@ -64,7 +70,7 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
         return SourceFiles(_files_of_split(path, source, field, default_subset))
     if source.revision is None:
         raise ConfigError(f"{field}.path", _absent(path))
-    patterns = [f"*{suffix}" for suffix in SUFFIXES]
+    patterns = [f"*{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX)]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
     return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
 
@@ -76,16 +82,11 @@ def _files_of_split(
     if subset is None and default_subset and (root / default_subset).is_dir():
         subset = default_subset
     top = root / subset if subset else root
-    files = sorted(
-        path.relative_to(root).as_posix()
-        for suffix in SUFFIXES
-        for path in top.rglob(f"*{suffix}")
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
-    )
+    files = _named(top, root, TYPED_SUFFIXES) or _named(top, root, SEPARATED_SUFFIXES)
     if not files:
         raise ConfigError(
             f"{field}.{'subset' if source.subset else 'path'}",
-            f"no {', '.join(SUFFIXES)} file under {top}",
+            f"no {', '.join(DATA_SUFFIXES)} file under {top}",
         )
     if any(_names_split(name, word) for name in files for word in (*_SPLIT_WORDS, source.split)):
         chosen = [name for name in files if _names_split(name, source.split)]
@@ -99,9 +100,25 @@ def _files_of_split(
     return tuple(root / name for name in files)
 
 
+def _named(top: Path, root: Path, suffixes: tuple[str, ...]) -> list[str]:
+    """Names, relative to `root`, of the files below `top` that hold this, sorted.
+
+    Of a file that lies there both packed and unpacked, one.
+    """
+    return sorted(
+        path.relative_to(root).as_posix()
+        for path in top.rglob("*.*")
+        if path.is_file()
+        and unpacked_suffix(path) in suffixes
+        and not (path.suffix == PACKED_SUFFIX and path.with_suffix("").exists())
+        and path.name not in _NO_ROWS
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    )
+
+
 def _names_split(name: str, split: str) -> bool:
-    """Whether a word of the file's relative name is the split (`data/train-00000.parquet`)."""
-    return split in re.split(r"[/_.\-]", name)
+    """Whether words of the file's relative name are the split (`data/train_prefs-0.parquet`)."""
+    return re.search(rf"(?:^|[/_.\-]){re.escape(split)}(?:$|[/_.\-])", name) is not None
 
 
 def _absent(path: Path) -> str:

@@ -1,22 +1,29 @@
-"""Raw rows from .parquet, .json and .jsonl files, each with the place it was read from.
+"""Raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with the place it was read from.
 
 Promises: rows come in file order, files in name order; a broken line or row is reported with its
 file and number (lines count from 1, parquet rows from 0), never skipped in silence; what is not
 a user's mistake (a failing disk) propagates as the `OSError` it is.
 Does not promise: that a row has the fields anybody needs.
-A .json file may hold a list of objects, one object, or one object per line.
+A file whose name ends with .gz is unpacked as it is read; a part of one is an error.
+A .json file may hold a list of objects, one object, or one object per line; a .csv or .tsv file has
+a header (`engines.data.prepare.separated`).
 """
 
 import codecs
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engines.config.data import PACKED_SUFFIX, unpacked_suffix
+from engines.data.prepare.separated import SEPARATORS, read_records
 from infra.errors import ConfigError
 
 _PARQUET_BATCH_ROWS = 1024
@@ -43,7 +50,7 @@ class BadRow:
     Attributes:
         place: `train.jsonl:7` or `train.parquet row 17`.
         problem: what is wrong, one line.
-        unreadable: the text is no JSON object at all; else it breaks the schema.
+        unreadable: the text is no JSON object or record at all; else it breaks the schema.
     """
 
     place: str
@@ -55,7 +62,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
     """The rows of one file, by its suffix.
 
     Args:
-        path: ends with .parquet, .json or .jsonl.
+        path: ends with .parquet, .json, .jsonl, .csv or .tsv; .gz may follow, not on .parquet.
 
     Returns:
         Every row in order, the unusable ones as `BadRow`.
@@ -63,11 +70,27 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
     Raises:
         ConfigError: the file as a whole is not what its suffix says.
     """
-    if path.suffix == ".parquet":
+    suffix = unpacked_suffix(path)
+    if suffix == ".parquet":
         return _read_parquet(path)
-    if path.suffix == ".json":
+    if suffix == ".json":
         return _read_json(path)
+    if suffix in SEPARATORS:
+        return _read_separated(path, SEPARATORS[suffix])
     return _read_json_lines(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if path.suffix != PACKED_SUFFIX:
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path, "rb") as file:
+            yield cast("BinaryIO", file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(str(path), f"not a whole gzip file ({error}); copy it again") from None
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
@@ -106,7 +129,8 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
     """A list, one object, or (as many .json files are) one object per line."""
-    raw = path.read_bytes()
+    with _opened(path) as file:
+        raw = file.read()
     text = decode_utf8(raw)
     if isinstance(text, BadRow):
         line = raw[: int(text.place)].count(b"\n") + 1
@@ -130,7 +154,7 @@ def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
 
 
 def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
-    with path.open("rb") as lines:
+    with _opened(path) as lines:
         for number, raw in enumerate(lines, start=1):
             place = f"{path.name}:{number}"
             if not raw.strip():
@@ -147,6 +171,16 @@ def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
                 yield BadRow(place, f"not JSON ({_reason(error)})", unreadable=True)
             else:
                 yield _object_row(value, place)
+
+
+def _read_separated(path: Path, separator: str) -> Iterator[RawRow | BadRow]:
+    with _opened(path) as file:
+        for record in read_records(file, path, separator):
+            place = f"{path.name}:{record.line}"
+            if record.problem is None:
+                yield RawRow(place, record.fields)
+            else:
+                yield BadRow(place, record.problem, unreadable=True)
 
 
 def decode_utf8(raw: bytes) -> str | BadRow:

@@ -6,31 +6,31 @@ of their files unless `limit` asks for a seeded sample.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.files import resolve_source
-from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.prepare.preprocessors.create import create_preprocessor
-from engines.data.prepare.readers import BadRow, RawRow, read_file
+from engines.data.prepare.layouts import (
+    LOOK_ROWS,
+    PREFERENCE_ROWS,
+    RL_ROWS,
+    SFT_ROWS,
+    Layout,
+    RowKind,
+    RowT,
+    layout_of,
+    layouts_with,
+)
+from engines.data.prepare.readers import BadRow, read_file
 from engines.data.read.order import permutation
-from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
-RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
 _MAX_REASONS = 20
-_LOOK_ROWS = 100
-_KNOWN_LAYOUTS: Mapping[frozenset[str], str] = {
-    frozenset({"conversations"}): "; these are ShareGPT rows: write each as messages, with role "
-    "user for from: human, assistant for gpt and content for value",
-    frozenset({"instruction", "output"}): "; these are Alpaca rows: use format columns, options "
-    "{prompt_column: instruction, answer_column: output}; join input to instruction where it is",
-}
-"""Layouts that people bring, by their columns, and how they are turned."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SourceReport:
     """What became of one source's rows.
 
     Attributes:
-        format: name of the preprocessor.
+        format: the layout, by name; the one that was found where the source said `auto`.
         revision: commit of a hub data set, None for local files.
         num_read: rows in the files.
         num_rows: rows kept.
@@ -81,21 +81,21 @@ def load_rl_rows(
     Raises:
         ConfigError: with the place and the remedy.
     """
-    return _load(sources, name, data, seed, _rl_recipe)
+    return _load(sources, name, data, seed, RL_ROWS)
 
 
 def load_sft_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
 ) -> LoadedRows[SFTRow]:
     """Supervised rows of every source, in order; see `load_rl_rows`."""
-    return _load(sources, name, data, seed, _sft_recipe)
+    return _load(sources, name, data, seed, SFT_ROWS)
 
 
 def load_preference_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
 ) -> LoadedRows[PreferenceRow]:
     """Pairs of every source, in order; see `load_rl_rows`."""
-    return _load(sources, name, data, seed, _preference_recipe)
+    return _load(sources, name, data, seed, PREFERENCE_ROWS)
 
 
 def first_rl_row(source: SourceConfig, path: str) -> RLRow:
@@ -111,68 +111,32 @@ def first_rl_row(source: SourceConfig, path: str) -> RLRow:
     Raises:
         ConfigError: a column is absent, or none of these rows is usable.
     """
-    return _first_row(source, path, _rl_recipe)
+    return _first_row(source, path, RL_ROWS)
 
 
 def first_sft_row(source: SourceConfig, path: str) -> SFTRow:
     """As `first_rl_row`, for supervised rows."""
-    return _first_row(source, path, _sft_recipe)
+    return _first_row(source, path, SFT_ROWS)
 
 
 def first_preference_row(source: SourceConfig, path: str) -> PreferenceRow:
     """As `first_rl_row`, for pairs."""
-    return _first_row(source, path, _preference_recipe)
+    return _first_row(source, path, PREFERENCE_ROWS)
 
 
-@dataclass(frozen=True)
-class _Recipe(Generic[RowT]):
-    """How one source's raw rows become rows."""
-
-    columns: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], RowT]
-    identity: Callable[[RowT], tuple[Message, ...]]
-
-
-def _rl_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[RLRow]:
-    if preprocessor.rl_columns is None:
-        raise ConfigError(f"{path}.format", "this layout has no answers to check; need another")
-    return _Recipe(preprocessor.rl_columns, preprocessor.rl_row, lambda row: row.prompt)
-
-
-def _sft_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[SFTRow]:
-    if preprocessor.sft_columns is None:
-        raise ConfigError(
-            f"{path}.format", "this layout has no answers to imitate; need messages or another"
-        )
-    return _Recipe(preprocessor.sft_columns, preprocessor.sft_row, lambda row: row.messages)
-
-
-def _preference_recipe(preprocessor: Preprocessor[Any], path: str) -> _Recipe[PreferenceRow]:
-    if preprocessor.preference_columns is None:
-        raise ConfigError(f"{path}.format", "this layout has no pairs; need pairs or another")
-    return _Recipe(
-        preprocessor.preference_columns,
-        preprocessor.preference_row,
-        lambda row: (*row.conversations[0], *row.conversations[1]),
-    )
-
-
-def _first_row(
-    source: SourceConfig, path: str, recipe_of: Callable[[Preprocessor[Any], str], _Recipe[RowT]]
-) -> RowT:
-    preprocessor = create_preprocessor(source, path)
-    recipe = recipe_of(preprocessor, path)
+def _first_row(source: SourceConfig, path: str, kind: RowKind[RowT]) -> RowT:
+    layout = layout_of(source, path, kind)
     problems: list[ConfigError] = []
-    for file in resolve_source(source, path, preprocessor.default_subset).files:
-        for raw in islice(read_file(file), _LOOK_ROWS):
+    for file in resolve_source(source, path, layout.preprocessor.default_subset).files:
+        for raw in islice(read_file(file), LOOK_ROWS):
             if isinstance(raw, BadRow):
                 problems.append(ConfigError(raw.place, raw.problem))
                 continue
-            absent = [name for name in recipe.columns if name not in raw.columns]
+            absent = [name for name in layout.columns if name not in raw.columns]
             if absent:
-                problems.append(_absent_column(absent[0], raw.columns, file, path, preprocessor))
+                problems.append(_absent_column(absent[0], raw.columns, file, source, path, layout))
                 continue
-            row = _parse_row(raw, recipe)
+            row = layout.row(raw)
             if not isinstance(row, BadRow):
                 return row
             problems.append(ConfigError(row.place, row.problem))
@@ -182,13 +146,20 @@ def _first_row(
 
 
 def _absent_column(
-    name: str, columns: Iterable[str], file: Path, path: str, preprocessor: Preprocessor[Any]
+    name: str,
+    columns: Iterable[str],
+    file: Path,
+    source: SourceConfig,
+    path: str,
+    layout: Layout[RowT],
 ) -> ConfigError:
-    """The error about a column that a layout needs; says how a well-known layout is turned."""
+    """The error about a column that a layout needs; names the layouts that have what is there."""
     present = list(columns)
-    remedy = next((say for known, say in _KNOWN_LAYOUTS.items() if known <= {*present}), "")
+    others = [each.name for each in layouts_with(present, source, path, layout.kind)]
+    fitting = ", ".join(name for name in others if name != layout.name)
+    remedy = f"; these columns fit: {fitting}" if fitting else ""
     return ConfigError(
-        f"{path}.{preprocessor.column_field(name)}",
+        f"{path}.{layout.preprocessor.column_field(name)}",
         f"{name!r} not in {file.name}; columns: {', '.join(present) or 'none'}{remedy}",
     )
 
@@ -198,15 +169,13 @@ def _load(
     name: str,
     data: DataConfig,
     seed: int,
-    recipe_of: Callable[[Preprocessor[Any], str], _Recipe[RowT]],
+    kind: RowKind[RowT],
 ) -> LoadedRows[RowT]:
     rows: list[RowT] = []
     reports = []
     for place, source in enumerate(sources):
         path = f"data.{name}.{place}"
-        preprocessor = create_preprocessor(source, path)
-        recipe = recipe_of(preprocessor, path)
-        kept, report = _load_source(source, path, data, seed, preprocessor, recipe)
+        kept, report = _load_source(source, path, data, seed, layout_of(source, path, kind))
         rows += kept
         reports.append(report)
     return LoadedRows(tuple(rows), tuple(reports))
@@ -217,21 +186,20 @@ def _load_source(
     path: str,
     data: DataConfig,
     seed: int,
-    preprocessor: Preprocessor[Any],
-    recipe: _Recipe[RowT],
+    layout: Layout[RowT],
 ) -> tuple[list[RowT], SourceReport]:
-    files = resolve_source(source, path, preprocessor.default_subset)
+    files = resolve_source(source, path, layout.preprocessor.default_subset)
     bad = _BadRows(data.on_bad_row == "drop")
     usable: list[RowT] = []
     seen: set[tuple[Message, ...]] = set()
     num_usable = 0
     for file in files.files:
-        for row in _parse_file(file, path, preprocessor, recipe, bad):
+        for row in _parse_file(file, source, path, layout, bad):
             num_usable += 1
             # While reading: a file may repeat each of its rows a hundred times.
-            if preprocessor.drop_duplicates and recipe.identity(row) in seen:
+            if layout.preprocessor.drop_duplicates and layout.kind.identity(row) in seen:
                 continue
-            seen.add(recipe.identity(row))
+            seen.add(layout.kind.identity(row))
             usable.append(row)
     bad.raise_if_any()
     num_read = num_usable + bad.num_rows
@@ -240,7 +208,7 @@ def _load_source(
         raise ConfigError(f"{path}.path", f"{source.path}: 0 rows{dropped}; need at least 1")
     kept = _limit(usable, source.limit, seed)
     report = SourceReport(
-        format=source.format,
+        format=layout.name,
         revision=files.revision,
         num_read=num_read,
         num_rows=len(kept),
@@ -282,7 +250,7 @@ class _BadRows:
 
 
 def _parse_file(
-    file: Path, path: str, preprocessor: Preprocessor[Any], recipe: _Recipe[RowT], bad: _BadRows
+    file: Path, source: SourceConfig, path: str, layout: Layout[RowT], bad: _BadRows
 ) -> Iterator[RowT]:
     """The file's usable rows; a column that none of its rows has is the configuration's fault."""
     missing: Counter[str] = Counter()
@@ -294,29 +262,22 @@ def _parse_file(
             bad.add(raw)
             continue
         num_rows += 1
-        absent = [name for name in recipe.columns if name not in raw.columns]
+        absent = [name for name in layout.columns if name not in raw.columns]
         if absent:
             missing.update(absent)
             seen.update(dict.fromkeys(raw.columns))
             problems.append(BadRow(raw.place, f"{absent[0]} is missing"))
             continue
-        row = _parse_row(raw, recipe)
+        row = layout.row(raw)
         if isinstance(row, BadRow):
             problems.append(row)
         else:
             yield row
     for name, count in missing.items():
         if count == num_rows:
-            raise _absent_column(name, seen, file, path, preprocessor)
+            raise _absent_column(name, seen, file, source, path, layout)
     for problem in problems:
         bad.add(problem)
-
-
-def _parse_row(raw: RawRow, recipe: _Recipe[RowT]) -> RowT | BadRow:
-    try:
-        return recipe.parse(raw.columns)
-    except RowError as error:
-        return BadRow(raw.place, str(error))
 
 
 def _limit(rows: list[RowT], limit: int | None, seed: int) -> list[RowT]:

@@ -10,7 +10,7 @@ Does not promise: that a template is the one the model was trained with.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.data.read.chat_template import Rendered, render
 from engines.data.read.rows import Message
@@ -189,9 +189,21 @@ def _render(
         raise ConfigError(
             "model.chat_template", "the tokenizer has no chat template; set model.chat_template"
         )
-    return render(
-        template,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        special_tokens={k: str(v) for k, v in tokenizer.special_tokens_map.items()},
-    )
+    special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
+
+    def rendered(these: Sequence[Message]) -> Rendered:
+        return render(
+            template, these, add_generation_prompt=add_generation_prompt, special_tokens=special
+        )
+
+    whole = rendered(messages)
+    if any(message.role == "tool" for message in messages):
+        # Many templates know three roles and skip the others: an answer would follow from nothing.
+        silent = [replace(m, content="") if m.role == "tool" else m for m in messages]
+        if rendered(silent).text == whole.text:
+            raise ConfigError(
+                "model.chat_template",
+                "leaves out what a tool returned; need one that writes messages of the role tool; "
+                "set another, or leave out the rows with tools",
+            )
+    return whole

@@ -4,7 +4,7 @@ Promises: the same messages give the same text on every day and machine (there i
 template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
 sandbox, since it comes with the model; its errors become one line that names the template line.
 Renders what transformers renders for messages with a role and text content. Not supported:
-tools, documents, images.
+descriptions of tools, documents, images.
 """
 
 import json

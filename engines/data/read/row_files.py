@@ -22,6 +22,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engines.data.read.raw_columns import (
+    check_weight,
+    parse_json_list,
+    parse_json_object,
+    parse_messages,
+)
 from engines.data.read.rows import (
     Message,
     PreferenceRow,
@@ -30,8 +36,6 @@ from engines.data.read.rows import (
     RowError,
     SFTRow,
     check_text,
-    parse_json_object,
-    parse_messages,
 )
 from infra.errors import ConfigError
 
@@ -93,7 +97,7 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     """A supervised row from its raw columns.
 
     Args:
-        columns: `messages` is needed; `data_source` has a default.
+        columns: `messages` is needed, a list or its JSON text; `data_source` has a default.
 
     Returns:
         The valid row.
@@ -101,8 +105,12 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     Raises:
         RowError: a column is missing, null or of the wrong shape.
     """
+    messages = parse_json_list(columns.get("messages"), "messages")
+    parsed = parse_messages(messages, "messages")
+    for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
+        check_weight(turn, message.role, f"messages[{place}]")
     return SFTRow(
-        parse_messages(columns.get("messages"), "messages"),
+        parsed,
         check_text(columns.get("data_source", "unknown"), "data_source"),
     )
 

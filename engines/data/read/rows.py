@@ -12,12 +12,17 @@ A row that breaks a rule raises `RowError`, whose text starts with the field's p
 knows the file adds the place.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ROLES = ("system", "user", "assistant")
+_FOLLOWERS = {
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+ROLES = tuple(_FOLLOWERS)
 
 
 class RowError(ValueError):
@@ -134,41 +139,10 @@ class PreferenceRow:
         return chosen, rejected
 
 
-def parse_messages(value: object, name: str) -> tuple[Message, ...]:
-    """Messages of a raw row: a list of `{role, content}`, or a string for one user message.
-
-    Args:
-        value: as a reader delivers it.
-        name: the field's name, for errors.
-
-    Returns:
-        At least one message; their order is not checked here.
-
-    Raises:
-        RowError: another type, an unknown role, or content that is not text.
-    """
-    if value is None:
-        raise RowError(f"{name} is null")
-    if isinstance(value, str):
-        return (Message("user", check_text(value, name)),)
-    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
-        raise RowError(f"{name} is {_kind(value)}; need a list of messages")
-    if not value:
-        raise RowError(f"{name} is empty")
-    messages = []
-    for place, item in enumerate(value):
-        where = f"{name}[{place}]"
-        if not isinstance(item, Mapping):
-            raise RowError(f"{where} is {_kind(item)}; need an object with role and content")
-        role = item.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise RowError(f"{where}.role is {role!r}; need system, user or assistant")
-        messages.append(Message(role, check_text(item.get("content"), f"{where}.content")))
-    return tuple(messages)
-
-
 def check_roles(messages: Sequence[Message], name: str, last: str) -> None:
     """An optional system message, then user and assistant in turn, ending with `last`.
+
+    Between two of the assistant's messages stands what the user says or what tools returned.
 
     Args:
         messages: the conversation.
@@ -187,7 +161,7 @@ def check_roles(messages: Sequence[Message], name: str, last: str) -> None:
             raise RowError(
                 f"{name}[{place}].role is {message.role!r}; need {' or '.join(expected)}"
             )
-        expected = ("assistant",) if message.role == "user" else ("user",)
+        expected = _FOLLOWERS[message.role]
     if messages[-1].role != last:
         raise RowError(f"{name}[{len(messages) - 1}].role is {messages[-1].role!r}; need {last}")
 
@@ -208,7 +182,7 @@ def check_text(value: object, name: str) -> str:
     if value is None:
         raise RowError(f"{name} is null")
     if not isinstance(value, str):
-        raise RowError(f"{name} is {_kind(value)}; need a string")
+        raise RowError(f"{name} is {type_name(value)}; need a string")
     if not value.strip():
         raise RowError(f"{name} is empty")
     _check_unicode(value, name)
@@ -239,32 +213,7 @@ def check_json(value: object, name: str) -> None:
         if value != value or value in (float("inf"), float("-inf")):
             raise RowError(f"{name} is {value}; need a finite number")
     elif value is not None and not isinstance(value, bool | int):
-        raise RowError(f"{name} is {_kind(value)}; need a JSON value")
-
-
-def parse_json_object(value: object, name: str) -> dict[str, Any]:
-    """An object given as such or as JSON text; null is the empty object.
-
-    Args:
-        value: anything.
-        name: the field's name, for errors.
-
-    Returns:
-        A new mapping; its values are not checked here.
-
-    Raises:
-        RowError: it is neither.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"{name} is text that is not JSON ({error})") from None
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise RowError(f"{name} is {_kind(value)}; need an object")
-    return dict(value)
+        raise RowError(f"{name} is {type_name(value)}; need a JSON value")
 
 
 def _check_unicode(text: str, name: str) -> None:
@@ -279,6 +228,7 @@ def _check_unicode(text: str, name: str) -> None:
         ) from None
 
 
-def _kind(value: object) -> str:
+def type_name(value: object) -> str:
+    """What JSON calls the type of a value, for errors."""
     names = {dict: "an object", list: "a list", bool: "a boolean", int: "an integer"}
     return names.get(type(value), f"a {type(value).__name__}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from engines.config.base import StrictModel
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow, check_text
 
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
@@ -84,6 +84,24 @@ class Preprocessor(Generic[OptionsT]):
         raise RowError("this layout has no two answers to one prompt")
 
 
+def optional_text(value: object, name: str) -> str | None:
+    """The text of a column that may be null, empty or absent.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        The text as it is; None where there is none.
+
+    Raises:
+        RowError: it is of another type, or no Unicode.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    return check_text(value, name)
+
+
 def text_answer(value: object, name: str) -> str:
     """A ground truth as text; whole numbers are accepted as they are often stored.
 
@@ -100,7 +118,7 @@ def text_answer(value: object, name: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise RowError(f"{name} is {'null' if value is None else value!r}; need text")
+        raise RowError(f"{name} is {'null' if value is None else repr(value)}; need text")
     if not value.strip():
         raise RowError(f"{name} is empty")
     return value.strip()

@@ -36,6 +36,27 @@ def test_only_the_split_asked_for_is_read(tmp_path: Path) -> None:
         chosen(tmp_path, split="validation")
 
 
+def test_packed_files_are_read_once(tmp_path: Path) -> None:
+    make(tmp_path, "a/train.jsonl.gz", "a/test.jsonl.gz", "b/train.jsonl", "b/train.jsonl.gz")
+    make(tmp_path, "b/train.tar.gz")
+    assert chosen(tmp_path / "a") == ["train.jsonl.gz"]
+    assert chosen(tmp_path / "b") == ["train.jsonl"]
+    source = SourceConfig(path=str(tmp_path / "a" / "train.jsonl.gz"))
+    assert resolve_source(source, "data.rl.0", None).files == (Path(source.path),)
+
+
+def test_a_split_of_two_words(tmp_path: Path) -> None:
+    """The files of HuggingFaceH4/ultrafeedback_binarized."""
+    names = [
+        f"data/{split}_{part}-0.parquet" for split in ("train", "test") for part in ("prefs", "sft")
+    ]
+    make(tmp_path, *names)
+    assert chosen(tmp_path, split="train_prefs") == ["data/train_prefs-0.parquet"]
+    assert chosen(tmp_path, split="test_sft") == ["data/test_sft-0.parquet"]
+    with pytest.raises(ConfigError, match="no file under .* is named after it"):
+        chosen(tmp_path, split="rain_prefs")
+
+
 def test_split_folders(tmp_path: Path) -> None:
     make(tmp_path, "train/algebra/1.json", "train/algebra/2.json", "test/algebra/1.json")
     assert chosen(tmp_path) == ["train/algebra/1.json", "train/algebra/2.json"]
@@ -67,9 +88,18 @@ def test_absent_file_names_the_directory_and_what_is_similar(tmp_path: Path) -> 
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    make(tmp_path, "train.csv")
-    with pytest.raises(ConfigError, match=r"train\.csv'; need a \.parquet, \.json, \.jsonl file"):
-        chosen(tmp_path / "train.csv")
+    make(tmp_path, "train.txt")
+    said = r"train\.txt'; need a \.parquet, \.json, \.jsonl, \.csv, \.tsv file; write one"
+    with pytest.raises(ConfigError, match=said):
+        chosen(tmp_path / "train.txt")
+
+
+def test_tables_of_text_are_read_where_nothing_has_types(tmp_path: Path) -> None:
+    make(tmp_path, "a/train.csv", "a/test.tsv", "b/train.csv", "b/train.parquet")
+    make(tmp_path, "a/dataset_infos.json", "b/dataset_info.json")
+    assert chosen(tmp_path / "a") == ["train.csv"]
+    assert chosen(tmp_path / "a", split="test") == ["test.tsv"]
+    assert chosen(tmp_path / "b") == ["train.parquet"]
 
 
 def test_a_hub_id_without_its_commit_is_no_path(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Readers: every kind of file, every kind of damage, with the place in the message."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_damaged_lines(tmp_path: Path, line: bytes, problem: str) -> None:
         assert row.problem == problem
 
 
+@pytest.mark.parametrize("name", ["t.jsonl", "t.json", "t.csv"])
+def test_packed_files(tmp_path: Path, name: str) -> None:
+    text = {"t.jsonl": '{"a": "1"}\n{\n', "t.json": '[{"a": "1"}]', "t.csv": "a\n1\n1,2\n"}[name]
+    plain = read_rows(write(tmp_path / name, text))
+    packed = gzip.compress(text.encode())
+    again = read_rows(write(tmp_path / f"{name}.gz", packed))
+    assert [row.place for row in again] == [row.place.replace(name, f"{name}.gz") for row in plain]
+    assert again[0] == RawRow(again[0].place, {"a": "1"})
+    for damaged in (packed[:-9], b"text", packed[:14] + b"\xff\xff" + packed[16:]):
+        path = write(tmp_path / f"{name}.gz", damaged)
+        with pytest.raises(ConfigError, match=r"\.gz: not a whole gzip file \(.*copy it again"):
+            read_rows(path)
+
+
 def test_damaged_documents(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"d\.json:2: not JSON \(Expecting value at column 1\)"):
         read_rows(write(tmp_path / "d.json", "[1,\n}"))
@@ -116,7 +131,9 @@ def test_a_failing_disk_is_not_an_absent_file(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(content=st.binary(max_size=80) | st.text(max_size=60).map(str.encode))
-@pytest.mark.parametrize("name", ["f.json", "f.jsonl", "f.parquet"])
+@pytest.mark.parametrize(
+    "name", ["f.json", "f.jsonl", "f.parquet", "f.csv", "f.tsv", "f.jsonl.gz", "f.csv.gz"]
+)
 def test_any_bytes_are_rows_or_our_own_error(tmp_path: Path, name: str, content: bytes) -> None:
     path = write(tmp_path / name, content)
     try:

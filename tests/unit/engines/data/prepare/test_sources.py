@@ -18,7 +18,7 @@ def rl_line(prompt: object, answer: object = "1") -> dict[str, Any]:
 def write(path: Path, *rows: object) -> SourceConfig:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return SourceConfig(path=str(path))
+    return SourceConfig(format="rows", path=str(path))
 
 
 def load(source: SourceConfig, **data: Any) -> LoadedRows[Any]:
@@ -65,7 +65,8 @@ def test_roles_out_of_order(tmp_path: Path) -> None:
 def test_an_absent_column_is_the_configuration_s_fault(tmp_path: Path) -> None:
     source = write(tmp_path / "t.jsonl", {"prompt": "q", "answer": "a"}, {"prompt": "q"})
     assert error_of(source) == (
-        "data.rl.0.format: 'reward_model' not in t.jsonl; columns: prompt, answer"
+        "data.rl.0.format: 'reward_model' not in t.jsonl; columns: prompt, answer; these columns "
+        "fit: columns"
     )
     options = {"prompt_column": "question"}
     source = source.model_copy(update={"format": "columns", "options": options})

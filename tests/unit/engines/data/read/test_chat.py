@@ -119,6 +119,24 @@ def test_a_template_that_rewrites_the_past_needs_generation_blocks(directory: Pa
     assert trained_text(load(directory, MARKED), *chat) == ["b<|end|>", "c=a<|end|>"]
 
 
+def test_what_a_tool_returned_is_read_and_not_trained_on(directory: Path) -> None:
+    chat = [USER, ANSWER, Message("tool", "12"), Message("tool", "3"), Message("assistant", "b")]
+    tokenizer = load(directory, LINES)
+    assert trained_text(tokenizer, *chat) == ["30<|end|>", "b<|end|>"]
+    other = [*chat[:2], Message("tool", "21"), *chat[3:]]
+    assert render_sft(tokenizer, chat).input_ids != render_sft(tokenizer, other).input_ids
+
+
+def test_a_template_that_skips_tools_is_refused(directory: Path) -> None:
+    deaf = LINES.replace("in messages", "in messages if m.role != 'tool'")
+    chat = [USER, ANSWER, Message("tool", "12"), ANSWER]
+    assert trained_text(load(directory, deaf), *chat[:2]) == ["30<|end|>"]
+    with pytest.raises(ConfigError, match=r"model\.chat_template: leaves out what a tool returned"):
+        render_sft(load(directory, deaf), chat)
+    with pytest.raises(ConfigError, match=r"model\.chat_template: leaves out what a tool returned"):
+        render_prompts(load(directory, deaf), [[*chat, USER]])
+
+
 def test_the_first_token_is_never_trained_on(directory: Path) -> None:
     silent = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     rendered = render_sft(load(directory, silent), [USER, ANSWER])

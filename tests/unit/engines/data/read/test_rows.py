@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.data.read.raw_columns import parse_json_list, parse_json_object, parse_messages
 from engines.data.read.rows import (
     Message,
     RewardModel,
@@ -15,11 +16,11 @@ from engines.data.read.rows import (
     SFTRow,
     check_json,
     check_text,
-    parse_json_object,
-    parse_messages,
 )
 
-USER, ASSISTANT, SYSTEM = (Message(role, "x") for role in ("user", "assistant", "system"))
+USER, ASSISTANT, SYSTEM, TOOL = (
+    Message(role, "x") for role in ("user", "assistant", "system", "tool")
+)
 RULE = RewardModel("rule", "1")
 
 
@@ -36,6 +37,9 @@ def rl_row(**changes: Any) -> RLRow:
         ((USER, USER), "prompt[1].role is 'user'; need assistant"),
         ((USER, ASSISTANT), "prompt[1].role is 'assistant'; need user"),
         ((SYSTEM,), "prompt[0].role is 'system'; need user"),
+        ((TOOL,), "prompt[0].role is 'tool'; need system or user"),
+        ((USER, TOOL), "prompt[1].role is 'tool'; need assistant"),
+        ((USER, ASSISTANT, TOOL), "prompt[2].role is 'tool'; need user"),
         ((), "prompt is empty"),
     ],
 )
@@ -50,6 +54,9 @@ def test_roles_of_a_conversation() -> None:
     assert row.prompt == (SYSTEM, USER)
     with pytest.raises(RowError, match=r"messages\[0\].role is 'user'; need assistant"):
         SFTRow((USER,))
+    SFTRow((USER, ASSISTANT, TOOL, TOOL, ASSISTANT, USER, ASSISTANT))
+    with pytest.raises(RowError, match=r"messages\[3\].role is 'user'; need assistant or tool"):
+        SFTRow((USER, ASSISTANT, TOOL, USER, ASSISTANT))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +85,37 @@ def test_text(content: object, problem: str) -> None:
         (7, "prompt is an integer; need a list of messages"),
         (b"abc", "prompt is a bytes; need a list of messages"),
         (["hi"], "prompt[0] is a str; need an object with role and content"),
-        ([{"content": "x"}], "prompt[0].role is None; need system, user or assistant"),
-        ([{"role": "tool", "content": "x"}], "prompt[0].role is 'tool'; need system, user or"),
+        ([{"content": "x"}], "prompt[0].role is None; need system, user, assistant or tool"),
+        ([{"role": "function", "content": "x"}], "prompt[0].role is 'function'; need system, user"),
+        (
+            [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+            "prompt[0].tool_calls is given; need each call as text, in content",
+        ),
         ([{"role": "user"}], "prompt[0].content is null"),
     ],
 )
 def test_messages_of_another_shape(value: object, problem: str) -> None:
     with pytest.raises(RowError) as error:
         parse_messages(value, "prompt")
+    assert str(error.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "turns is null; need a list"),
+        ({}, "turns is an object; need a list"),
+        ([], "turns is empty"),
+        ("[]", "turns is empty"),
+        (" ", "turns is empty"),
+        ("{'a': 1}", "turns is text that is not JSON (Expecting property name"),
+        ("[" * 100_000, "turns is text that is not JSON (maximum recursion"),
+    ],
+)
+def test_lists_of_another_shape(value: object, problem: str) -> None:
+    assert parse_json_list("[1]", "turns") == parse_json_list([1], "turns") == [1]
+    with pytest.raises(RowError) as error:
+        parse_json_list(value, "turns")
     assert str(error.value).startswith(problem)
 
 

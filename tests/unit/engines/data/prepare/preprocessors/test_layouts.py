@@ -116,6 +116,67 @@ def test_math_from_a_table(tmp_path: Path) -> None:
     assert example.messages[1].content == MATH["solution"]
 
 
+OPENR1 = {
+    **MATH,
+    "answer": "\\frac{1}{2}",
+    "problem_type": "Algebra",
+    "question_type": "math-word-problem",
+    "source": "olympiads",
+    "uuid": "0586ba54",
+    "is_reasoning_complete": [True, False],
+    "generations": ["<think>\nEasy.\n</think>\n\n\\boxed{\\frac{1}{2}}", "<think>\nHard"],
+    "correctness_math_verify": [True, False],
+    "finish_reasons": ["stop", "length"],
+    "correctness_count": 1,
+    "messages": [
+        {"content": MATH["problem"], "role": "user"},
+        {"content": "<think>\nEasy.\n</think>\n\n\\boxed{\\frac{1}{2}}", "role": "assistant"},
+    ],
+}
+
+
+def test_openr1_math_from_the_hub_layout(tmp_path: Path) -> None:
+    parquet(tmp_path / "data" / "train-00000-of-00001.parquet", OPENR1)
+    parquet(tmp_path / "all" / "default-00000-of-00001.parquet", OPENR1)
+    parquet(tmp_path / "extended" / "train-00000-of-00001.parquet", OPENR1)
+    (row,) = rl(tmp_path, "openr1_math")
+    assert row.reward_model.ground_truth == "\\frac{1}{2}"
+    assert row.prompt[0].content.endswith(
+        "?\nReason step by step and put the final answer in \\boxed{}."
+    )
+    assert row.extra_info == {
+        "problem_type": "Algebra",
+        "question_type": "math-word-problem",
+        "source": "olympiads",
+        "uuid": "0586ba54",
+    }
+    (example,) = sft(tmp_path, "openr1_math")
+    # One prompt in both kinds of training.
+    assert example.messages == (*row.prompt, Message("assistant", OPENR1["generations"][0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"answer": None}, "answer is null; need text"),
+        ({"problem": " "}, "problem is empty"),
+    ],
+)
+def test_openr1_math_without_what_it_needs(
+    tmp_path: Path, changed: dict[str, Any], problem: str
+) -> None:
+    path = parquet(tmp_path / "t.parquet", OPENR1, {**OPENR1, **changed})
+    with pytest.raises(ConfigError) as error:
+        rl(path, "openr1_math")
+    assert str(error.value).startswith(f"t.parquet row 1: {problem}")
+
+
+def test_openr1_math_without_a_right_generation(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "t.parquet", OPENR1, {**OPENR1, "messages": None})
+    with pytest.raises(ConfigError, match=r"^t\.parquet row 1: messages is null; need a list"):
+        sft(path, "openr1_math")
+
+
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [

@@ -1,5 +1,6 @@
 """Preference pairs in the forms in which they are published."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,15 @@ def test_a_layout_without_pairs_is_refused_before_a_run(tmp_path: Path) -> None:
     other = source.model_copy(update={"format": "rows"})
     with pytest.raises(ConfigError, match=r"^data.preference.0.format: this layout has no pairs"):
         first_preference_row(other, "data.preference.0")
+
+
+def test_hh_rlhf_as_its_hub_files_are(tmp_path: Path) -> None:
+    asked = "\n\nHuman: 2+2?\n\nAssistant: "
+    for folder in ("harmless-base", "helpful-base"):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "test"):
+            row = json.dumps({"chosen": f"{asked}4", "rejected": f"{asked}{folder} {split}"})
+            (tmp_path / folder / f"{split}.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+    source = SourceConfig(path=str(tmp_path), subset="helpful-base", split="test")
+    row = first_preference_row(source, "data.preference.0")
+    assert (row.rejected, row.data_source) == ("helpful-base test", "Anthropic/hh-rlhf")

@@ -1,0 +1,177 @@
+"""The layout of a source: the one that it names, or the one that its first rows have.
+
+Promises of `auto`: a layout fits if all its columns occur in the first rows and it can read at
+least one of them; of two, one whose columns the other has all and more gives way; what then is not
+one layout alone is refused, with the columns that were found and the layouts that there are.
+Does not promise: that later rows or files have the layout of the first ones; they are checked as if
+it had been named.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from engines.config.data import AUTO, SourceConfig
+from engines.config.plugins import recognised_layouts
+from engines.data.prepare.files import resolve_source
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.create import create_preprocessor
+from engines.data.prepare.readers import BadRow, RawRow, read_file
+from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
+from infra.errors import ConfigError
+
+RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
+LOOK_ROWS = 100
+"""Rows of a file that say what it holds."""
+
+
+@dataclass(frozen=True)
+class RowKind(Generic[RowT]):
+    """What a split consists of.
+
+    Attributes:
+        columns: that a preprocessor needs for such rows; None where it makes none.
+        parse: its function that makes one.
+        identity: what equal rows have in common.
+        refusal: of a layout that makes none.
+    """
+
+    columns: Callable[[Preprocessor[Any]], tuple[str, ...] | None]
+    parse: Callable[[Preprocessor[Any]], Callable[[Mapping[str, Any]], RowT]]
+    identity: Callable[[RowT], tuple[Message, ...]]
+    refusal: str
+
+
+RL_ROWS: RowKind[RLRow] = RowKind(
+    lambda layout: layout.rl_columns,
+    lambda layout: layout.rl_row,
+    lambda row: row.prompt,
+    "this layout has no answers to check; need another",
+)
+SFT_ROWS: RowKind[SFTRow] = RowKind(
+    lambda layout: layout.sft_columns,
+    lambda layout: layout.sft_row,
+    lambda row: row.messages,
+    "this layout has no answers to imitate; need messages or another",
+)
+PREFERENCE_ROWS: RowKind[PreferenceRow] = RowKind(
+    lambda layout: layout.preference_columns,
+    lambda layout: layout.preference_row,
+    lambda row: (*row.conversations[0], *row.conversations[1]),
+    "this layout has no pairs; need pairs or another",
+)
+
+
+@dataclass(frozen=True)
+class Layout(Generic[RowT]):
+    """How one source's raw rows become rows.
+
+    Attributes:
+        name: as configurations write it.
+        preprocessor: with the source's options.
+        columns: that a raw row has to have.
+        kind: of the rows.
+    """
+
+    name: str
+    preprocessor: Preprocessor[Any]
+    columns: tuple[str, ...]
+    kind: RowKind[RowT]
+
+    def row(self, raw: RawRow) -> RowT | BadRow:
+        """The row, or what is wrong with it."""
+        try:
+            return self.kind.parse(self.preprocessor)(raw.columns)
+        except RowError as error:
+            return BadRow(raw.place, str(error))
+
+
+def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[RowT]:
+    """The layout of a source.
+
+    Args:
+        source: names it, or says `auto`.
+        path: its place in the configuration, for errors (`data.rl.0`).
+        kind: of the rows that are wanted.
+
+    Returns:
+        The layout, under its own name.
+
+    Raises:
+        ConfigError: it makes no such rows; or, of `auto`, no layout fits, or several do.
+    """
+    if source.format == AUTO:
+        return _recognised(source, path, kind)
+    preprocessor = create_preprocessor(source, path)
+    columns = kind.columns(preprocessor)
+    if columns is None:
+        raise ConfigError(f"{path}.format", kind.refusal)
+    return Layout(source.format, preprocessor, columns, kind)
+
+
+def layouts_with(
+    columns: Iterable[str], source: SourceConfig, path: str, kind: RowKind[RowT]
+) -> list[Layout[RowT]]:
+    """The layouts whose columns are all there.
+
+    Args:
+        columns: that were found.
+        source: where.
+        path: its place in the configuration, for errors.
+        kind: of the rows that are wanted.
+
+    Returns:
+        In the order of the table.
+    """
+    present = {*columns}
+    return [each for each in _layouts(source, path, kind) if present.issuperset(each.columns)]
+
+
+def _layouts(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Iterator[Layout[RowT]]:
+    """The layouts that are recognised, without options."""
+    for name in recognised_layouts():
+        plain = source.model_copy(update={"format": name, "options": {}})
+        preprocessor = create_preprocessor(plain, path)
+        if columns := kind.columns(preprocessor):
+            yield Layout(name, preprocessor, columns, kind)
+
+
+def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[RowT]:
+    file, rows = _first_rows(source, path)
+    present = list(dict.fromkeys(name for raw in rows for name in raw.columns))
+    named = layouts_with(present, source, path, kind)
+    able = [each for each in named if any(not isinstance(each.row(raw), BadRow) for raw in rows)]
+    fitting = [
+        each for each in able if not any({*each.columns} < {*other.columns} for other in able)
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    found = f"got auto; columns of {file.name}: {', '.join(present) or 'none'}"
+    if fitting:
+        names = ", ".join(each.name for each in fitting)
+        raise ConfigError(f"{path}.format", f"{found}; {names} all fit; need one; name it")
+    bad = [
+        (each.name, refused) for each in named if isinstance(refused := each.row(rows[0]), BadRow)
+    ]
+    tried = "".join(f"; {name} cannot read {row.place} ({row.problem})" for name, row in bad)
+    known = [f"{each.name} ({', '.join(each.columns)})" for each in _layouts(source, path, kind)]
+    raise ConfigError(
+        f"{path}.format",
+        f"{found}{tried}; need those of one layout: {', '.join(known)}; or name a format, with "
+        "its options",
+    )
+
+
+def _first_rows(source: SourceConfig, path: str) -> tuple[Path, Sequence[RawRow]]:
+    """The first readable rows of the first file that has some."""
+    unreadable: list[BadRow] = []
+    for file in resolve_source(source, path, None).files:
+        read = list(islice(read_file(file), LOOK_ROWS))
+        if rows := [raw for raw in read if isinstance(raw, RawRow)]:
+            return file, rows
+        unreadable += [raw for raw in read if isinstance(raw, BadRow)]
+    if unreadable:
+        raise ConfigError(unreadable[0].place, unreadable[0].problem)
+    raise ConfigError(f"{path}.path", f"{source.path}: 0 rows; need at least 1")

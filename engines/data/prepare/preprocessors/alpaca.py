@@ -1,0 +1,54 @@
+"""Alpaca rows: `instruction` and `output`, perhaps `input`, `system` and `history`; supervised.
+
+The question is the instruction and, below it, the input. `history` holds earlier turns as pairs of
+a question and its answer; the answers there are trained on as well. Sources: `data/README.md` of
+LLaMA-Factory (`system`, `history`, the line break), tatsu-lab/stanford_alpaca (the other columns).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
+from engines.data.read.raw_columns import parse_json_list
+from engines.data.read.rows import Message, RowError, SFTRow, check_text
+
+
+class AlpacaOptions(StrictModel):
+    """How instruction and input become one question."""
+
+    separator: str = "\n"
+    """Between the instruction and an input that is not empty."""
+    data_source: str = "alpaca"
+
+
+class Alpaca(Preprocessor[AlpacaOptions]):
+    """An instruction, perhaps what it is about, and the answer."""
+
+    sft_columns = ("instruction", "output")
+
+    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+        """System message, earlier turns, question, answer; the optional ones where they are."""
+        system = optional_text(columns.get("system"), "system")
+        given = [Message("system", system)] if system else []
+        question = check_text(columns.get("instruction"), "instruction")
+        if context := optional_text(columns.get("input"), "input"):
+            question = f"{question}{self.options.separator}{context}"
+        answer = check_text(columns.get("output"), "output")
+        messages = (
+            *given,
+            *_history(columns.get("history")),
+            Message("user", question),
+            Message("assistant", answer),
+        )
+        return SFTRow(messages, self.options.data_source)
+
+
+def _history(value: object) -> Iterator[Message]:
+    """The messages of earlier turns."""
+    for place, pair in enumerate(parse_json_list(value, "history") if value else ()):
+        where = f"history[{place}]"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowError(f"{where} is {pair!r:.40}; need a question and its answer")
+        yield Message("user", check_text(pair[0], f"{where}[0]"))
+        yield Message("assistant", check_text(pair[1], f"{where}[1]"))

@@ -1,0 +1,54 @@
+"""OpenR1-Math-220k: problems of NuminaMath 1.5 with answers, and reasoning that reaches them.
+
+Columns `problem`, `solution`, `answer`, `problem_type`, `question_type`, `source`, `uuid`, and,
+made by a model, `generations` with `correctness_math_verify` and others; `messages` holds the
+problem and one generation. Source: the card of open-r1/OpenR1-Math-220k, whose folder `all` repeats
+the folders `data` and `extended`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
+from engines.data.read.row_files import sft_row
+from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
+
+_KEPT = ("problem_type", "question_type", "source", "uuid")
+
+
+class OpenR1MathOptions(StrictModel):
+    """How the problem is put."""
+
+    instruction: str = INSTRUCTION
+    """Added to every problem after a line break; empty adds nothing."""
+    data_source: str = "open-r1/OpenR1-Math-220k"
+
+
+class OpenR1Math(Preprocessor[OpenR1MathOptions]):
+    """Problem, answer, and a checked generation."""
+
+    default_subset = "data"
+    rl_columns = ("problem", "solution", "answer")
+    sft_columns = ("problem", "solution", "answer", "messages")
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The column `answer` is the ground truth; what is known of the problem is kept."""
+        return RLRow(
+            self.options.data_source,
+            (self._problem(columns),),
+            "math",
+            RewardModel("rule", text_answer(columns.get("answer"), "answer")),
+            {name: columns[name] for name in _KEPT if columns.get(name) is not None},
+        )
+
+    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+        """The answer of `messages`, to the prompt of the RL row."""
+        answered = sft_row({"messages": columns.get("messages")}).messages[-1]
+        messages = (self._problem(columns), Message("assistant", answered.content.strip()))
+        return SFTRow(messages, self.options.data_source)
+
+    def _problem(self, columns: Mapping[str, Any]) -> Message:
+        problem = check_text(columns.get("problem"), "problem").strip()
+        return Message("user", "\n".join(filter(None, (problem, self.options.instruction))))

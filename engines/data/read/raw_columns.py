@@ -1,0 +1,112 @@
+"""Raw columns as messages, lists and objects: the shapes that readers deliver.
+
+Promises: a value of another shape raises `RowError` with the path of the first thing wrong in it.
+Lists and objects are read from JSON text as well, for tables of text hold nothing else.
+Does not promise: the order of messages; `engines.data.read.rows` checks that.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engines.data.read.rows import ROLES, Message, RowError, check_text, type_name
+
+
+def parse_messages(value: object, name: str) -> tuple[Message, ...]:
+    """Messages of a raw row: a list of `{role, content}`, or a string for one user message.
+
+    Args:
+        value: as a reader delivers it.
+        name: the field's name, for errors.
+
+    Returns:
+        At least one message; their order is not checked here.
+
+    Raises:
+        RowError: another type, an unknown role, or content that is not text.
+    """
+    if value is None:
+        raise RowError(f"{name} is null")
+    if isinstance(value, str):
+        return (Message("user", check_text(value, name)),)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise RowError(f"{name} is {type_name(value)}; need a list of messages")
+    if not value:
+        raise RowError(f"{name} is empty")
+    messages = []
+    for place, item in enumerate(value):
+        where = f"{name}[{place}]"
+        if not isinstance(item, Mapping):
+            raise RowError(f"{where} is {type_name(item)}; need an object with role and content")
+        role = item.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise RowError(f"{where}.role is {role!r}; need system, user, assistant or tool")
+        if item.get("tool_calls"):
+            raise RowError(f"{where}.tool_calls is given; need each call as text, in content")
+        messages.append(Message(role, check_text(item.get("content"), f"{where}.content")))
+    return tuple(messages)
+
+
+def parse_json_list(value: object, name: str) -> Sequence[Any]:
+    """A list given as such or, as in a table of text, as JSON text.
+
+    Args:
+        value: anything.
+        name: the field's name, for errors.
+
+    Returns:
+        At least one item; none is checked here.
+
+    Raises:
+        RowError: it is neither, or empty.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(check_text(value, name))
+        except (RecursionError, json.JSONDecodeError) as error:
+            raise RowError(f"{name} is text that is not JSON ({error}); need a list") from None
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{name} is {'null' if value is None else type_name(value)}; need a list")
+    if not value:
+        raise RowError(f"{name} is empty")
+    return value
+
+
+def parse_json_object(value: object, name: str) -> dict[str, Any]:
+    """An object given as such or as JSON text; null is the empty object.
+
+    Args:
+        value: anything.
+        name: the field's name, for errors.
+
+    Returns:
+        A new mapping; its values are not checked here.
+
+    Raises:
+        RowError: it is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"{name} is text that is not JSON ({error})") from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"{name} is {type_name(value)}; need an object")
+    return dict(value)
+
+
+def check_weight(turn: Mapping[str, Any], role: str, where: str) -> None:
+    """Refuse an answer that its row says not to train on: nothing here can leave one out.
+
+    Args:
+        turn: the raw message.
+        role: its role.
+        where: its place, for errors.
+
+    Raises:
+        RowError: it is the assistant's, and its `weight` is 0.
+    """
+    if role == "assistant" and turn.get("weight") == 0:
+        raise RowError(f"{where}.weight is 0; every answer is trained on; need another weight")
