@@ -9,6 +9,7 @@
     ├── StoreError                    a store elsewhere refused, and says nothing of what it holds
     │   ├── StoreDeniedError          it does not let us
     │   └── StoreUnreachableError     no answer, or a failure of its own
+    ├── NotExclusiveError             another may be where only one may be
     ├── FencedError                   another attempt took over; this one must not commit
     ├── JournalError                  a journal is damaged before its last record
     ├── JobError
@@ -80,6 +81,10 @@ class StoreDeniedError(StoreError):
 
 class StoreUnreachableError(StoreError):
     """The store gave no answer, or one that says that it failed; asking later may help."""
+
+
+class NotExclusiveError(PipelineError):
+    """Others may be at work where only one may be; what was done until then stands."""
 
 
 class FencedError(PipelineError):

@@ -289,6 +289,7 @@ def _claim(
         storage.attempts.check(before)
         own = storage.attempts.entries(before.fingerprint)[before.number].holder
         holder = own.model_copy(update={"id": claimed.holder, "process": own_stamp()})
+        storage.runs.use(stage.run_key, fingerprint)  # whoever collects garbage has to see it
         storage.attempts.hold(fingerprint, holder, claimed.attempt)
         storage.channel(fingerprint).write_specification(claimed)
         if before.fingerprint in storage.attempts.followed_by(stage.follower):

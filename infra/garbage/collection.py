@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.errors import ArtifactError
-from infra.garbage.survey import YOUNG_S, Survey, SurveyedStage
+from infra.garbage.survey import YOUNG_S, Survey, SurveyedStage, is_done
 from infra.store.inventory import Inventory, Stored
 from infra.store.storage import Storage
 
@@ -41,6 +41,9 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
 
     Returns:
         What was done; that something could not be removed stops nothing else.
+
+    Raises:
+        NotExclusiveError: as of `Inventory.exclusively`, which lasts no more.
     """
     freed_bytes, spared, problems = 0, list[str](), list[str]()
 
@@ -65,7 +68,7 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
     for digest, stored in found.artifacts:
         take(stored, lambda touched_at, digest=digest: digest in named or touched_at > found.at)
     for stored in found.rests:
-        take(stored, lambda _: False)
+        take(stored, lambda _, place=stored.place: _is_at_work(storage, place))
     _forget(storage, inventory, found)
     return Collected(freed_bytes, tuple(spared), tuple(problems))
 
@@ -77,6 +80,17 @@ def _is_used(storage: Storage, stage: SurveyedStage, since: float) -> bool:
         for run in storage.runs.known()
         if stage.fingerprint in run.used_at
     )
+
+
+def _is_at_work(storage: Storage, place: str) -> bool:
+    """Whether these are steps of a stage that somebody computes anew by now."""
+    parts = place.split("/")
+    if parts[0] != "work" or not parts[-1].startswith("steps-"):
+        return False
+    try:
+        return not is_done(storage.attempts.entries(parts[1]))
+    except ArtifactError:
+        return True
 
 
 def _named(storage: Storage, inventory: Inventory) -> set[str]:

@@ -125,7 +125,7 @@ def survey(
         key=lambda stage: (stage.used_at, stage.fingerprint),
     )
     artifacts, leftovers = inventory.artifacts(), inventory.leftovers()
-    steps = {name: inventory.steps(name) for name, log in logs.items() if _is_done(log)}
+    steps = {name: inventory.steps(name) for name, log in logs.items() if is_done(log)}
     total = sum(stored.size_bytes for stored in _all(artifacts, leftovers, stages))
     old_s = max(limits.unused_s, YOUNG_S)
     goes = {stage.fingerprint: stage for stage in stages if _is_old(stage, now, old_s)}
@@ -166,7 +166,7 @@ def _log(storage: Storage, fingerprint: str) -> Log:
         return None
 
 
-def _is_done(log: Log) -> bool:
+def is_done(log: Log) -> bool:
     """Whether a stage is committed, and nobody works on it anew."""
     return bool(log) and log[-1].kind == "committed"
 
@@ -266,7 +266,7 @@ def _being_read(
     """What stages read that may be at work, by digest."""
     found: dict[str, str] = {}
     for fingerprint, log in logs.items():
-        if not log or _is_done(log) or now - inventory.work(fingerprint).touched_at > YOUNG_S:
+        if not log or is_done(log) or now - inventory.work(fingerprint).touched_at > YOUNG_S:
             continue
         try:
             spec = storage.channel(fingerprint).read_specification(log[-1].number)

@@ -82,6 +82,7 @@ class Inventory(Protocol):
             Whether it is gone.
 
         Raises:
+            NotExclusiveError: `exclusively` does not last, or lasts no more.
             OSError: some of it could not be removed; nobody takes it for whole any more.
         """
         ...

@@ -125,7 +125,7 @@ class Attempts(Protocol):
             The right to commit the next entry.
 
         Raises:
-            FencedError: someone else made that entry.
+            FencedError: someone else made that entry, or the log before it was taken away.
         """
         ...
 
@@ -273,7 +273,7 @@ class StageLogs:
         log = self.entries(fingerprint)
         last = log[number - 1] if 0 < number <= len(log) else None
         if number > len(log):
-            raise ValueError(f"entry {number} of a log of {len(log)}")
+            raise FencedError(f"{fingerprint[:12]} lost entries before {number} meanwhile")
         goes_on = last if last is not None and last.kind == "held" else None
         entry = LogEntry(
             kind="held",

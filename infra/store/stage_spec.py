@@ -111,6 +111,8 @@ class NextStage(FrozenModel):
     """What its fingerprint is made of, but for the output's digest."""
     follower: str
     """Who waits for it."""
+    run_key: str
+    """Of the run that uses it, as the store knows it."""
 
 
 class CommitRecord(FrozenModel):

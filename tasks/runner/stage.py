@@ -198,6 +198,7 @@ class StageContext:
             runtime=self._runtime,
             metadata=self._metadata,
             follower=self._follower,
+            run_key=self._run_key,
             adopts=find_adoptable(self._storage, request) if asked else None,
         )
 

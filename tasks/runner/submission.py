@@ -35,6 +35,7 @@ class Submission:
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
         follower: who waits for the stage.
+        run_key: of the run that uses it, as the store knows it.
         adopts: work that the next entry of the log begins with, unless someone else makes it.
     """
 
@@ -46,6 +47,7 @@ class Submission:
         runtime: Runtime,
         metadata: Mapping[str, str],
         follower: str,
+        run_key: str,
         adopts: HalfTrained | None = None,
     ) -> None:
         self._request = request
@@ -55,6 +57,7 @@ class Submission:
         self._adopts_at = len(storage.attempts.entries(request.fingerprint))
         self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
         self._follower = follower
+        self._run_key = run_key
 
     @property
     def config(self) -> StageConfig:
@@ -137,6 +140,7 @@ class Submission:
                 spec=self._specification(after, 0, uuid.uuid4().hex),
                 identity=after.identity,
                 follower=self._follower,
+                run_key=self._run_key,
             ),
         )
 

@@ -77,7 +77,12 @@ def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> Job
         force="",
         follower=name,
         submission=Submission(
-            request=request, storage=store, runtime=runtime, metadata={}, follower=name
+            request=request,
+            storage=store,
+            runtime=runtime,
+            metadata={},
+            follower=name,
+            run_key="a" * 64,
         ),
         storage=store,
         page=RunPage(request.label),

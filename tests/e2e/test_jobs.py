@@ -99,6 +99,7 @@ def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference:
         runtime=Runtime(),
         metadata={},
         follower="me",
+        run_key="a" * 64,
         adopts=work,
     ).submit(Processes(bench), 0, "")  # type: ignore[arg-type]
     record = store.lookup(request.fingerprint)
@@ -362,7 +363,12 @@ def _evaluation_after(
     bench: Bench, config: dict[str, Any], inputs: Mapping[str, Artifact], name: str = ""
 ) -> NextStage:
     identity = {"config": [name, config], "inputs": {n: a.digest for n, a in inputs.items()}}
-    return NextStage(spec=bench.spec("evaluate", config, inputs), identity=identity, follower="run")
+    return NextStage(
+        spec=bench.spec("evaluate", config, inputs),
+        identity=identity,
+        follower="run",
+        run_key="a" * 64,
+    )
 
 
 def _beat(spec: StageSpec) -> Beat:

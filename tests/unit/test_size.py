@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 28_030
+MAX_STATEMENTS = 28_075
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing, a
@@ -37,7 +37,7 @@ that shows them, and two mirrors of a tracker; 30 with targets of plugins that a
 words and the stacks of every rank; 110 with rounds that are judged before their policy is taken;
 200 with files between a driver and processes that have another disk; 210 with data sets, models and
 traces that a tracker shows; 125 with runs that a deployment does for a command; 105 with places and
-devices that are refused, and who holds which stage; 190 with collecting garbage in a bucket: what
+devices that are refused, and who holds which stage; 235 with collecting garbage in a bucket: what
 lies there, and runs that wait while something goes; 80 with rejections told when they fall, what a
 number was before, and room and deployments that are asked for where they count; 80 with data sets
 in tables of text; 90 with conversations in the layouts that people publish, and what tools

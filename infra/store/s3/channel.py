@@ -7,10 +7,13 @@
 
 Promises: as of `infra.store.work_channel`. A reader sees what a writer in his own process wrote at
 once, and what another wrote after `mirror.SHIP_EVERY_S`; a checkpoint, when it was uploaded.
+The directory on a machine belongs to the log that the bucket had then: once that was taken away as
+garbage, what is left of it here goes before the stage is computed anew.
 Does not promise: to bring together what the ranks of several machines write into one checkpoint.
 It has to lie, whole, in the directory of the machine that shares it.
 """
 
+import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -18,7 +21,8 @@ from pathlib import Path
 
 from infra import env
 from infra.errors import StoreError
-from infra.store.atomic import make_directories, remove_directory
+from infra.host.records import file_lock
+from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
 from infra.store.canonical import canonical_json, sha256_json
 from infra.store.heartbeat import Beat, checked_content, parse_beat
 from infra.store.s3 import mirror
@@ -37,6 +41,8 @@ from infra.store.work_channel import (
 
 _DIGITS = 12
 _WITH_STEPS = "with-steps"
+_LOG_MARK = "log"
+LOCK_DEADLINE_S = 60.0
 
 
 class S3Channel:
@@ -52,6 +58,7 @@ class S3Channel:
         self._root = f"work/{fingerprint}"
         self._directory = _local(objects) / fingerprint
         self._fingerprint = fingerprint
+        self._is_of_this_log = False
         self._shippers: list[StepsShipper] = []
         self._journals: dict[int, JournalChunks] = {}
 
@@ -113,12 +120,14 @@ class S3Channel:
 
     def local_dir(self, attempt: int) -> Path:
         """See `WorkChannel.local_dir`."""
+        self._leave_what_was()
         path = self._local_path(attempt)
         mirror.mirror(self._objects, self._name(attempt), path)
         return path
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """See `WorkChannel.steps_dir`."""
+        self._leave_what_was()
         return self._directory / steps_name(generation, adopted)
 
     def share_steps(self, attempt: int, steps: Path) -> None:
@@ -155,6 +164,20 @@ class S3Channel:
             mirror.end(path)
             make_directories(path)
             prune_attempt(path)
+
+    def _leave_what_was(self) -> None:
+        """Remove this machine's directory if it is of a log that the bucket has no more."""
+        first = None if self._is_of_this_log else self._objects.get(f"stages/{self._fingerprint}/0")
+        if first is None:
+            return
+        mark, log = self._directory / _LOG_MARK, hashlib.sha256(first).hexdigest()
+        with file_lock(self._directory.parent / ".lock", LOCK_DEADLINE_S):
+            if mark.exists() and mark.read_text("ascii") != log:
+                mirror.end_below(self._directory)
+                remove_directory(self._directory)
+            make_directories(self._directory)
+            atomic_write_bytes(mark, log.encode("ascii"))
+        self._is_of_this_log = True
 
     def _shared(self, steps: Path) -> SharedSteps:
         return SharedSteps(self._objects, f"{self._root}/{steps.name}", steps)

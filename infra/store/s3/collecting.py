@@ -8,18 +8,19 @@ need something says so first, and then looks here: a run after it marked a stage
 publisher after he wrote a manifest. If he finds no collector, a later one will see what he said;
 else he waits for the end, and looks again what is there.
 
-Promises: a collector that could not beat takes nothing more long before others take him for dead.
+Promises: a collector that did not beat takes nothing more long before others take him for dead; how
+long, the service's clock says, which goes on while a machine sleeps. He stops long before those
+who wait give up.
 Does not promise: that a removal which the service itself holds back for minutes comes to nothing.
 """
 
 import logging
 import threading
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
-from infra.errors import StoreError
+from infra.errors import NotExclusiveError, StoreError
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.s3.objects import Found, Objects
 from infra.waiting import wait_for
@@ -28,7 +29,8 @@ BEAT_EVERY_S = 5.0
 MAX_SILENCE_S = 30.0
 """A collector that did not beat for so long stops; a request that he began may take minutes."""
 STALE_S = 300.0
-"""Without a beat for so long, by the service's clock, a collector is taken for dead."""
+"""Without a beat for so long a collector is taken for dead."""
+MAX_HOLD_S = 1500.0
 WAIT_DEADLINE_S = 3600.0
 POLL_S = 1.0
 _PLACE, _CLOCK = "collecting", "collecting/clock"
@@ -45,7 +47,7 @@ class Collecting:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._number: int | None = None
-        self._beat_at = 0.0
+        self._began_at = 0.0
 
     def wait_until_over(self) -> bool:
         """Wait for the end of a collection.
@@ -57,12 +59,12 @@ class Collecting:
             DeadlineError: it took more than `WAIT_DEADLINE_S`.
             StoreError: the service refused or failed.
         """
-        at = self._under_way()
+        at = self._under_way(self._found())
         if at is None:
             return False
         _log.warning("waiting while garbage is collected: %s", at)
         what = f"the collection of garbage at {at} to end"
-        wait_for(lambda: self._under_way() is None, what, WAIT_DEADLINE_S, POLL_S)
+        wait_for(lambda: self._under_way(self._found()) is None, what, WAIT_DEADLINE_S, POLL_S)
         return True
 
     @contextmanager
@@ -72,11 +74,13 @@ class Collecting:
         Raises:
             StoreError: another collector is at work, or the service refused or failed.
         """
-        at, number = self._under_way(), max(self._found(), default=-1) + 1
+        found = self._found()
+        at, number = self._under_way(found), max(found, default=-1) + 1
         if at is not None or not self._objects.create(_name(number), _content()):
             at = at or self._objects.place(_name(number))
             raise StoreError(f"{at}: another one collects garbage; run again when he is done")
-        self._number, self._beat_at, ended = number, time.monotonic(), threading.Event()
+        self._number, ended = number, threading.Event()
+        self._began_at = self._found()[number].changed_at
         beating = threading.Thread(
             target=self._beat, args=[number, ended], name="collecting", daemon=True
         )
@@ -94,40 +98,40 @@ class Collecting:
         """Refuse to go on.
 
         Raises:
-            StoreError: others may believe by now that nobody collects.
+            NotExclusiveError: others may believe by now that nobody collects, or wait for long.
+            StoreError: the service refused or failed.
         """
-        number = self._number
-        if number is None:
-            raise StoreError(f"{self._objects.place(_PLACE)}: nobody collects here")
-        silent_s = time.monotonic() - self._beat_at
-        if silent_s > MAX_SILENCE_S or max(self._found(), default=-1) != number:
-            raise StoreError(
-                f"{self._objects.place(_name(number))}: no sign of life for {silent_s:.0f} s, so "
-                "that another may collect; nothing more is removed; run again"
+        if self._number is None:
+            raise NotExclusiveError(f"{self._objects.place(_PLACE)}: nobody collects here")
+        now, found = self._now(), self._found()
+        own, where = found.get(self._number), self._objects.place(_name(self._number))
+        if own is None or max(found) != self._number or now - own.changed_at > MAX_SILENCE_S:
+            raise NotExclusiveError(
+                f"{where}: no sign of life for a while, so that others may be at work there; "
+                "nothing more is removed; run again"
+            )
+        if now - self._began_at > MAX_HOLD_S:
+            raise NotExclusiveError(
+                f"{where}: others wait since {MAX_HOLD_S:.0f} s; run again for what is left"
             )
 
     def _beat(self, number: int, ended: threading.Event) -> None:
         while not ended.wait(BEAT_EVERY_S):
-            began_at = time.monotonic()
-            try:
+            with suppress(StoreError):  # `check` sees the silence
                 self._objects.put(_name(number), _content())
-            except StoreError:
-                continue  # `check` sees the silence
-            self._beat_at = began_at
 
-    def _under_way(self) -> str | None:
+    def _under_way(self, found: Mapping[int, Found]) -> str | None:
         """Where the collector beats that is at work; None if nobody is."""
-        found = self._found()
         last = found[max(found)] if found else None
         beat = self._objects.get(last.name) if last and last.size_bytes else None
         if last is None or not beat or is_dead(beat.decode().split()[0]):
             return None
-        # Only the service knows how old its objects are.
+        return None if self._now() - last.changed_at > STALE_S else self._objects.place(last.name)
+
+    def _now(self) -> float:
+        """The service's time, in seconds since the epoch: only it knows how old its objects are."""
         self._objects.put(_CLOCK, b"")
-        at = {each.name: each.changed_at for each in self._objects.listed(f"{_PLACE}/")}
-        if at[_CLOCK] - at.get(last.name, 0.0) > STALE_S:
-            return None
-        return self._objects.place(last.name)
+        return max(each.changed_at for each in self._objects.listed(_CLOCK))
 
     def _found(self) -> dict[int, Found]:
         """What collectors wrote, by their numbers."""

@@ -61,8 +61,7 @@ class S3Inventory:
         now = time.time()
         self._unfinished = {
             f"{each.name}?uploadId={each.upload}": each
-            for each in self._objects.unfinished()
-            if now - each.begun_at > ABANDONED_S
+            for each in self._objects.unfinished(before=now - ABANDONED_S)
         }
         probes = [e for e in self._objects.listed("probes/") if now - e.changed_at > ABANDONED_S]
         return [

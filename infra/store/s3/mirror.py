@@ -208,6 +208,12 @@ def end(directory: Path) -> None:
         known.end()
 
 
+def end_below(directory: Path) -> None:
+    """Mirror nothing below a directory any more, if this process did."""
+    for path in [path for path in _mirrors if path.is_relative_to(directory)]:
+        end(path)
+
+
 def stretches(chunks: Sequence[Chunk], start: int, end: int | None) -> list[Stretch]:
     """Where the bytes from `start` to before `end` are.
 

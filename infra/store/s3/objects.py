@@ -237,30 +237,31 @@ class Objects:
             for error in answer.get("Errors", ()):
                 raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
 
-    def unfinished(self) -> list[Unfinished]:
-        """Uploads in parts that were begun, and neither completed nor aborted; nobody sees them."""
-        cut, bucket = len(self.address.key("")), self.address.bucket
+    def unfinished(self, before: float) -> list[Unfinished]:
+        """Uploads in parts that were begun, and neither completed nor aborted; nobody sees them.
+
+        Args:
+            before: only those that were begun earlier; seconds since the epoch.
+
+        Returns:
+            Less what ends meanwhile.
+        """
+        cut, found = len(self.address.key("")), list[Unfinished]()
         with self._told(""):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=bucket, Prefix=self.address.key("")
+                Bucket=self.address.bucket, Prefix=self.address.key("")
             )
             uploads = [each for page in pages for each in page.get("Uploads", ())]
-            parts = self._client.get_paginator("list_parts")
-            return [
-                Unfinished(
-                    each["Key"][cut:],
-                    each["UploadId"],
-                    sum(
-                        part["Size"]
-                        for page in parts.paginate(
-                            Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"]
-                        )
-                        for part in page.get("Parts", ())
-                    ),
-                    each["Initiated"].timestamp(),
-                )
-                for each in uploads
-            ]
+        for each in uploads:
+            name, upload, begun_at = each["Key"][cut:], each["UploadId"], each["Initiated"]
+            if begun_at.timestamp() < before:
+                with suppress(AbsentError), self._told(name):
+                    parts = self._client.get_paginator("list_parts").paginate(
+                        **self._at(name), UploadId=upload
+                    )
+                    size_bytes = sum(one["Size"] for page in parts for one in page.get("Parts", ()))
+                    found.append(Unfinished(name, upload, size_bytes, begun_at.timestamp()))
+        return found
 
     def abort(self, each: Unfinished) -> None:
         """End an upload in parts; one that is ended already does not matter."""

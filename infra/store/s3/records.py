@@ -100,11 +100,13 @@ class S3Runs:
 
     def __init__(self, objects: Objects, collecting: Collecting) -> None:
         self._objects, self._collecting = objects, collecting
+        self._names: dict[str, str] = {}
 
     def begin(self, key: str, name: str) -> None:
         """See `Runs.begin`."""
-        self._collecting.wait_until_over()
         self._objects.create(f"{_run(key)}/name", name.encode())
+        while self._collecting.wait_until_over():
+            self._objects.create(f"{_run(key)}/name", name.encode())
 
     def use(self, key: str, fingerprint: str) -> None:
         """See `Runs.use`. Waits while garbage is collected: what is looked at next is left."""
@@ -131,7 +133,8 @@ class S3Runs:
         return sorted(runs, key=lambda run: (run.name, run.key))
 
     def forget(self, key: str) -> None:
-        """See `Runs.forget`."""
+        """See `Runs.forget`; asked by whoever collects."""
+        self._collecting.check()
         self._objects.delete([each.name for each in self._objects.listed(f"{_run(key)}/")])
 
     def _say(self, name: str) -> None:
@@ -141,8 +144,12 @@ class S3Runs:
             self._objects.put(name, b"")
 
     def _name(self, key: str) -> str:
-        data = self._objects.get(f"{_run(key)}/name")
-        return key[:12] if data is None else data.decode()
+        if key not in self._names:
+            data = self._objects.get(f"{_run(key)}/name")
+            if data is None:
+                return key[:12]
+            self._names[key] = data.decode()
+        return self._names[key]
 
 
 def _log(fingerprint: str) -> str:

@@ -56,7 +56,7 @@ class Stages:
         if record is None:
             submission = Submission(
                 request=request, storage=self.storage, runtime=Runtime(), metadata={},
-                follower="me", adopts=None,
+                follower="me", run_key=RUN, adopts=None,
             )  # fmt: skip
             attempt = len(self.storage.attempts.entries(fingerprint))
             submission.submit(Jobs(), attempt, "")  # type: ignore[arg-type]

@@ -6,14 +6,16 @@ Things in a bucket are as old as the service says, so here the survey looks from
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
-from infra.errors import StoreError
+from infra import env
+from infra.errors import NotExclusiveError, StoreError
 from infra.faults import InjectedFaultError
 from infra.garbage import survey as survey_module
 from infra.garbage.collection import Collected, collect
@@ -22,9 +24,9 @@ from infra.services.held_stages import held_stages
 from infra.store.canonical import sha256_json
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
-from infra.store.s3 import collecting, inventory
+from infra.store.s3 import collecting, inventory, mirror
 from infra.store.s3.address import S3Address
-from infra.store.s3.objects import Objects
+from infra.store.s3.objects import Found, Objects
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
@@ -108,11 +110,12 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def store(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for name, value in environment(endpoint).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(collecting, "POLL_S", 0.05)
-    return Store(tmp_path, monkeypatch)
+    yield Store(tmp_path, monkeypatch)
+    mirror.end_below(tmp_path)
 
 
 def test_what_nothing_used_for_long_goes_to_the_last_object(store: Store) -> None:
@@ -164,7 +167,7 @@ def test_steps_of_a_done_stage_and_abandoned_uploads_go_at_once(
     assert store.collect(storage).freed_bytes == 1500
     assert not store.objects.listed("with-steps/")
     assert not store.objects.listed(f"{steps}/")
-    assert store.objects.unfinished() == []
+    assert store.objects.unfinished(before=time.time()) == []
     assert store.has("done")
 
 
@@ -199,8 +202,8 @@ def test_a_run_waits_for_the_end_and_then_sees_what_is_left(store: Store) -> Non
     waits, ended = threading.Event(), threading.Event()
     under_way = runner._collecting._under_way
 
-    def told() -> str | None:
-        at = under_way()
+    def told(found: Mapping[int, Found]) -> str | None:
+        at = under_way(found)
         if at is not None:
             waits.set()
         return at
@@ -243,6 +246,54 @@ def test_a_publisher_waits_for_the_end_and_sends_what_went(
     assert store.open().verify(artifact, "bytes")
 
 
+def test_what_a_machine_kept_of_a_log_that_went_is_no_part_of_the_next(store: Store) -> None:
+    store.commit("again")
+    home = env.home()
+    steps = S3Storage(store.uri).channel(fp("again")).steps_dir(0)
+    (steps / "step-00000001").mkdir(parents=True)
+    store.later(40)
+    store.collect()
+    env.set_for_process(env.RLHF_HOME.name, str(home))
+    storage = S3Storage(store.uri)
+    storage.attempts.hold(fp("again"), Holder(id="anew", process=own_stamp()), 0)
+    directory = storage.channel(fp("again")).local_dir(0)
+    assert not (directory / "journal.jsonl").exists()
+    assert not steps.exists()
+    assert storage.channel(fp("again")).read_journal(0) == b""
+
+
+def test_steps_that_somebody_makes_meanwhile_stay(store: Store) -> None:
+    store.commit("done")
+    collector, runner = store.open(), store.open()
+    place = f"work/{fp('done')}/steps-2"
+    runner.runs.use(fp("a run"), fp("done"))
+    store.objects.put(f"{place}/00000001-{'a' * 64}/weights", b"w")
+    with collector.inventory.exclusively():
+        found = store.survey(collector)
+        assert [each.place for each in found.rests] == [place]
+        runner.attempts.hold(fp("done"), Holder(id="forced", process=own_stamp()), 2, "token")
+        assert collect(collector, collector.inventory, found).spared == (place,)
+    assert store.objects.listed(place)
+
+
+def test_an_upload_that_ends_meanwhile_is_none(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = {"Bucket": BUCKET, "Key": store.objects.address.key("large")}
+    client = store.objects._client
+    upload = client.create_multipart_upload(**at)["UploadId"]
+    paginator = client.get_paginator
+
+    def ended_before(operation: str) -> Any:
+        if operation == "list_parts":
+            client.abort_multipart_upload(**at, UploadId=upload)
+        return paginator(operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "get_paginator", ended_before)
+        assert store.objects.unfinished(before=time.time()) == []
+
+
 def test_of_two_collectors_one_is_refused(store: Store) -> None:
     store.commit("old")
     store.later(40)
@@ -250,9 +301,11 @@ def test_of_two_collectors_one_is_refused(store: Store) -> None:
     with first.inventory.exclusively():
         with pytest.raises(StoreError, match="another one collects"):
             store.collect(second)
+        with pytest.raises(NotExclusiveError, match="nobody collects"):
+            second.runs.forget(fp("a run"))
         first.inventory.take("stages/none", lambda _: False)
     assert store.collect(second).problems == ()
-    with pytest.raises(StoreError, match="nobody collects"):
+    with pytest.raises(NotExclusiveError, match="nobody collects"):
         first.inventory.take("stages/none", lambda _: False)
 
 
@@ -269,20 +322,24 @@ def test_a_collector_that_was_taken_for_dead_removes_nothing(
             assert not store.open()._collecting.wait_until_over(), "nobody waits for the dead"
             with store.open().inventory.exclusively():
                 before = store.names()
-                done = collect(first, first.inventory, found)
+                with pytest.raises(NotExclusiveError, match="others may be at work"):
+                    collect(first, first.inventory, found)
                 assert store.names() == before
-    assert done.freed_bytes == 0
-    assert all("another may collect" in problem for problem in done.problems)
     assert store.has("old")
 
 
 def test_a_collector_without_a_beat_stops(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "MAX_SILENCE_S", 0.05)
     storage = store.open()
     with storage.inventory.exclusively():
-        time.sleep(0.1)
-        with pytest.raises(StoreError, match="no sign of life"):
-            storage.inventory.take("stages/none", lambda _: False)
+        with monkeypatch.context() as patched:
+            patched.setattr(collecting, "MAX_SILENCE_S", -1.0)
+            with pytest.raises(NotExclusiveError, match="no sign of life"):
+                storage.inventory.take("stages/none", lambda _: False)
+        with monkeypatch.context() as patched:
+            patched.setattr(collecting, "MAX_HOLD_S", -1.0)
+            with pytest.raises(NotExclusiveError, match="others wait"):
+                storage.inventory.take("stages/none", lambda _: False)
+        assert storage.inventory.take("stages/none", lambda _: False)
 
 
 def test_a_killed_collector_of_this_machine_keeps_nobody(store: Store) -> None:

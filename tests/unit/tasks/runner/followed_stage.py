@@ -62,6 +62,7 @@ class Stage:
             runtime=Runtime(),
             metadata={"flow_run_id": "f"},
             follower="me",
+            run_key="a" * 64,
         )
         self.said: list[str] = []
         self.records: list[JournalRecord] = []

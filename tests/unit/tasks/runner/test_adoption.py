@@ -47,6 +47,7 @@ class Work:
             runtime=Runtime(),
             metadata={},
             follower="me",
+            run_key="a" * 64,
             adopts=adopts,
         )
         submission.submit(Jobs(), attempt, "")  # type: ignore[arg-type]

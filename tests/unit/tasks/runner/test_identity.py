@@ -72,7 +72,12 @@ def test_an_evaluation_after_training_is_that_of_its_own_request(
     for label in ("sft", "rl_round_1", "rl_round_2"):
         own, request = runner.requests[f"evaluate_{label}"], runner.requests[label]
         submission = Submission(
-            request=request, storage=storage, runtime=Runtime(), metadata={}, follower="run"
+            request=request,
+            storage=storage,
+            runtime=Runtime(),
+            metadata={},
+            follower="run",
+            run_key="a" * 64,
         )
         submission.submit(Accepting(), 2, "again")  # type: ignore[arg-type]
         told = storage.channel(request.fingerprint).read_specification(2).then
@@ -91,7 +96,12 @@ def test_a_stage_that_needs_other_places_is_left_to_a_job_of_its_own(
         request = runner.requests[label]
         assert request.then is not None
         submission = Submission(
-            request=request, storage=storage, runtime=Runtime(), metadata={}, follower="run"
+            request=request,
+            storage=storage,
+            runtime=Runtime(),
+            metadata={},
+            follower="run",
+            run_key="a" * 64,
         )
         submission.submit(Accepting(), 2, "again")  # type: ignore[arg-type]
         told = storage.channel(request.fingerprint).read_specification(2).then

@@ -251,7 +251,8 @@ def test_followers_that_died_are_not_counted(uri: str) -> None:
 
 
 def test_runs_say_what_they_use(uri: str) -> None:
-    runs, key = S3Storage(uri).runs, "a" * 64
+    store, key = S3Storage(uri), "a" * 64
+    runs = store.runs
     runs.begin(key, "nightly")
     runs.begin(key, "another name")
     runs.use(key, FINGERPRINT)
@@ -266,5 +267,6 @@ def test_runs_say_what_they_use(uri: str) -> None:
     assert abs(known.used_at[FINGERPRINT] - time.time()) < 60
     runs.keep(key, False)
     assert not runs.known()[0].kept
-    runs.forget(key)
+    with store.inventory.exclusively():
+        runs.forget(key)
     assert runs.known() == []
