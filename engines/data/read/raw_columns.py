@@ -61,10 +61,7 @@ def parse_json_list(value: object, name: str) -> Sequence[Any]:
         RowError: it is neither, or empty.
     """
     if isinstance(value, str):
-        try:
-            value = json.loads(check_text(value, name))
-        except (RecursionError, json.JSONDecodeError) as error:
-            raise RowError(f"{name} is text that is not JSON ({error}); need a list") from None
+        value = parse_json(check_text(value, name), name, "need a list")
     if not isinstance(value, list | tuple):
         raise RowError(f"{name} is {'null' if value is None else type_name(value)}; need a list")
     if not value:
@@ -86,15 +83,32 @@ def parse_json_object(value: object, name: str) -> dict[str, Any]:
         RowError: it is neither.
     """
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"{name} is text that is not JSON ({error})") from None
+        value = parse_json(value, name, "need an object")
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise RowError(f"{name} is {type_name(value)}; need an object")
     return dict(value)
+
+
+def parse_json(text: str, name: str, need: str) -> Any:
+    """The value that JSON text stands for.
+
+    Args:
+        text: a cell of a table.
+        name: the field's name, for errors.
+        need: what has to stand there, for errors.
+
+    Returns:
+        Any JSON value.
+
+    Raises:
+        RowError: it is no JSON, is nested too deeply, or holds a number of too many digits.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{name} is text that is not JSON ({error}); {need}") from None
 
 
 def check_weight(turn: Mapping[str, Any], role: str, where: str) -> None:

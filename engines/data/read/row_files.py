@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from engines.data.read.raw_columns import (
     check_weight,
+    parse_json,
     parse_json_list,
     parse_json_object,
     parse_messages,
@@ -278,7 +279,8 @@ def _reward_model(value: object) -> RewardModel:
         raise RowError("reward_model is null; need style and ground_truth")
     answer = columns.get("ground_truth")
     if answer is None and columns.get("ground_truth_json") is not None:
-        answer = json.loads(columns["ground_truth_json"])
+        name = "reward_model.ground_truth_json"
+        answer = parse_json(check_text(columns["ground_truth_json"], name), name, "need a value")
     style = columns.get("style")
     return RewardModel("rule" if style is None else check_text(style, "reward_model.style"), answer)
 
