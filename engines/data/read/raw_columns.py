@@ -6,14 +6,19 @@ Does not promise: the order of messages; `engines.data.read.rows` checks that.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.data.read.rows import ROLES, Message, RowError, check_text, type_name
 
+_BEGINS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+
 
 def parse_messages(value: object, name: str) -> tuple[Message, ...]:
     """Messages of a raw row: a list of `{role, content}`, or a string for one user message.
+
+    A string that is the JSON text of such a list is the list.
 
     Args:
         value: as a reader delivers it.
@@ -27,6 +32,7 @@ def parse_messages(value: object, name: str) -> tuple[Message, ...]:
     """
     if value is None:
         raise RowError(f"{name} is null")
+    value = messages_of_text(value, name)
     if isinstance(value, str):
         return (Message("user", check_text(value, name)),)
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
@@ -45,6 +51,50 @@ def parse_messages(value: object, name: str) -> tuple[Message, ...]:
             raise RowError(f"{where}.tool_calls is given; need each call as text, in content")
         messages.append(Message(role, check_text(item.get("content"), f"{where}.content")))
     return tuple(messages)
+
+
+def messages_of_text(value: object, name: str) -> object:
+    """The list where a text is the JSON of messages, as in a table of text; else the value.
+
+    Args:
+        value: of a column that may hold a text or messages.
+        name: the field's name, for errors.
+
+    Returns:
+        A list of which at least one item has a `role`, or the value as it is.
+
+    Raises:
+        RowError: it begins like a list of messages and is no JSON: pandas writes lists so.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if _BEGINS_LIKE_MESSAGES.match(value):
+            raise RowError(
+                f"{name} begins like a list of messages and is not JSON ({error}); need JSON text"
+            ) from None
+        return value
+    return items if any(isinstance(item, Mapping) and "role" in item for item in items) else value
+
+
+def check_one_text(value: str, name: str) -> str:
+    """Refuse the JSON text of messages where one text stands for a turn.
+
+    Args:
+        value: the text.
+        name: the field's name, for errors.
+
+    Returns:
+        The value as it is.
+
+    Raises:
+        RowError: it is such JSON text.
+    """
+    if messages_of_text(value, name) is not value:
+        raise RowError(f"{name} is a list of messages as JSON text; need the text of one turn")
+    return value
 
 
 def parse_json_list(value: object, name: str) -> Sequence[Any]:
