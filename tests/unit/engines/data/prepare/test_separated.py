@@ -123,7 +123,7 @@ def test_fields_longer_than_the_library_takes_by_itself(tmp_path: Path) -> None:
 def test_a_quote_that_is_never_closed_takes_a_bounded_part(tmp_path: Path) -> None:
     most = 16 * 2**20
     path = write(tmp_path / "t.csv", f'a,b\n0,"{"x" * most}"\n')
-    assert [len(row["b"]) for row in columns(path)] == [most]
+    assert columns(path) == [{"a": "0", "b": "x" * most}]
     line = "1,2\n"
     path = write(tmp_path / "t.csv", f'a,b\n0,"never\n{line * (most // 4)}{line * 10**6}')
     with path.open("rb") as file:
