@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from engines.config.base import StrictModel, local_path
 
-TYPED_SUFFIXES = (".parquet", ".json", ".jsonl")
 SEPARATED_SUFFIXES = (".csv", ".tsv")
-DATA_SUFFIXES = (*TYPED_SUFFIXES, *SEPARATED_SUFFIXES)
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl", *SEPARATED_SUFFIXES)
 """Files that a source may consist of; each may be packed."""
 PACKED_SUFFIX = ".gz"
 AUTO = "auto"
@@ -58,8 +57,8 @@ class SourceConfig(StrictModel):
     preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, perhaps packed (.gz), a directory of such
-    files, or a hub id. The .csv and .tsv files of a directory are read where it has none of the
-    others."""
+    files, or a hub id. The .csv and .tsv files of a directory are read where its split has none of
+    the others."""
     split: str = "train"
     """Split to read where file or folder names tell splits apart; ignored for a single file."""
     subset: str | None = None

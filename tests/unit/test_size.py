@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 28_075
+MAX_STATEMENTS = 28_120
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing, a
@@ -42,7 +42,8 @@ lies there, and runs that wait while something goes; 80 with rejections told whe
 number was before, and room and deployments that are asked for where they count; 80 with data sets
 in tables of text; 90 with conversations in the layouts that people publish, and what tools
 returned in them; 70 with layouts that are recognised by what rows hold; 40 with OpenR1-Math and
-packed files.
+packed files; 44 with conversations as JSON text in tables, wrong quotes told from bad rows, and
+tables that are passed over.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

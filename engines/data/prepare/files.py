@@ -2,21 +2,21 @@
 
 Promises: files in the order of their relative names; in a directory that separates splits by
 file or folder name only the split asked for is read, so test rows never slip into training. Tables
-of text (.csv, .tsv) often repeat the files with types beside them: they are read where there are
-none.
+of text (.csv, .tsv) often repeat the files with types beside them: of a split they are read where
+it has no others, and else named in errors.
 Does not promise: a network; a hub id that cannot be reached is an error that says so.
 """
 
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.config.data import (
     DATA_SUFFIXES,
     PACKED_SUFFIX,
     SEPARATED_SUFFIXES,
-    TYPED_SUFFIXES,
     SourceConfig,
     unpacked_suffix,
 )
@@ -25,8 +25,13 @@ from infra.identity.hub import hub_snapshot
 
 _CONVERSIONS = {".txt": "; write one JSON object a line, as .jsonl"}
 """What to do with files that people bring, by suffix."""
-_NO_ROWS = ("dataset_info.json", "dataset_infos.json")
-"""What the library `datasets` writes beside rows."""
+_NO_ROWS = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset-metadata.json",
+    "datapackage.json",
+)
+"""What lies beside rows: of the library `datasets`, of Kaggle, of the Data Package standard."""
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -37,10 +42,19 @@ class SourceFiles:
     Attributes:
         files: at least one.
         revision: commit of a hub data set, None for local files.
+        passed_over: tables of text of the same split, which are not read for these files' sake.
     """
 
     files: tuple[Path, ...]
     revision: str | None = None
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """What an error about the files' columns says of the tables that were passed over."""
+        if not self.passed_over:
+            return ""
+        return f"; not read beside it: {_some(self.passed_over)} (to read one, name it as the path)"
 
 
 def resolve_source(source: SourceConfig, field: str, default_subset: str | None) -> SourceFiles:
@@ -67,22 +81,22 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
             )
         return SourceFiles((path,))
     if path.is_dir():
-        return SourceFiles(_files_of_split(path, source, field, default_subset))
+        return _files_of_split(path, source, field, default_subset)
     if source.revision is None:
         raise ConfigError(f"{field}.path", _absent(path))
     patterns = [f"*{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX)]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
-    return SourceFiles(_files_of_split(root, source, field, default_subset), root.name)
+    return replace(_files_of_split(root, source, field, default_subset), revision=root.name)
 
 
 def _files_of_split(
     root: Path, source: SourceConfig, field: str, default_subset: str | None
-) -> tuple[Path, ...]:
+) -> SourceFiles:
     subset = source.subset
     if subset is None and default_subset and (root / default_subset).is_dir():
         subset = default_subset
     top = root / subset if subset else root
-    files = _named(top, root, TYPED_SUFFIXES) or _named(top, root, SEPARATED_SUFFIXES)
+    files = _named(top, root)
     if not files:
         raise ConfigError(
             f"{field}.{'subset' if source.subset else 'path'}",
@@ -97,11 +111,14 @@ def _files_of_split(
                 f"{_some(files)}",
             )
         files = chosen
-    return tuple(root / name for name in files)
+    tables = [name for name in files if unpacked_suffix(Path(name)) in SEPARATED_SUFFIXES]
+    typed = [name for name in files if name not in tables]
+    passed_over = tuple(tables) if typed else ()
+    return SourceFiles(tuple(root / name for name in typed or tables), passed_over=passed_over)
 
 
-def _named(top: Path, root: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Names, relative to `root`, of the files below `top` that hold this, sorted.
+def _named(top: Path, root: Path) -> list[str]:
+    """Names, relative to `root`, of the files below `top` that may hold rows, sorted.
 
     Of a file that lies there both packed and unpacked, one.
     """
@@ -109,7 +126,7 @@ def _named(top: Path, root: Path, suffixes: tuple[str, ...]) -> list[str]:
         path.relative_to(root).as_posix()
         for path in top.rglob("*.*")
         if path.is_file()
-        and unpacked_suffix(path) in suffixes
+        and unpacked_suffix(path) in DATA_SUFFIXES
         and not (path.suffix == PACKED_SUFFIX and path.with_suffix("").exists())
         and path.name not in _NO_ROWS
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
@@ -131,5 +148,5 @@ def _absent(path: Path) -> str:
     return f"{text})"
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from engines.config.data import AUTO, SourceConfig
 from engines.config.plugins import recognised_layouts
-from engines.data.prepare.files import resolve_source
+from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file
@@ -139,7 +139,8 @@ def _layouts(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Iterator[L
 
 
 def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[RowT]:
-    file, rows = _first_rows(source, path)
+    files = resolve_source(source, path, None)
+    file, rows = _first_rows(files, source, path)
     present = list(dict.fromkeys(name for raw in rows for name in raw.columns))
     named = layouts_with(present, source, path, kind)
     able = [each for each in named if any(not isinstance(each.row(raw), BadRow) for raw in rows)]
@@ -148,7 +149,7 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
     ]
     if len(fitting) == 1:
         return fitting[0]
-    found = f"got auto; columns of {file.name}: {', '.join(present) or 'none'}"
+    found = f"got auto; columns of {file.name}: {', '.join(present) or 'none'}{files.note}"
     if fitting:
         names = ", ".join(each.name for each in fitting)
         raise ConfigError(f"{path}.format", f"{found}; {names} all fit; need one; name it")
@@ -164,10 +165,12 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
     )
 
 
-def _first_rows(source: SourceConfig, path: str) -> tuple[Path, Sequence[RawRow]]:
+def _first_rows(
+    files: SourceFiles, source: SourceConfig, path: str
+) -> tuple[Path, Sequence[RawRow]]:
     """The first readable rows of the first file that has some."""
     unreadable: list[BadRow] = []
-    for file in resolve_source(source, path, None).files:
+    for file in files.files:
         read = list(islice(read_file(file), LOOK_ROWS))
         if rows := [raw for raw in read if isinstance(raw, RawRow)]:
             return file, rows

@@ -2,8 +2,8 @@
 
 Promises: rows come in file order and as they are read; every value is text, an empty field the
 empty text; a field in double quotes may hold separators, line breaks and doubled quotes; a record
-that is cut off, misquoted, not UTF-8 or of another length than the header comes as a `BadRow` with
-the line it begins at.
+that is not UTF-8 or of another length than the header comes as a `BadRow` with the line it begins
+at. Behind a wrong quote nobody knows where a record begins: that is an error of the file.
 Does not promise types: a list or an object in a field is its JSON text.
 """
 
@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 from infra.errors import ConfigError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_MAX_FIELD_CHARACTERS = 2**27
+_MAX_FIELD_CHARACTERS = 16 * 2**20
 """A quote that is never closed must not take the whole of a large file into memory."""
+_UNKNOWN = "so what follows is not known"
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,17 @@ def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[Record]
         Record: in file order; empty lines are none.
 
     Raises:
-        ConfigError: the header is no list of different names, separated in this way.
+        ConfigError: the header is no list of different names, separated in this way; a record is
+            quoted wrongly, or cut off, or a field of it is too long; lines end with CR alone.
     """
     # The limit belongs to the process; nothing else here reads such files.
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
-    records = _records(csv.reader(_lines(file), delimiter=separator, strict=True))
+    records = _records(csv.reader(_lines(file), delimiter=separator, strict=True), path)
     _, header = next(records, (1, []))
     names = _header(header, f"{path.name}:1", separator)
     for line, fields in records:
-        problem = fields if isinstance(fields, str) else _problem(names, fields)
-        known = {} if problem or isinstance(fields, str) else zip(names, fields, strict=True)
+        problem = _problem(names, fields)
+        known = {} if problem else zip(names, fields, strict=True)
         yield Record(line, dict(known), problem)
 
 
@@ -69,8 +71,8 @@ def _lines(file: BinaryIO) -> Iterator[str]:
         yield whole.decode("utf-8", "surrogateescape")
 
 
-def _records(reader: Any) -> Iterator[tuple[int, list[str] | str]]:
-    """Each record's first line and its fields, or why it has none."""
+def _records(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each record's first line and its fields."""
     while True:
         begin = reader.line_num + 1
         try:
@@ -78,15 +80,29 @@ def _records(reader: Any) -> Iterator[tuple[int, list[str] | str]]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield begin, f"not a record ({error})"
-            continue
+            raise ConfigError(f"{path.name}:{begin}", _damage(str(error))) from None
         if fields:
             yield begin, fields
 
 
-def _header(fields: list[str] | str, place: str, separator: str) -> list[str]:
-    if isinstance(fields, str):
-        raise ConfigError(place, f"{fields}; need a header of column names")
+def _damage(reason: str) -> str:
+    """What to do about a record that the library cannot read, by the beginning of its reason."""
+    if reason.startswith("field larger"):
+        return (
+            f"a field of the record that begins here has more than {_MAX_FIELD_CHARACTERS} "
+            "characters; need fewer; close its quote, or keep such texts in .jsonl"
+        )
+    if reason.startswith("unexpected end"):
+        return f"the record that begins here is cut off inside quotes, {_UNKNOWN}; close the quote"
+    if reason.startswith("new-line"):
+        return "a line ends with CR alone; need LF or CR LF; save the file with such line ends"
+    return (
+        f"the record that begins here is quoted wrongly ({reason}), {_UNKNOWN}; need a separator "
+        "or line end behind a closing quote, and quotes inside a field doubled; mend the file"
+    )
+
+
+def _header(fields: list[str], place: str, separator: str) -> list[str]:
     names = [name.strip() for name in fields]
     if (problem := _problem(names, names)) is not None:
         raise ConfigError(place, f"{problem}; need a header in UTF-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.data.prepare.files import resolve_source
+from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.layouts import (
     LOOK_ROWS,
     PREFERENCE_ROWS,
@@ -127,14 +127,16 @@ def first_preference_row(source: SourceConfig, path: str) -> PreferenceRow:
 def _first_row(source: SourceConfig, path: str, kind: RowKind[RowT]) -> RowT:
     layout = layout_of(source, path, kind)
     problems: list[ConfigError] = []
-    for file in resolve_source(source, path, layout.preprocessor.default_subset).files:
+    files = resolve_source(source, path, layout.preprocessor.default_subset)
+    for file in files.files:
         for raw in islice(read_file(file), LOOK_ROWS):
             if isinstance(raw, BadRow):
                 problems.append(ConfigError(raw.place, raw.problem))
                 continue
             absent = [name for name in layout.columns if name not in raw.columns]
             if absent:
-                problems.append(_absent_column(absent[0], raw.columns, file, source, path, layout))
+                found = _found(file, raw.columns, files)
+                problems.append(_absent_column(absent[0], raw.columns, found, source, path, layout))
                 continue
             row = layout.row(raw)
             if not isinstance(row, BadRow):
@@ -145,22 +147,26 @@ def _first_row(source: SourceConfig, path: str, kind: RowKind[RowT]) -> RowT:
     raise ConfigError(f"{path}.path", f"{source.path}: 0 rows; need at least 1")
 
 
+def _found(file: Path, columns: Iterable[str], files: SourceFiles) -> str:
+    """Where a column is not, for errors."""
+    return f"not in {file.name}; columns: {', '.join(columns) or 'none'}{files.note}"
+
+
 def _absent_column(
     name: str,
     columns: Iterable[str],
-    file: Path,
+    found: str,
     source: SourceConfig,
     path: str,
     layout: Layout[RowT],
 ) -> ConfigError:
     """The error about a column that a layout needs; names the layouts that have what is there."""
-    present = list(columns)
-    others = [each.name for each in layouts_with(present, source, path, layout.kind)]
+    others = [each.name for each in layouts_with(columns, source, path, layout.kind)]
     fitting = ", ".join(name for name in others if name != layout.name)
     remedy = f"; these columns fit: {fitting}" if fitting else ""
     return ConfigError(
         f"{path}.{layout.preprocessor.column_field(name)}",
-        f"{name!r} not in {file.name}; columns: {', '.join(present) or 'none'}{remedy}",
+        f"{name!r} {found}{remedy}",
     )
 
 
@@ -194,7 +200,7 @@ def _load_source(
     seen: set[tuple[Message, ...]] = set()
     num_usable = 0
     for file in files.files:
-        for row in _parse_file(file, source, path, layout, bad):
+        for row in _parse_file(file, files, source, path, layout, bad):
             num_usable += 1
             # While reading: a file may repeat each of its rows a hundred times.
             if layout.preprocessor.drop_duplicates and layout.kind.identity(row) in seen:
@@ -250,7 +256,12 @@ class _BadRows:
 
 
 def _parse_file(
-    file: Path, source: SourceConfig, path: str, layout: Layout[RowT], bad: _BadRows
+    file: Path,
+    files: SourceFiles,
+    source: SourceConfig,
+    path: str,
+    layout: Layout[RowT],
+    bad: _BadRows,
 ) -> Iterator[RowT]:
     """The file's usable rows; a column that none of its rows has is the configuration's fault."""
     missing: Counter[str] = Counter()
@@ -275,7 +286,7 @@ def _parse_file(
             yield row
     for name, count in missing.items():
         if count == num_rows:
-            raise _absent_column(name, seen, file, source, path, layout)
+            raise _absent_column(name, seen, _found(file, seen, files), source, path, layout)
     for problem in problems:
         bad.add(problem)
 

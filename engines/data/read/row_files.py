@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 
 from engines.data.read.raw_columns import (
     check_weight,
+    messages_of_text,
+    parse_json,
     parse_json_list,
     parse_json_object,
     parse_messages,
@@ -119,8 +121,8 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     """A pair from its raw columns, in the forms that people publish.
 
     An answer is a text, a list of one message of the assistant, or a whole conversation that ends
-    with it. Without a column `prompt`, or with one that is a text, the conversations say what was
-    answered; they may differ in their last message only.
+    with it; lists may be JSON text. Without a column `prompt`, or with one that is a text, the
+    conversations say what was answered; they may differ in their last message only.
 
     Args:
         columns: `chosen` and `rejected` are needed; `prompt`, `data_source` and `margin` may be
@@ -138,10 +140,11 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     if chosen_prompt != rejected_prompt:
         raise RowError("chosen and rejected answer different prompts; need one that both answer")
     prompt = chosen_prompt
-    if columns.get("prompt") is not None:
-        given = parse_messages(columns["prompt"], "prompt")
+    asked = messages_of_text(columns.get("prompt"), "prompt")
+    if asked is not None:
+        given = parse_messages(asked, "prompt")
         # Beside a conversation a text repeats one of its questions.
-        repeats = isinstance(columns["prompt"], str) and given[0] in prompt
+        repeats = isinstance(asked, str) and given[0] in prompt
         if prompt and given != prompt and not repeats:
             raise RowError("chosen answers another prompt than the column prompt; need the same")
         prompt = prompt or given
@@ -206,7 +209,7 @@ def read_preference_rows(path: Path) -> tuple[PreferenceRow, ...]:
     Raises:
         ConfigError: the file holds something else.
     """
-    return tuple(_read(path, preference_row))
+    return tuple(_read(path, _stored_pair))
 
 
 def read_rl_rows(path: Path) -> tuple[RLRow, ...]:
@@ -254,8 +257,20 @@ def _read(path: Path, parse: Any) -> Any:
             raise ConfigError(f"{path.name} row {number}", str(error)) from None
 
 
+def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
+    """A pair as it was written: its answers are texts, even those that are JSON of messages."""
+    return PreferenceRow(
+        parse_messages(columns.get("prompt"), "prompt"),
+        check_text(columns.get("chosen"), "chosen"),
+        check_text(columns.get("rejected"), "rejected"),
+        check_text(columns.get("data_source"), "data_source"),
+        _margin(columns.get("margin")),
+    )
+
+
 def _answer(value: object, name: str) -> tuple[tuple[Message, ...], str]:
     """The messages before an answer, none where only the answer is given, and its text."""
+    value = messages_of_text(value, name)
     if value is None or isinstance(value, str):
         return (), check_text(value, name)
     messages = parse_messages(value, name)
@@ -278,7 +293,8 @@ def _reward_model(value: object) -> RewardModel:
         raise RowError("reward_model is null; need style and ground_truth")
     answer = columns.get("ground_truth")
     if answer is None and columns.get("ground_truth_json") is not None:
-        answer = json.loads(columns["ground_truth_json"])
+        name = "reward_model.ground_truth_json"
+        answer = parse_json(check_text(columns["ground_truth_json"], name), name, "need a value")
     style = columns.get("style")
     return RewardModel("rule" if style is None else check_text(style, "reward_model.style"), answer)
 

@@ -1,6 +1,7 @@
 """Any table with a question column and an answer column.
 
-The answer is the ground truth of an RL row and the assistant's message of a supervised one.
+The answer is the ground truth of an RL row and the assistant's message of a supervised one. Both
+are texts: a conversation, as a list or as its JSON text, is refused.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.read.raw_columns import check_one_text
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
 
 
@@ -50,12 +52,13 @@ class Columns(Preprocessor[ColumnsOptions]):
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """The question as prompt, the answer as the assistant's message."""
-        answer = Message("assistant", self._answer(columns))
-        return SFTRow((*self._prompt(columns), answer), self.options.data_source)
+        answer = check_one_text(self._answer(columns), self.options.answer_column)
+        said = Message("assistant", answer)
+        return SFTRow((*self._prompt(columns), said), self.options.data_source)
 
     def _prompt(self, columns: Mapping[str, Any]) -> tuple[Message, ...]:
         name = self.options.prompt_column
-        question = check_text(columns.get(name), name)
+        question = check_one_text(check_text(columns.get(name), name), name)
         if self.options.instruction:
             question = f"{question} {self.options.instruction}"
         user = Message("user", question)

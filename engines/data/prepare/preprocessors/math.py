@@ -1,17 +1,20 @@
 """MATH (arXiv:2103.03874): competition problems, columns `problem`, `solution`, `level`, `type`.
 
-The final answer is the content of the last `\\boxed{}` of the solution. Both published forms are
-read: one JSON file per problem in folders per split and subject, and tables with these columns.
+The final answer is the content of the last `\\boxed{}` of the solution, or the column `answer` if
+there is one. The published forms are read: one JSON file per problem in folders per split and
+subject, and tables with these columns, or with `answer`, `subject` and `unique_id` (the card of
+HuggingFaceH4/MATH-500).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
+_KEPT = ("level", "type", "subject", "unique_id")
 _COMMANDS = ("\\boxed", "\\fbox")
 
 
@@ -30,15 +33,18 @@ class MATH(Preprocessor[MATHOptions]):
     sft_columns = ("problem", "solution")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The content of the last box is the ground truth; level and type are kept."""
-        solution = check_text(columns.get("solution"), "solution")
-        kept = {name: columns[name] for name in ("level", "type") if columns.get(name) is not None}
+        """The answer is the ground truth; what is known of the problem is kept."""
+        given = columns.get("answer")
+        if given is None:
+            answer = last_boxed(check_text(columns.get("solution"), "solution"))
+        else:
+            answer = text_answer(given, "answer")
         return RLRow(
             self.options.data_source,
             (self._problem(columns),),
             "math",
-            RewardModel("rule", last_boxed(solution)),
-            kept,
+            RewardModel("rule", answer),
+            {name: columns[name] for name in _KEPT if columns.get(name) is not None},
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:

@@ -30,8 +30,9 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
     """Problem, answer, and a checked generation."""
 
     default_subset = "data"
-    rl_columns = ("problem", "solution", "answer")
-    sft_columns = ("problem", "solution", "answer", "messages")
+    # Not read: other tables of problems with answers have the rest, this one alone generations.
+    rl_columns = ("problem", "solution", "answer", "generations")
+    sft_columns = ("problem", "solution", "answer", "messages", "generations")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """The column `answer` is the ground truth; what is known of the problem is kept."""

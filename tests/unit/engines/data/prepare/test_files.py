@@ -1,11 +1,13 @@
 """Which files a source means."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from engines.config.data import SourceConfig
+from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.files import resolve_source
+from engines.data.prepare.sources import first_rl_row, load_rl_rows
 from infra.errors import ConfigError
 
 
@@ -100,6 +102,45 @@ def test_tables_of_text_are_read_where_nothing_has_types(tmp_path: Path) -> None
     assert chosen(tmp_path / "a") == ["train.csv"]
     assert chosen(tmp_path / "a", split="test") == ["test.tsv"]
     assert chosen(tmp_path / "b") == ["train.parquet"]
+
+
+def test_the_split_is_chosen_before_the_kind_of_file(tmp_path: Path) -> None:
+    make(tmp_path, "train.csv", "test.jsonl", "validation.tsv")
+    assert chosen(tmp_path) == ["train.csv"]
+    assert chosen(tmp_path, split="test") == ["test.jsonl"]
+    assert chosen(tmp_path, split="validation") == ["validation.tsv"]
+    with pytest.raises(ConfigError) as error:
+        chosen(tmp_path, split="dev")
+    assert str(error.value).endswith("named after it; files: test.jsonl, train.csv, validation.tsv")
+
+
+@pytest.mark.parametrize("name", ["dataset-metadata.json", "datapackage.json"])
+def test_what_describes_tables_does_not_hide_them(tmp_path: Path, name: str) -> None:
+    make(tmp_path, name, "a.csv", "b.csv")
+    assert chosen(tmp_path) == ["a.csv", "b.csv"]
+
+
+def test_tables_that_are_passed_over_are_named(tmp_path: Path) -> None:
+    make(tmp_path, *(f"{name}.csv" for name in "fedcba"), "about.json", "deep/train.csv")
+    source = SourceConfig(path=str(tmp_path))
+    assert resolve_source(source, "data.rl.0", None).passed_over == ()
+    (tmp_path / "deep" / "train.csv").unlink()
+    found = resolve_source(source, "data.rl.0", None)
+    assert found.files == (tmp_path / "about.json",)
+    assert found.passed_over == tuple(f"{name}.csv" for name in "abcdef")
+    (tmp_path / "about.json").write_text('{"title": "Sums"}')
+    said = (
+        "columns{}: title; not read beside it: a.csv, b.csv, c.csv, d.csv, e.csv and 1 more (to "
+        "read one, name it as the path)"
+    )
+    named = source.model_copy(update={"format": "columns"})
+    for given, of in ((source, " of about.json"), (named, "")):
+        for read in (
+            lambda given=given: load_rl_rows((given,), "rl", DataConfig(rl=(given,)), 0),
+            lambda given=given: first_rl_row(given, "data.rl.0"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(said.format(of))):
+                read()
 
 
 def test_a_hub_id_without_its_commit_is_no_path(tmp_path: Path) -> None:

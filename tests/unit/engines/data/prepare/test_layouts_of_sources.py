@@ -78,6 +78,19 @@ def test_every_layout_is_recognised(
     assert FIRST[split](source, f"data.{split}.0") == found.rows[0]
 
 
+def test_problems_with_answers_are_not_all_of_one_set(tmp_path: Path) -> None:
+    math_500 = {**MATH, "answer": "2", "subject": "Algebra", "unique_id": "test/algebra/1.json"}
+    found = load(write(tmp_path / "t.jsonl", math_500), "rl")
+    assert found.reports[0].format == "math"
+    (row,) = found.rows
+    assert (row.data_source, row.reward_model.ground_truth) == ("math", "2")
+    assert row.extra_info == {name: math_500[name] for name in ("level", "subject", "unique_id")}
+    # The columns of NuminaMath 1.5, from which OpenR1-Math takes its problems.
+    numina = {**MATH, "answer": "3", "problem_type": "Algebra", "question_type": "MCQ"}
+    (row,) = load(write(tmp_path / "t.jsonl", numina), "rl").rows
+    assert (row.data_source, row.reward_model.ground_truth) == ("math", "3")
+
+
 def test_each_that_can_be_recognised_is_tried_above() -> None:
     assert {layout for _, layout, _ in ROWS} == {*recognised_layouts()}
 
@@ -97,7 +110,8 @@ def test_an_unknown_layout(tmp_path: Path) -> None:
         "data.sft.0.format: got auto; columns of t.jsonl: text, label; need those of one layout: "
         "messages (messages), sharegpt (conversations), alpaca (instruction, output), "
         "columns (prompt, answer), gsm8k (question, answer), math (problem, solution), "
-        "openr1_math (problem, solution, answer, messages); or name a format, with its options"
+        "openr1_math (problem, solution, answer, messages, generations); or name a format, "
+        "with its options"
     )
 
 

@@ -52,17 +52,47 @@ def test_byte_order_mark_and_spaces_in_the_header(tmp_path: Path) -> None:
 
 
 def test_damaged_records_spare_the_others(tmp_path: Path) -> None:
-    lines = [b"a,b", b"1,2", b"1,2,3", b'"1"x,2', b"1,\xff2", b"1", b"3,4"]
+    lines = [b"a,b", b"1,2", b"1,2,3", b"1,\xff2", b"1", b"3,4"]
     assert columns(write(tmp_path / "t.csv", b"\n".join(lines))) == [
         {"a": "1", "b": "2"},
         bad("t.csv:3", "3 fields; need 2, as in the header"),
-        bad("t.csv:4", "not a record (',' expected after '\"')"),
-        bad("t.csv:5", "byte 0xff in column 'b' is not UTF-8"),
-        bad("t.csv:6", "1 field; need 2, as in the header"),
+        bad("t.csv:4", "byte 0xff in column 'b' is not UTF-8"),
+        bad("t.csv:5", "1 field; need 2, as in the header"),
         {"a": "3", "b": "4"},
     ]
-    path = write(tmp_path / "cut.csv", 'a,b\n1,2\n3,"4\n5,6\n')
-    assert columns(path)[1:] == [bad("cut.csv:3", "not a record (unexpected end of data)")]
+
+
+MISQUOTED = (
+    r"the record that begins here is quoted wrongly \(',' expected after '\"'\), so what fol"
+)
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        # The next record's opening quote closes the one that was left open.
+        ('"never,5\n"6","x, y"\n"7,7",8\n', MISQUOTED),
+        ('"1"x,2\n3,4\n', MISQUOTED),
+        (
+            '3,"4\n5,6\n7,8\n',
+            "the record that begins here is cut off inside quotes, so what follows",
+        ),
+        ("5\r6,7\r", "a line ends with CR alone; need LF or CR LF; save the file with such line"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_row", ["error", "drop"])
+def test_behind_a_wrong_quote_no_record_is_known(
+    tmp_path: Path, behind: str, said: str, on_bad_row: str
+) -> None:
+    path = write(tmp_path / "t.csv", f"prompt,answer\n1,2\n\n{behind}")
+    read = read_file(path)
+    assert next(read) == RawRow("t.csv:2", {"prompt": "1", "answer": "2"})
+    with pytest.raises(ConfigError, match=rf"^t\.csv:4: {said}"):
+        next(read)
+    source = SourceConfig(path=str(path), format="columns")
+    data = DataConfig.model_validate({"rl": [source], "on_bad_row": on_bad_row})
+    with pytest.raises(ConfigError, match=r"^t\.csv:4: "):
+        load_rl_rows((source,), "rl", data, 0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +105,8 @@ def test_damaged_records_spare_the_others(tmp_path: Path) -> None:
             b"\xff\xfea,b\n",
             r"t\.csv:1: byte 0xff in column .*; need a header in UTF-8",
         ),
-        (b'"a"x,b\n', r"t\.csv:1: not a record .*; need a header of column names"),
+        (b'"a"x,b\n', r"t\.csv:1: the record that begins here is quoted wrongly"),
+        (b"a,b\r1,2\r", r"t\.csv:1: a line ends with CR alone; need LF or CR LF"),
     ],
 )
 def test_headers_that_are_none(tmp_path: Path, header: bytes, said: str) -> None:
@@ -89,14 +120,21 @@ def test_fields_longer_than_the_library_takes_by_itself(tmp_path: Path) -> None:
     assert columns(write(tmp_path / "t.csv", f"a,b\n1,{answer}\n")) == [{"a": "1", "b": answer}]
 
 
-def test_a_quote_that_is_never_closed_takes_a_bounded_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(separated, "_MAX_FIELD_CHARACTERS", 100)
-    lines = [f"{i},{'x' * 20}" for i in range(20)]
-    rows = columns(write(tmp_path / "t.csv", "\n".join(["a,b", '0,"never', *lines])))
-    assert rows[0] == bad("t.csv:2", "not a record (field larger than field limit (100))")
-    assert rows[-1] == {"a": "19", "b": "x" * 20}
+def test_a_quote_that_is_never_closed_takes_a_bounded_part(tmp_path: Path) -> None:
+    most = 16 * 2**20
+    path = write(tmp_path / "t.csv", f'a,b\n0,"{"x" * most}"\n')
+    assert columns(path) == [{"a": "0", "b": "x" * most}]
+    line = "1,2\n"
+    path = write(tmp_path / "t.csv", f'a,b\n0,"never\n{line * (most // 4)}{line * 10**6}')
+    with path.open("rb") as file:
+        records = separated.read_records(file, path, ",")
+        with pytest.raises(ConfigError) as error:
+            next(records)
+        assert file.tell() < most + 100_000
+    assert str(error.value) == (
+        "t.csv:2: a field of the record that begins here has more than 16777216 characters; need "
+        "fewer; close its quote, or keep such texts in .jsonl"
+    )
 
 
 def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.data.read.raw_columns import parse_json_list, parse_json_object, parse_messages
+from engines.data.read.row_files import rl_row as row_of_columns
 from engines.data.read.rows import (
     Message,
     RewardModel,
@@ -117,6 +118,17 @@ def test_lists_of_another_shape(value: object, problem: str) -> None:
     with pytest.raises(RowError) as error:
         parse_json_list(value, "turns")
     assert str(error.value).startswith(problem)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("9" * 5000, "Exceeds"), ("[" * 100_000, "maximum")])
+def test_text_that_no_parser_takes_is_a_bad_row(text: str, reason: str) -> None:
+    said = rf"e is text that is not JSON \({reason}"
+    for parse in (parse_json_list, parse_json_object):
+        with pytest.raises(RowError, match=said):
+            parse(text, "e")
+    model = {"ground_truth_json": text}
+    with pytest.raises(RowError, match=rf"^reward_model\.ground_truth_json is text .*{reason}"):
+        row_of_columns({"prompt": "q", "reward_model": model})
 
 
 def test_a_string_is_one_user_message() -> None:
