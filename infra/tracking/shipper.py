@@ -185,8 +185,10 @@ class Shipper:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "tracking: %s could not %s (%s); it is told later, nothing is lost",
+                    "tracking: %s could not %s (%s); it is kept in %s and told later, nothing is "
+                    "lost",
                     *self._words(what, error),
+                    self._ledger.directory,
                 )
             return False
         self._warned = False

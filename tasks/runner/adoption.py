@@ -56,7 +56,10 @@ class HalfTrained:
         """Whether it can be adopted by a stage, in words; empty if it was given other inputs."""
         fields = [change.field for change in self.refused]
         if not fields:
-            return f"{self} can be adopted with --adopt {label}; it differs in {some(self.differs)}"
+            return (
+                f"{self} can be adopted with --adopt {label}, in the order of data that it began "
+                f"with; it differs in {some(self.differs)}"
+            )
         alien = any(field.startswith("inputs.") for field in fields)
         return (
             "" if alien else f"{self} cannot be adopted; it was trained with other {some(fields)}"

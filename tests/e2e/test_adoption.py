@@ -61,7 +61,7 @@ def test_fault_row_26_half_trained_work_is_continued_after_an_edit(
 
     plan = json.loads(home.rlhf("plan", "--json", *layout))
     offer = next(stage["adoption"] for stage in plan["stages"] if stage["label"] == "sft")
-    adopted = re.match(r"step (\d+) of ([0-9a-f]{12}) can be adopted with --adopt sft; ", offer)
+    adopted = re.match(r"step (\d+) of ([0-9a-f]{12}) can be adopted with --adopt sft, ", offer)
     assert adopted is not None, offer
     assert EDITED in offer
     assert num_workers == 1 or "training.num_workers 1 -> 2" in offer

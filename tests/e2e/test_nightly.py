@@ -103,19 +103,24 @@ def test_a_night_computes_afresh_and_names_the_stage_that_fails(tmp_path: Path) 
 def test_two_recipes_night_after_night(tmp_path: Path) -> None:
     names = ("supervised", "reinforced")
     nights = Nights(tmp_path, *names)
-    nights.run()
+    first = nights.run()
+    assert nights.jobs(first) == all_stages(*names)
     nights.run("--accept")
-    again = nights.run()
-    assert nights.jobs(again) == all_stages(*names)
-    assert [each.verdict.word for each in again.outcomes] == ["pass", "pass"]
+    seen = {first.name}
+    for _ in range(2):
+        again = nights.run()
+        assert again.name not in seen
+        seen.add(again.name)
+        assert nights.jobs(again) == all_stages(*names)
+        assert [each.verdict.word for each in again.outcomes] == ["pass", "pass"]
 
     nights.write("supervised", sft_lr=0.01)
     source = nights.tree / EDITED
     assert ENTROPY in source.read_text()
     source.write_text(source.read_text().replace(ENTROPY, f"{ENTROPY} * 1.01"))
-    third = nights.run(code=1)
-    assert nights.jobs(third) == all_stages(*names)
-    supervised, reinforced = (each.verdict for each in third.outcomes)
+    last = nights.run(code=1)
+    assert nights.jobs(last) == all_stages(*names)
+    supervised, reinforced = (each.verdict for each in last.outcomes)
     assert (supervised.word, supervised.stage) == ("fail", "sft")
     assert (reinforced.word, reinforced.stage) == ("drift", "rl_round_1")
     assert reinforced.causes == (f"sources: {EDITED}",)

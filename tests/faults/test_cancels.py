@@ -1,5 +1,7 @@
 """Ctrl-C at random moments of a run: nothing of it is left, and the next run goes on at once.
 
+Nor does MLflow show a run that goes on.
+
 The moments are drawn from a seed, over all of a run that is never interrupted: the start of its
 servers, every stage, its end. `NUM_CANCELS` says how many.
 """
@@ -7,6 +9,7 @@ servers, every stage, its end. `NUM_CANCELS` says how many.
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,6 +28,16 @@ NUM_CANCELS = int(os.environ.get("NUM_CANCELS", "10"))
 LEFT_S = 30.0
 ENDS_S = 60.0
 RUN = settings("sft.num_steps=20", "rl.num_steps_per_round=4", "checkpoint.every_num_steps=2")
+
+
+def states(home: Home) -> set[str]:
+    """Of all runs and stages, as MLflow has them."""
+    if not (home.path / "mlflow.db").exists():
+        return set()
+    with sqlite3.connect(home.path / "mlflow.db") as database:
+        has = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'runs'").fetchone()
+        rows = database.execute("SELECT status FROM runs").fetchall() if has else []
+    return {status for (status,) in rows}
 
 
 def test_fault_row_20_nothing_is_left_of_a_run_that_was_cancelled_at_any_moment(
@@ -58,6 +71,7 @@ def test_fault_row_20_nothing_is_left_of_a_run_that_was_cancelled_at_any_moment(
             assert "Traceback" not in printed
             wait_for(lambda: not home.processes(), "the last process", LEFT_S)
             assert servers.recorded(home.path) == []
+            assert states(home) <= {"FINISHED", "KILLED"}
             num_cancels += 1
         record_property("F5", num_cancels)
         report = home.report(home.rlhf("run", *RUN, "--seed", "0"))

@@ -1,6 +1,7 @@
 """The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -108,14 +109,17 @@ def sample(name: str) -> KeptSample:
 
 
 def test_bad_input_row_47_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(
-    world: World,
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.tracker.away = True
     world.train(1, 2)
     shipper = world.shipper()
-    shipper.put(PARENT)
-    shipper.put(STAGE)
-    time.sleep(0.3)
+    with caplog.at_level(logging.WARNING):
+        shipper.put(PARENT)
+        shipper.put(STAGE)
+        time.sleep(0.3)
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert f"it is kept in {world.ledger().directory} and told later" in warning
     world.tracker.away = False
     told(shipper, STAGE.committed(world.commit()), finished(PARENT))
     assert world.seen()["parent"] == PARENT.key
