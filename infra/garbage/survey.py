@@ -2,8 +2,8 @@
 
 A stage stays while something needs it: a run that somebody keeps, a model that an alias points to,
 an attempt that lives and what it reads. What nothing needs goes once it was not used for a time;
-beyond a limit of bytes the least recently used goes earlier. An artifact goes with the last stage
-that names it.
+beyond a limit of bytes the least recently used goes earlier, unless it is half-trained: its
+checkpoints may be adopted. An artifact goes with the last stage that names it.
 
 Promises: nothing is changed here; nothing whose log is damaged is called garbage.
 Does not promise: to know runs of a time before stores recorded them. Their stages count as used
@@ -33,7 +33,8 @@ class Limits:
 
     Attributes:
         unused_s: once it was not used for so long; `YOUNG_S` at least.
-        max_bytes: beyond so many in all the least recently used goes too; None: no limit.
+        max_bytes: beyond so many in all the least recently used goes too, but for what has
+            checkpoints that may be adopted; None: no limit.
     """
 
     unused_s: float = 30 * DAY_S
@@ -133,7 +134,9 @@ def survey(
         # Steps of stages that are done go first: nobody misses them.
         free = (*leftovers, *(stored for each in steps.values() for stored in each))
         excess = total - limits.max_bytes - sum(stored.size_bytes for stored in free)
-        goes |= _beyond(stages, goes, artifacts, needed, excess, now)
+        adoptable = {n for n, log in logs.items() if not is_done(log) and inventory.steps(n)}
+        spare = [stage for stage in stages if stage.fingerprint not in adoptable]
+        goes |= _beyond(spare, goes, artifacts, needed, excess, now)
     stays = tuple(stage for stage in stages if stage.fingerprint not in goes)
     named = {digest for stage in stays for digest in stage.digests} | needed.keys()
     left = {digest for stage in goes.values() for digest in stage.digests}

@@ -37,6 +37,12 @@ ENDS_S = 60.0
 PROBES = """
 import os, signal, time
 from prefect import flow
+from prefect.runtime import flow_run
+
+@flow
+def holds():
+    if flow_run.run_count == 1:
+        time.sleep(600)
 
 @flow
 def dies():
@@ -118,8 +124,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             "entrypoint": f"probes.py:{name}",
             "tags": [TAG],
             "work_pool": {"name": WORK_POOL},
+            **({"concurrency_limit": 1} if name == "holds" else {}),
         }
-        for name in ("dies", "fails", "waits")
+        for name in ("dies", "fails", "waits", "holds")
     ]
     (probes / "prefect.yaml").write_text(yaml.safe_dump({"deployments": deployments}))
 
@@ -161,6 +168,17 @@ def probes(stack: Stack, pipeline: UUID) -> dict[str, UUID]:  # noqa: ARG001  (i
     return {name: stack.start(f"{name}/{name}") for name in ("dies", "fails", "waits")}
 
 
+@pytest.fixture(scope="module")
+def held(stack: Stack, probes: dict[str, UUID]) -> tuple[UUID, UUID]:
+    """A run that holds the only slot of its deployment, and one that waits for it."""
+    assert probes
+    first = stack.start("holds/holds")
+    stack.wait(first, "Running")
+    second = stack.start("holds/holds")
+    stack.wait(second, "AwaitingConcurrencySlot")
+    return first, second
+
+
 def _training(stack: Stack) -> list[str]:
     """Kinds of the entries in the log of the stage that trains."""
     store = stack.home / "store"
@@ -199,7 +217,7 @@ def test_fault_row_20_a_cancelled_run_and_a_failed_one_end(
 
 
 def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
-    stack: Stack, pipeline: UUID, probes: dict[str, UUID]
+    stack: Stack, pipeline: UUID, probes: dict[str, UUID], held: tuple[UUID, UUID]
 ) -> None:
     keeper = servers.running(stack.home, "worker")
     assert keeper is not None
@@ -207,7 +225,7 @@ def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
         lambda: not stack.processes("", probes["dies"]), "a pause between two crashes", DEADLINE_S
     )
     worker = [each for each in stack.processes("worker start") if each.pid != _pid(keeper)]
-    stack.kill(*worker, *stack.processes("", pipeline))
+    stack.kill(*worker, *stack.processes("", pipeline), *stack.processes("", held[0]))
     wait_for(
         lambda: set(stack.processes("worker start")) - {*worker, psutil.Process(_pid(keeper))},
         "the worker",
@@ -220,6 +238,8 @@ def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
     stack.wait(pipeline, "Completed")
     assert _training(stack) == ["held", "committed"]
     assert stack.run(pipeline).run_count == 3
+    stack.wait(held[0], "Crashed")
+    stack.wait(held[1], "Running")
 
 
 def test_a_run_that_crashes_each_time_is_given_up_with_the_reason_and_the_others_stay_ended(

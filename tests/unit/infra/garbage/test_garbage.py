@@ -231,6 +231,14 @@ def test_beyond_a_size_the_longest_unused_goes_first(store: Store) -> None:
     assert store.has("3")
 
 
+def test_checkpoints_that_may_be_adopted_go_by_age_alone(store: Store) -> None:
+    store.commit("old", 20)
+    store.half_trained("half", 25)
+    assert [stage.fingerprint for stage in store.survey(max_bytes=0).goes] == [fp("old")]
+    half = [stage.fingerprint for stage in store.survey(unused_s=22 * DAY_S).goes]
+    assert half == [fp("half")]
+
+
 def test_a_shared_artifact_frees_nothing_until_the_last_stage_goes(store: Store) -> None:
     store.commit("one", 20, text="same", num_bytes=5000)
     store.commit("two", 10, text="same", num_bytes=5000)
