@@ -81,7 +81,8 @@ def afresh(recipe: Recipe, night: Path) -> Recipe:
         night: directory of the night.
 
     Returns:
-        The same recipe in another place.
+        The same recipe in another place. Its model bears its name there: of two recipes that call
+        theirs alike, the second could not read the first one's champion.
     """
     place = {
         "home": str(night),
@@ -89,7 +90,8 @@ def afresh(recipe: Recipe, night: Path) -> Recipe:
         "tracking_uri": f"sqlite:///{night / 'mlflow.db'}",
     }
     location = recipe.location.model_copy(update=place)
-    return recipe.model_copy(update={"location": location})
+    promote = recipe.promote.model_copy(update={"model_name": recipe.name})
+    return recipe.model_copy(update={"location": location, "promote": promote})
 
 
 def open_night(home: Path, name: str) -> Path:

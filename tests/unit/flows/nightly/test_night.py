@@ -125,6 +125,8 @@ def test_a_night_has_places_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(place.startswith(str(tmp_path)) for place in places)
     assert afresh(load_recipe("grpo"), tmp_path).store_uri != moved.store_uri
     assert moved.run_name == recipe.run_name
+    alike = load_recipe("grpo", [f"promote.model_name={recipe.promote.model_name}"])
+    assert afresh(alike, tmp_path).promote.model_name != moved.promote.model_name
 
 
 def test_two_recipes_of_one_name_are_refused() -> None:
