@@ -154,10 +154,12 @@ def kill_at_random(home: Home, runs: Runs) -> list[str]:
     drawn, hit = random.Random(0), list[str]()
 
     def works() -> bool:
-        return not runs.alive() or bool(found(home, VICTIMS["driver"]))
+        # Some kills are left for the time when a rollout engine lives.
+        kept = "rollout" not in hit and len(hit) >= NUM_KILLS // 2
+        return not runs.alive() or bool(found(home, VICTIMS["rollout" if kept else "driver"]))
 
     while len(hit) < NUM_KILLS:
-        wait_for(works, "a job to begin", VICTIM_S, poll_s=0.2)
+        wait_for(works, "a job to begin, or a rollout engine", VICTIM_S, poll_s=0.2)
         time.sleep(drawn.expovariate(1 / MEAN_GAP_S))
         if not runs.alive():
             break
