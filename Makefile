@@ -21,13 +21,17 @@ FIGURES_ELSEWHERE := \
 	tests/e2e/test_ownership.py::test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit \
 	tests/e2e/test_secrets.py
 VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_answers_come_from_another_environment[vllm-disaggregated]"
+# Empty adds what is for a night.
+FAULTS       ?= -m "not nightly"
 # Two ranks; empty adds four.
 ENVIRONMENT_TIER ?= not slow
+# Four ranks too; `not slow` is two.
+BACKEND_TIER ?=
 
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -52,16 +56,19 @@ test: $(STAMP)  ## everything but the contracts and the tests marked slow
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS)
-	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive" $(ARGS)
+	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive and not nightly" $(ARGS)
 
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)
 
 faults: $(STAMP)  ## faults on purpose: figures of the fault matrix, a verdict as the last line
-	$(BIN)/python -m pytest tests/faults $(FIGURES_ELSEWHERE) --figures $(ARGS)
+	$(BIN)/python -m pytest tests/faults $(FIGURES_ELSEWHERE) --figures $(FAULTS) $(ARGS)
 
-faults-long: $(STAMP)  ## the same with 200 random kills, 100 cancels and 200 races; hours
-	NUM_KILLS=200 NUM_CANCELS=100 RACE_ROUNDS=200 $(MAKE) faults
+faults-long: $(STAMP)  ## the same with 200 more random kills, 100 cancels and 200 races; hours
+	NUM_CANCELS=100 RACE_ROUNDS=200 $(MAKE) faults FAULTS=
+
+test-nightly: $(STAMP)  ## what a night has time for: 200 random kills
+	$(BIN)/python -m pytest --ignore tests/contracts -m nightly $(ARGS)
 
 test-vllm: $(STAMP)  ## a short pipeline whose answers come from vLLM in a pool of its own
 	$(MAKE) env-vllm
@@ -76,7 +83,8 @@ races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at o
 
 contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
 	set -e; for backend in $(BACKENDS); do \
-	  $(BIN)/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $$backend $(ARGS); done
+	  $(BIN)/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $$backend \
+	    -m "$(BACKEND_TIER)" $(ARGS); done
 	$(BIN)/python -m pytest --pyargs rlhf.testing --ignore tests/contracts/test_backend.py \
 	  --ignore tests/contracts/test_checkpoint_kill.py $(ARGS)
 	set -e; for name in $(ENVIRONMENTS); do \

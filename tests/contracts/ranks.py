@@ -11,10 +11,9 @@ from typing import Any
 
 from rlhf.testing.backend_cases import run_cases
 from rlhf.testing.context import Context
-from rlhf.testing.launch import join_group, launch, rank_arguments
+from rlhf.testing.launch import in_groups_of_their_own, launch, rank_arguments
 from rlhf.testing.layouts import claimed_layouts
 
-from engines import collectives
 from engines.config.backends import excluded_by
 from infra.plugins import import_external_modules
 
@@ -60,23 +59,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
     import_external_modules()
-    join_group(args, args.platform)
     claims = frozenset(args.claims.split(","))
-    results = {
-        layout.name: run_cases(
-            Context(
-                args.backend,
-                claims - excluded_by(args.backend, layout.needs),
-                layout,
-                Path(args.root),
-                args.platform,
-            )
-        )
-        for layout in claimed_layouts(claims, args.world_size)
-    }
+    layouts = claimed_layouts(claims, args.world_size)
+    results = {}
+    for layout in in_groups_of_their_own(args, args.platform, layouts):
+        own = claims - excluded_by(args.backend, layout.needs)
+        root, platform = Path(args.root), args.platform
+        results[layout.name] = run_cases(Context(args.backend, own, layout, root, platform))
     path = Path(args.root) / f"results-{args.world_size}-{args.rank}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
-    collectives.close_process_group()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What autograd keeps for the backward pass of a forward pass, in bytes."""
+"""What autograd keeps for a backward pass, and the largest that is made on the way, in bytes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass
@@ -49,3 +52,21 @@ def saved_tensors(but: Iterable[Tensor]) -> Iterator[Kept]:
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest storage behind any tensor that an operation makes or hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, Tensor):
+                own = x.to_local() if isinstance(x, DTensor) else x
+                self.num_bytes = max(self.num_bytes, own.untyped_storage().nbytes())
+        return made
