@@ -148,12 +148,14 @@ def algorithms_page() -> str:
     """From papers to functions, what they read, options, recipes and tests."""
     from engines.config.options import schema_of
     from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+    from engines.config.rows.preference import PREFERENCE_LOSSES
 
     lines = ["# Algorithms", "", "How to add one: `docs/guides/add-an-algorithm.md`.", ""]
     for title, table in (
         ("Advantage estimators", ADVANTAGES),
         ("Policy losses", POLICY_LOSSES),
         ("KL estimators", KL_ESTIMATORS),
+        ("Preference losses", PREFERENCE_LOSSES),
     ):
         headings = ("name", "paper", "function", "reads", "options", "recipes", "tests")
         lines += [f"## {title}", "", f"`{table.setting}`", "", f"| {' | '.join(headings)} |"]
@@ -162,7 +164,8 @@ def algorithms_page() -> str:
             module, _, function = row.target.partition(":")
             schema = schema_of(row, table.setting)
             options = ", ".join(f"`{name}`" for name in schema.model_fields) if schema else ""
-            reads = ", ".join(f"`{name}`" for name in (*row.columns, *row.rows))
+            columns = (*getattr(row, "columns", ()), *getattr(row, "rows", ()))
+            reads = ", ".join(f"`{name}`" for name in columns)
             cells = (
                 f"`{row.name}`",
                 row.paper,
@@ -178,7 +181,7 @@ def algorithms_page() -> str:
 
 
 def recipes_with(setting: str, name: str) -> list[str]:
-    """Recipes that ship, and name a part."""
+    """Recipes that ship, and have a stage that runs a part."""
     from flows.recipe.recipe import parse_recipe
     from flows.recipe.source import read_recipe, recipe_names
 
@@ -186,9 +189,11 @@ def recipes_with(setting: str, name: str) -> list[str]:
     found = []
     for recipe in recipe_names():
         place: Any = parse_recipe(read_recipe(recipe))
+        if path[0] == "rl" and not place.rl.num_rounds:
+            continue
         for key in path:
             place = getattr(place, key)
-        if getattr(place, last).removesuffix("+") == name:
+        if place is not None and getattr(place, last).removesuffix("+") == name:
             found.append(f"`{recipe}`")
     return found
 
@@ -196,7 +201,7 @@ def recipes_with(setting: str, name: str) -> list[str]:
 def tests_of(name: str, function: str) -> list[str]:
     """Tests of algorithms, and against TRL, whose text has a part's function or its quoted name."""
     root = Path(__file__).resolve().parents[1] / "tests"
-    unit = sorted((root / "unit" / "engines" / "algorithms").glob("test_*.py"))
+    unit = sorted((root / "unit" / "engines" / "algorithms").rglob("test_*.py"))
     paths = [*unit, *sorted((root / "golden").glob("test_trl_*.py"))]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return [f"`{stem}`" for stem, text in texts.items() if function in text or f'"{name}"' in text]

@@ -197,11 +197,30 @@ class Readouts:
         entropy: of each predicting distribution, in nats.
         sum_pi_squared: sum of its squared probabilities, without gradient.
         last_values: of a value model, the value behind the last token of each sequence.
+        logprobs_of: a column of the batch, (T, K) int64: log-probabilities of these tokens too,
+            each in the place of the token that was sampled, with gradient.
+        num_top: K of the most likely tokens of each predicting distribution, without gradient;
+            0: none.
+        top_below: of `num_top` only tokens below this id, those that another model has too; None:
+            of all. The distribution is that over all of them.
+
+    Raises:
+        ValueError: both `logprobs_of` and `num_top`.
     """
 
     entropy: bool = False
     sum_pi_squared: bool = False
     last_values: bool = False
+    logprobs_of: str | None = None
+    num_top: int = 0
+    top_below: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs_of is not None and self.num_top:
+            raise ValueError(
+                f"readouts: got logprobs_of={self.logprobs_of!r} and num_top={self.num_top}; "
+                "need one of them; run the model twice"
+            )
 
 
 ONLY_LOGPROBS = Readouts()
@@ -217,6 +236,10 @@ class ModelOutputs:
         values_T: (T,) float32 of a value model: of the state in which each token is chosen.
         sum_pi_squared_T: (T,) float32 sum of squared probabilities, without gradient.
         last_values_B: (B,) float32 of a value model: behind the last token of each sequence.
+        topk_logprobs_TK: (T, K) float32 of the tokens that `logprobs_of` names, with gradient
+            while training, or of the most likely ones; 0 where `logprobs_T` is.
+        topk_ids_TK: (T, K) int64, the most likely tokens, the likeliest first, of equals the
+            lowest id; 0 where nothing is predicted.
     """
 
     logprobs_T: Tensor
@@ -224,6 +247,8 @@ class ModelOutputs:
     values_T: Tensor | None = None
     sum_pi_squared_T: Tensor | None = None
     last_values_B: Tensor | None = None
+    topk_logprobs_TK: Tensor | None = None
+    topk_ids_TK: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from platform import node
 from urllib.parse import urlsplit
 
+import psutil
 from pydantic import ValidationError
 
 from engines.config.plugins import TABLES
@@ -27,6 +28,11 @@ from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
 from infra.survey_report import FoundPlatform, SurveyReport
 
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""What a container may use: of both generations of control groups."""
 PROBE_DEADLINE_S = 120.0
 AUTO = "auto"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -87,6 +93,30 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
             f"got {num_workers}; this machine has {num_places} ({what}), one for each; lower it, "
             "or set RAY_ADDRESS to a cluster with more",
         )
+
+
+def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
+    """Whether this machine cannot hold what is trained on its CPUs, however many ranks share it.
+
+    Args:
+        checkpoint_bytes: of the weights and of what the optimizer keeps of them; gradients and
+            activations come on top.
+        hardware: resolved.
+
+    Returns:
+        What is needed and what there is, in words; empty if it may fit, if another device holds
+        it, or if a cluster was named.
+    """
+    has_bytes = psutil.virtual_memory().total
+    for limit in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            has_bytes = min(has_bytes, int(limit.read_text("utf-8")))
+    if env.RAY_ADDRESS.get() or hardware.platform != "cpu" or checkpoint_bytes <= has_bytes:
+        return ""
+    return (
+        f"need more than {checkpoint_bytes / 1e9:.1f} GB of memory for weights and optimizer, this "
+        f"machine has {has_bytes / 1e9:.1f} GB"
+    )
 
 
 def _is_elsewhere(address: str | None) -> bool:

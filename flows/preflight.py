@@ -17,8 +17,9 @@ from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
 from flows.asked_run import plan_run
 from flows.child import ask
-from flows.platform_probe import check_devices, resolve_hardware
+from flows.platform_probe import check_devices, memory_shortage, resolve_hardware
 from flows.recipe.recipe import Recipe
+from flows.run.registered_models import with_registered_models
 from infra import env
 from infra.errors import ConfigError, StoreDeniedError, StoreError
 from infra.host.mounts import NETWORK, file_system_of
@@ -30,6 +31,8 @@ DEADLINE_S = 180.0
 """A reward may load a library of its own before its first answer."""
 NUM_CHECKPOINTS = 2
 """The newest stays until the next one is whole."""
+TRAINING_STAGES = ("sft", "reward_model", "preference", "rl_round")
+"""How the labels of those begin that write step checkpoints."""
 NOTHING_FORCED: Mapping[str, str] = {}
 
 
@@ -53,6 +56,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
         env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
     _check_store(recipe.store_uri)
     check_tracking_database(recipe.location.tracking_uri or tracking_address(recipe.home))
+    recipe = with_registered_models(recipe, open_storage(recipe.store_uri))
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     if hardware != recipe.hardware:  # else it was stated in full, perhaps for another machine
         check_devices(recipe.training.num_workers, hardware, recipe.home)
@@ -68,10 +72,10 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
         raise ConfigError(answer.path or "recipe", str(answer.problem))
     judges = {"model": answer.look.reward_model, "judge": answer.look.judge}
     reward = recipe.rl.reward.model_copy(update=judges)
-    rl = recipe.rl.model_copy(update={"reward": reward})
+    rl = recipe.rl.model_copy(update={"reward": reward, "distillation": answer.look.teacher})
     found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
     recipe = recipe.model_copy(update=found)
-    if answer.look.checkpoint_bytes is not None and "://" not in recipe.store_uri:
+    if answer.look.checkpoint_bytes is not None:
         check_room(recipe, answer.look.checkpoint_bytes, force)
     return recipe
 
@@ -79,30 +83,42 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
 def check_room(
     recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str] = NOTHING_FORCED
 ) -> None:
-    """Refuse a store that cannot hold two checkpoints, if some stage is to write them.
+    """Refuse a store without room for two checkpoints, and memory without room for one.
 
     Args:
-        recipe: what it names on the hub has its commit; its store is a directory.
+        recipe: what it names on the hub has its commit.
         checkpoint_bytes: of one.
         force: by label of a stage that runs although it is done, its token.
 
     Raises:
-        ConfigError: says how much is needed, and how much there is; or of `plan_run`.
+        ConfigError: some stage is to train; says how much is needed, and how much there is; or of
+            `plan_run`.
     """
+    shortage = memory_shortage(checkpoint_bytes, recipe.hardware)
+    if shortage and _trains(recipe, force):
+        raise ConfigError(
+            "model.path",
+            f"got {recipe.model.path}: {shortage}; take a smaller model or training.lora, or set "
+            "RAY_ADDRESS to a cluster",
+        )
+    if "://" in recipe.store_uri:  # a bucket does not say
+        return
     need_bytes = NUM_CHECKPOINTS * checkpoint_bytes
     free_bytes = shutil.disk_usage(recipe.store_uri).free
-    if free_bytes >= need_bytes:
-        return
+    if free_bytes < need_bytes and _trains(recipe, force):
+        raise ConfigError(
+            "location.store",
+            f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
+            f"{recipe.model.path}, {recipe.store_uri} has {free_bytes / 1e9:.1f} GB free; free "
+            "some, or name another place",
+        )
+
+
+def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
+    """Whether some stage is to write checkpoints."""
     planned = plan_run(recipe, force).stages
-    trains = [each for each in planned if each.label.startswith(("sft", "rl_round"))]
-    if all(each.status in {"hit", "likely_reuse"} for each in trains):
-        return
-    raise ConfigError(
-        "location.store",
-        f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
-        f"{recipe.model.path}, {recipe.store_uri} has {free_bytes / 1e9:.1f} GB free; free some, "
-        "or name another place",
-    )
+    trains = [each for each in planned if each.label.startswith(TRAINING_STAGES)]
+    return any(each.status not in {"hit", "likely_reuse"} for each in trains)
 
 
 def _check_store(uri: str) -> None:
@@ -174,8 +190,9 @@ def _check_parts(recipe: Recipe) -> None:
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
     own = {*recipe.rl.reward.functions} <= {row.name for row in REWARDS.rows}
-    reward, is_made = recipe.rl.reward, recipe.model.path is None
-    if own and not reward.models and is_made and recipe.data.arithmetic is not None:
+    reward, teacher = recipe.rl.reward, recipe.rl.distillation
+    is_made = recipe.model.path is None and not reward.models and teacher is None
+    if own and is_made and recipe.data.arithmetic is not None:
         return None
     return Look(
         model=recipe.model,
@@ -184,6 +201,7 @@ def look_of(recipe: Recipe) -> Look | None:
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
         judge=reward.judge,
+        teacher=teacher,
         rollout_engine=recipe.rollout.engine,
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,

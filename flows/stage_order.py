@@ -1,4 +1,6 @@
-"""What comes after what: preprocess, SFT, RL rounds, merge, evaluate, promote.
+"""What comes after what.
+
+preprocess, [SFT], [reward model], [preference], RL rounds, merge, [soup], evaluate, promote.
 
 Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
 """
@@ -10,7 +12,17 @@ from flows.recipe.recipe import Recipe
 from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
 from tasks.runner.run import StageResult, StageRunner
-from tasks.stages import evaluate, merge, preprocess, promote, rl_round, sft
+from tasks.stages import (
+    evaluate,
+    merge,
+    preference,
+    preprocess,
+    promote,
+    reward_model,
+    rl_round,
+    sft,
+    soup,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,26 +48,43 @@ def run_stages(
             (`flows.run.round_gate`); else it takes the one before.
     """
     data = preprocess(run, recipe.preprocess_stage()).artifact
-    policy = None
+    policy = judge = tuned = None
+    trained: dict[str, Artifact] = {}
     if recipe.sft:
         scores = recipe.evaluate_stage("sft")
-        trained = sft(run, recipe.sft_stage(), dataset=data, then=scores)
-        policy = trained.artifact
-        accepts(trained, evaluate(run, scores, dataset=data, policy=policy))
+        # An evaluation that asks the reward model waits for it.
+        after = None if recipe.asks_reward_model else scores
+        tuned = sft(run, recipe.sft_stage(), dataset=data, then=after)
+        policy = trained["sft"] = tuned.artifact
+    if recipe.reward_model:
+        made = reward_model(run, recipe.reward_model_stage(), dataset=data, policy=policy).artifact
+        judge = made if recipe.asks_reward_model else None
+    given = {"dataset": data, "reward_model": judge}
+    if tuned:
+        accepts(tuned, evaluate(run, recipe.evaluate_stage("sft"), policy=policy, **given))
+    if recipe.preference:
+        scores = recipe.evaluate_stage("preference")
+        tuned = preference(run, recipe.preference_stage(), policy=policy, then=scores, **given)
+        policy = trained["preference"] = tuned.artifact
+        accepts(tuned, evaluate(run, scores, policy=policy, **given))
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
         stage = recipe.rl_round_stage(number)
         scores = recipe.evaluate_stage(stage.label)
-        trained = rl_round(
-            run, stage, dataset=data, policy=policy, reference=reference, then=scores
-        )
-        if accepts(trained, evaluate(run, scores, dataset=data, policy=trained.artifact)):
-            policy = trained.artifact
+        tuned = rl_round(run, stage, policy=policy, reference=reference, then=scores, **given)
+        if accepts(tuned, evaluate(run, scores, policy=tuned.artifact, **given)):
+            policy = trained[stage.label] = tuned.artifact
     if policy is None:
         raise SickRunError("every round was rejected (diagnosis.reject_round): nothing is trained")
     final = recipe.evaluate_stage()
-    model = merge(run, recipe.merge_stage(), policy=policy, dataset=data, then=final).artifact
-    evaluation = evaluate(run, final, dataset=data, model=model).artifact
+    if recipe.soup:
+        last = list(trained.items())[-recipe.soup.num_policies :]
+        merges = [(recipe.merge_stage(label), each) for label, each in last]
+        models = [merge(run, stage, policy=each, **given).artifact for stage, each in merges]
+        model = soup(run, recipe.soup_stage(len(models)), models).artifact
+    else:
+        model = merge(run, recipe.merge_stage(), policy=policy, then=final, **given).artifact
+    evaluation = evaluate(run, final, model=model, **given).artifact
     try:
         incumbent = find_incumbent(model)
     except ServiceError as error:  # without a comparison nothing is promoted; the rest stands
@@ -64,7 +93,7 @@ def run_stages(
     scores = None
     if incumbent:
         again = final.model_copy(update={"of": "incumbent"})
-        scores = evaluate(run, again, dataset=data, model=incumbent).artifact
+        scores = evaluate(run, again, model=incumbent, **given).artifact
     promote(
         run,
         recipe.promote_stage(),

@@ -1,21 +1,34 @@
 """Every stage: what it needs, and the artifact that it yields.
 
+A policy's evaluation can be told as `then`: the process that made the policy runs it, and what is
+asked for it later is done.
+
 Each takes whoever runs stages, its configuration and artifacts of the stages before, and is the
 job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
 """
 
-from engines.config.stages import (
+from collections.abc import Sequence
+
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import (
     EvaluateStageConfig,
     MergeStageConfig,
-    PreprocessStageConfig,
     PromoteStageConfig,
-    RLRoundStageConfig,
+    SoupStageConfig,
+)
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import (
+    PreferenceStageConfig,
+    RewardModelStageConfig,
     SFTStageConfig,
 )
 from infra.store.stage_spec import Artifact
 from infra.tracking.promotion import INCUMBENT
-from tasks.runner.identity import stage_request
+from tasks.runner.identity import StageRequest, stage_request
 from tasks.runner.run import StageResult, StageRunner
+
+REWARD_MODEL = "reward.model"
+"""The input by which a stage that scores knows the reward model, wherever it comes from."""
 
 
 def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
@@ -24,11 +37,40 @@ def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
 
 
 def sft(
-    run: StageRunner, config: SFTStageConfig, dataset: Artifact, then: EvaluateStageConfig
+    run: StageRunner,
+    config: SFTStageConfig,
+    dataset: Artifact,
+    then: EvaluateStageConfig | None = None,
 ) -> StageResult:
     """Supervised rows to a `policy`: sharded weights, optimizer, and the tokenizer beside them."""
-    after = stage_request(then, run.seed, dataset=dataset)
+    after = _evaluation(run, then, dataset, None) if then else None
     return run.run(stage_request(config, run.seed, after, dataset=dataset))
+
+
+def reward_model(
+    run: StageRunner, config: RewardModelStageConfig, dataset: Artifact, policy: Artifact | None
+) -> StageResult:
+    """Preference rows to a `reward_model`, a sequence classification model of one output.
+
+    It starts from a policy's weights; without one from the model itself.
+    """
+    return run.run(stage_request(config, run.seed, dataset=dataset, policy=policy))
+
+
+def preference(
+    run: StageRunner,
+    config: PreferenceStageConfig,
+    dataset: Artifact,
+    policy: Artifact | None,
+    then: EvaluateStageConfig | None = None,
+    reward_model: Artifact | None = None,
+) -> StageResult:
+    """Preference rows to a `policy`; without one it starts from the model itself.
+
+    The reward model is for the evaluation of its policy alone.
+    """
+    after = _evaluation(run, then, dataset, reward_model) if then else None
+    return run.run(stage_request(config, run.seed, after, dataset=dataset, policy=policy))
 
 
 def rl_round(
@@ -37,7 +79,8 @@ def rl_round(
     dataset: Artifact,
     policy: Artifact | None,
     reference: Artifact | None,
-    then: EvaluateStageConfig,
+    then: EvaluateStageConfig | None = None,
+    reward_model: Artifact | None = None,
 ) -> StageResult:
     """One round of RL, `policy` to `policy`; without one it starts from the model itself.
 
@@ -46,10 +89,10 @@ def rl_round(
     """
     reference = policy if config.rl.refresh_reference else reference
     reference = reference if config.rl.algorithm.needs_reference else None
-    after = stage_request(then, run.seed, dataset=dataset)
-    return run.run(
-        stage_request(config, run.seed, after, dataset=dataset, policy=policy, reference=reference)
-    )
+    after = _evaluation(run, then, dataset, reward_model) if then else None
+    inputs = {"dataset": dataset, "policy": policy, "reference": reference}
+    judge = {REWARD_MODEL: reward_model}
+    return run.run(stage_request(config, run.seed, after, **inputs, **judge))
 
 
 def merge(
@@ -57,11 +100,18 @@ def merge(
     config: MergeStageConfig,
     policy: Artifact,
     dataset: Artifact,
-    then: EvaluateStageConfig,
+    then: EvaluateStageConfig | None = None,
+    reward_model: Artifact | None = None,
 ) -> StageResult:
     """A policy to a `model` that `AutoModelForCausalLM.from_pretrained` loads."""
-    after = stage_request(then, run.seed, dataset=dataset)
+    after = _evaluation(run, then, dataset, reward_model) if then else None
     return run.run(stage_request(config, run.seed, after, policy=policy))
+
+
+def soup(run: StageRunner, config: SoupStageConfig, models: Sequence[Artifact]) -> StageResult:
+    """Several models to the `model` that is their mean."""
+    inputs = {config.input_name(place): model for place, model in enumerate(models)}
+    return run.run(stage_request(config, run.seed, **inputs))
 
 
 def evaluate(
@@ -71,9 +121,10 @@ def evaluate(
     *,
     policy: Artifact | None = None,
     model: Artifact | None = None,
+    reward_model: Artifact | None = None,
 ) -> StageResult:
     """A policy, or a model as a user would load it, to an `evaluation`: every text, pass@k."""
-    return run.run(stage_request(config, run.seed, dataset=dataset, policy=policy, model=model))
+    return run.run(_evaluation(run, config, dataset, reward_model, policy=policy, model=model))
 
 
 def promote(
@@ -93,3 +144,15 @@ def promote(
     scores = {"evaluation": evaluation, "incumbent_evaluation": incumbent_evaluation}
     models = {"model": model, INCUMBENT: incumbent}
     return run.run(stage_request(config, run.seed, **scores, **models))
+
+
+def _evaluation(
+    run: StageRunner,
+    config: EvaluateStageConfig,
+    dataset: Artifact,
+    reward_model: Artifact | None,
+    **of: Artifact | None,
+) -> StageRequest:
+    """An evaluation of what is given, or of what the stage before it yields."""
+    judge = {REWARD_MODEL: reward_model}
+    return stage_request(config, run.seed, dataset=dataset, **judge, **of)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
+from safetensors import safe_open
 from torch import Tensor
 
 from engines import collectives
@@ -147,13 +148,41 @@ def load_engine_state(
             f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
             f"{_shown(lora)}: it can start from those weights, not continue"
         )
-    load_sharded(path / TENSORS_DIR, tensors)
+    _load_parts(path, tensors)
     if scalars.world_size == collectives.world_size():
         file = path / _RNG_DIR / f"rank-{collectives.rank():05d}.safetensors"
         if not file.exists():
             raise CheckpointError(f"{file} is absent")
         platform.set_rng_state(read_tensors(file))
     return scalars
+
+
+def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Load; where all of the model or of the optimizer is absent, say so: it may be a mistake."""
+    try:
+        load_sharded(path / TENSORS_DIR, tensors)
+    except CheckpointError as error:
+        there = {_part_of(name) for name in _names_in(path / TENSORS_DIR)}
+        absent = sorted({_part_of(name) for name in tensors} - there)
+        if not there or not absent:
+            raise
+        raise CheckpointError(
+            f"{path}: part {', '.join(map(repr, absent))} is absent; a stage is continued with all "
+            "of it; weights alone must be asked for: export them and name them in model.path of a "
+            "new run, or begin the stage anew with --force"
+        ) from error
+
+
+def _part_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _names_in(path: Path) -> set[str]:
+    names = set[str]()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= {*opened.keys()}
+    return names
 
 
 def _shown(lora: LoraConfig | None) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.config.model import ArchitectureConfig, JudgingModelConfig, ModelConfig
+from engines.config.model import ArchitectureConfig, ModelConfig, NamedModelConfig
 from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
@@ -112,13 +112,14 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def resolve_model(model: ModelConfig | JudgingModelConfig) -> Path:
+def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int) -> Path:
     """The checked local directory of a pretrained model, downloaded when it is a hub id.
 
     Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
 
     Args:
         model: with a `path`.
+        max_length: context that will be needed.
 
     Returns:
         The directory; of a hub id, that of the planned commit in the hub's cache.
@@ -131,7 +132,7 @@ def resolve_model(model: ModelConfig | JudgingModelConfig) -> Path:
     path = Path(model.path).expanduser()
     if not path.exists():
         path = hub_snapshot(model.path, "model", model.revision, "model", _HUB_PATTERNS)
-    check_model_directory(path, max_length=model.max_length)
+    check_model_directory(path, max_length=max_length)
     return path
 
 

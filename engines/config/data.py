@@ -5,7 +5,7 @@ The row schema after preprocessing (parquet): `data_source`, `prompt` (messages)
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,10 @@ class ArithmeticConfig(StrictModel):
     num_sft: int = Field(default=4096, ge=1)
     num_rl: int = Field(default=4096, ge=1)
     num_eval: int = Field(default=512, ge=1)
+    num_preference: int = Field(default=0, ge=0)
+    """Pairs of a right and a wrong answer, to the first prompts of the RL split."""
+    num_preference_eval: int = Field(default=0, ge=0)
+    """Pairs that are held out, of the evaluation split's problems."""
 
 
 class SourceConfig(StrictModel):
@@ -54,7 +58,8 @@ class SourceConfig(StrictModel):
     """`auto` (the one layout that the columns of the first rows have); `rows` (the row schema);
     supervised rows as `messages`, `sharegpt` (`conversations`) or `alpaca` (`instruction`,
     `output`); `pairs` (preference rows); `columns` (a question and an answer column); or a
-    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`."""
+    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`,
+    `ultrafeedback`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, perhaps packed (.gz), a directory of such
     files, or a hub id. The .csv and .tsv files of a directory are read where its split has none of
@@ -74,6 +79,19 @@ class SourceConfig(StrictModel):
         """A hub id counts, with its commit; a local path does not."""
         values = super().identity_values()
         return {**values, "path": None} if local_path(self.path) else values
+
+
+class DecontaminationConfig(StrictModel):
+    """Training rows that share words with held-out prompts, in `sft`, `rl` and `preference`."""
+
+    num_words: int = Field(default=13, ge=1)
+    """Words in a row that a training row and a held-out one share; those of GPT-3
+    (arXiv:2005.14165, appendix C)."""
+    min_words: int = Field(default=8, ge=1)
+    """A held-out prompt of fewer than `num_words` words is looked for inside training rows if it
+    has so many; a shorter one only counts where a text equals it."""
+    action: Literal["remove", "refuse"] = "remove"
+    """Leave such training rows out and count them, or stop with the first."""
 
 
 class DataConfig(StrictModel):
@@ -96,6 +114,9 @@ class DataConfig(StrictModel):
     """What happens to a row that breaks the schema; dropped ones are counted."""
     allow_overlap: bool = False
     """Permit evaluation prompts that also occur in the training splits."""
+    decontamination: DecontaminationConfig | None = None
+    """Look for held-out prompts in the training splits by their words, before `allow_overlap`
+    judges equal ones; null: equal prompts alone are looked for."""
 
     @model_validator(mode="after")
     def _check_origin(self) -> "DataConfig":
@@ -104,4 +125,35 @@ class DataConfig(StrictModel):
             raise ValueError("arithmetic and sources were both given; remove one of the two")
         if not self.arithmetic and not sources:
             raise ValueError("no data; set arithmetic, or the sources sft, rl and evaluation")
+        held_out = self.arithmetic or self.evaluation or self.preference_evaluation
+        if self.decontamination and not held_out:
+            raise ValueError(
+                "decontamination: got a section and no held-out rows; need evaluation or "
+                "preference_evaluation; add one, or remove decontamination"
+            )
         return self
+
+
+class BandConfig(StrictModel):
+    """Rows that are let in together."""
+
+    max_difficulty: float | None = None
+    """Of its rows; the band before has the easier ones. null, of the last band: all the rest."""
+    first_step: int = Field(default=0, ge=0)
+    """Steps of the stage's order before the band is open; 0 for the first, then rising."""
+
+
+class OrderConfig(StrictModel):
+    """The order in which training visits its rows."""
+
+    kind: Literal["shuffled", "ascending", "banded"] = "shuffled"
+    """`ascending`: every pass from the easiest row to the most difficult; `banded`: the rows of
+    all `bands` that are open, shuffled."""
+    difficulty: str | None = None
+    """Key of `extra_info` that holds a number, in RL rows; null: tokens of the prompt or
+    conversation."""
+    bands: tuple[BandConfig, ...] = ()
+    """Of `banded`, from easy to difficult."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Share of each `data_source` in what `shuffled` visits; a small source with a large weight
+    repeats. Empty: by size."""

@@ -3,6 +3,7 @@
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
+from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.training import LoraConfig
 
@@ -17,6 +18,7 @@ class Look(StrictModel):
     """null for one of this project's own, which has tests."""
     reward_model: RewardModelConfig | None = None
     judge: JudgeConfig | None = None
+    teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
     checkpoint_bytes: int | None = None

@@ -71,23 +71,31 @@ class ModelConfig(StrictModel):
         return self
 
 
-class JudgingModelConfig(StrictModel):
-    """A model that judges answers; never trained."""
+class NamedModelConfig(StrictModel):
+    """A model beside the policy, which the stages that read it do not train."""
 
-    path: str
+    path: str | None = None
     """A model directory or a hub id."""
     revision: str | None = None
     """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
-    max_length: int = Field(default=2048, ge=8)
-    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
-    it says nothing, and what reads it leaves the sample unscored."""
-    chat_template: str | None = None
-    """Jinja template that replaces the tokenizer's own."""
 
     def identity_values(self) -> dict[str, Any]:
         """A hub id counts, with its commit; a local path does not."""
         values = super().identity_values()
         return {**values, "path": None} if local_path(self.path) else values
+
+
+class JudgingModelConfig(NamedModelConfig):
+    """A model that judges answers."""
+
+    path: str | None = None
+    """A model directory or a hub id. Of a reward model, null takes the one that the recipe's stage
+    `reward_model` trains."""
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
+    it says nothing, and what reads it leaves the sample unscored."""
+    chat_template: str | None = None
+    """Jinja template that replaces the tokenizer's own."""
 
 
 class RewardModelConfig(JudgingModelConfig):
@@ -109,7 +117,9 @@ class JudgeConfig(JudgingModelConfig):
     """Options of the rollout engine, instead of the recipe's."""
 
     @model_validator(mode="after")
-    def _check_room(self) -> "JudgeConfig":
+    def _check_path_and_room(self) -> "JudgeConfig":
+        if self.path is None:
+            raise ValueError("path: missing; need a model directory or a hub id; set it")
         if self.sampling.max_new_tokens >= self.max_length:
             raise ValueError(
                 f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "

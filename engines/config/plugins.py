@@ -2,8 +2,8 @@
 
 A row leads to its class or function as ``module:attribute`` and holds what the plan must know
 before anything is imported. To add a part to this project: one file that holds it, and its row here
-(a training backend: `engines.config.backends`, a part of an algorithm:
-`engines.config.rows.algorithm`, a platform: `hardware.platforms`). Other people's
+(a training backend: `engines.config.backends`, a part of an algorithm or a preference loss:
+`engines.config.rows`, a platform: `hardware.platforms`). Other people's
 come through `infra.plugins`: entry points, or `register_plugin` from a module that
 RLHF_USE_EXTERNAL_MODULES or an entry point lists.
 """
@@ -16,6 +16,7 @@ from engines.config.backends import ENGINES
 from engines.config.data import AUTO
 from engines.config.rollout import RolloutConfig, RoutingName
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from engines.config.rows.preference import PREFERENCE_LOSSES
 from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -29,6 +30,7 @@ PluginKind = Literal[
     "adv_estimator",
     "loss_mode",
     "kl_loss_type",
+    "preference_loss",
     "reward",
     "preprocessor",
     "tracker",
@@ -248,6 +250,12 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="ultrafeedback",
+            target=f"{_LAYOUTS}.ultrafeedback:UltraFeedback",
+            options=f"{_LAYOUTS}.ultrafeedback:UltraFeedbackOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="columns",
             target=f"{_LAYOUTS}.columns:Columns",
             options=f"{_LAYOUTS}.columns:ColumnsOptions",
@@ -309,6 +317,7 @@ TABLES: Mapping[PluginKind, PluginTable[Any]] = {
     "adv_estimator": ADVANTAGES,
     "loss_mode": POLICY_LOSSES,
     "kl_loss_type": KL_ESTIMATORS,
+    "preference_loss": PREFERENCE_LOSSES,
     "reward": REWARDS,
     "preprocessor": PREPROCESSORS,
     "tracker": TRACKERS,

@@ -1,12 +1,14 @@
 """Sections of a recipe that are about stages: how each trains, measures, keeps and promotes."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
 from engines.config.base import NotIdentity, StrictModel
+from engines.config.data import OrderConfig
+from engines.config.distillation import DistillationConfig
 from engines.config.rollout import (
     SamplingConfig,
     StructuredOutputConfig,
@@ -29,18 +31,49 @@ class CheckpointConfig(StrictModel):
     """Deadline of writing one checkpoint in the background."""
 
 
-class SFTConfig(StrictModel):
-    """Supervised fine-tuning."""
+class SupervisedConfig(StrictModel):
+    """What the loop over given answers asks of every such section."""
 
     num_steps: int = Field(default=200, ge=1)
-    batch_size_sequences: int = Field(default=128, ge=1)
-    """Sequences of one optimizer step, over all ranks."""
     target_loss: float | None = Field(default=None, gt=0)
     """Stop early once the moving average of the training loss reaches this; null runs all steps."""
+    order: OrderConfig = OrderConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
     max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
     """Optimizer steps of the stage that may be left out since their loss or gradient was no
     finite number; each is counted and its rows are named. One more stops the run."""
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning."""
+
+    batch_size_sequences: int = Field(default=128, ge=1)
+    """Sequences of one optimizer step, over all ranks."""
+
+
+class PairsConfig(SupervisedConfig):
+    """What the stages share that train on pairs of answers."""
+
+    batch_size_pairs: int = Field(default=64, ge=1)
+    """Pairs of one optimizer step, over all ranks."""
+    held_out_every_num_steps: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
+    """How often the held-out pairs (`data.preference_evaluation`) are looked at, beside the start
+    and the end of the stage; null is never."""
+    options: dict[str, Any] = {}
+    """Options of the loss, validated by it (`beta`, `margin_coef`, ...)."""
+
+
+class PreferenceConfig(PairsConfig):
+    """Preference training of the policy: DPO and its family."""
+
+    loss: str = "sigmoid"
+    """`sigmoid` (DPO), `ipo`, `simpo`, `orpo`, or `kto`, which takes both answers of a pair by
+    themselves."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-7, schedule="cosine")
+
+
+class RewardTrainingConfig(PairsConfig):
+    """Training of a reward model on pairs (Bradley-Terry)."""
 
 
 class CriticConfig(StrictModel):
@@ -82,6 +115,8 @@ class RLConfig(StrictModel):
     """Prompts of one optimizer step; null trains on the whole batch at once."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
+    order: OrderConfig = OrderConfig()
+    """Steps are counted over all rounds."""
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -90,6 +125,8 @@ class RLConfig(StrictModel):
     refresh_reference: bool = False
     """The reference of a round is the policy that it starts with; off: that of round 1."""
     reward: RewardConfig = RewardConfig()
+    distillation: DistillationConfig | None = None
+    """Learn from a teacher too, or from a teacher alone; null: there is none."""
     mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
     keep_samples: Annotated[KeepSamplesConfig, NotIdentity] = KeepSamplesConfig()
     max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
@@ -113,13 +150,23 @@ class RLConfig(StrictModel):
         return (number - 1) * self.num_steps_per_round
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the algorithm's own loss counts, or only measures."""
+        return self.distillation is None or self.distillation.policy_weight > 0
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a batch is trained on after the policy that sampled it has changed."""
+        return self.batch_size_prompts > self.prompts_per_update or self.num_epochs > 1
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer step."""
         return self.mini_batch_size_prompts or self.batch_size_prompts
 
 
 class EvaluationConfig(StrictModel):
-    """Held-out evaluation: greedy pass@1 and, when asked, sampled pass@k."""
+    """Held-out evaluation: greedy pass@1 and, when asked, sampled pass@k, maj@k, avg@k, best@k."""
 
     num_problems: int | None = Field(default=None, ge=1)
     """null takes every evaluation row."""
@@ -132,7 +179,7 @@ class EvaluationConfig(StrictModel):
     structured_output: StructuredOutputConfig | None = None
     """Form of the answers, for rollout engines that can; null: any."""
     num_samples: int = Field(default=0, ge=0)
-    """Samples per problem for pass@k; 0 skips the sampled part."""
+    """Samples per problem for pass@k and its like; 0 skips the sampled part."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k; each at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
@@ -173,6 +220,14 @@ class EvaluationConfig(StrictModel):
         )
 
 
+class SoupConfig(StrictModel):
+    """The final model as the mean of several policies' weights (arXiv:2203.05482)."""
+
+    num_policies: int = Field(default=2, ge=2)
+    """The last ones: of SFT, of preferences, of each round; a rejected round has none. Where less
+    are left, those."""
+
+
 class PromoteConfig(StrictModel):
     """The gate in front of the model registry."""
 
@@ -181,7 +236,7 @@ class PromoteConfig(StrictModel):
     alias: str = "champion"
     """A model takes it by beating the one that bears it; one that does not is `challenger`."""
     metric: str = "accuracy"
-    """`accuracy`, `reward/mean` or `pass@k`: what every problem has a value of."""
+    """`accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`: what each problem has a value of."""
     min_value: float = Field(default=0.0)
     """The metric of the final evaluation must reach this, else nothing is registered."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
@@ -189,10 +244,13 @@ class PromoteConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_reachable(self) -> "PromoteConfig":
-        is_share = self.metric == "accuracy" or re.fullmatch(r"pass@[1-9]\d*", self.metric)
+        is_share = self.metric == "accuracy" or re.fullmatch(
+            r"(pass|maj|avg)@[1-9]\d*", self.metric
+        )
         if not is_share and self.metric != "reward/mean":
             raise ValueError(
-                f"metric: got {self.metric!r}; need accuracy, reward/mean or pass@k (pass@4)"
+                f"metric: got {self.metric!r}; need accuracy, reward/mean, pass@k, maj@k or "
+                "avg@k (pass@4)"
             )
         if self.alias == "challenger":
             raise ValueError("alias: got 'challenger'; need another; that of the losers is taken")

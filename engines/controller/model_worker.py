@@ -179,8 +179,8 @@ class ModelWorker:
 
     @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
-        """`perf/*` of the policy's optimizer steps since the last call."""
-        return self._policy.performance_metrics()
+        """`perf/*` of the leading role's optimizer steps since the last call."""
+        return self._engine(self._spec.leading).performance_metrics()
 
     @dispatch(Dispatch.SPLIT)
     def infer(
@@ -266,7 +266,7 @@ class ModelWorker:
                 each()
             disk.deliver(own, path)
 
-        write_in_background(write, path, self._policy.rank)
+        write_in_background(write, path, self._engine(self._spec.leading).rank)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:

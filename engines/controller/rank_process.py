@@ -114,8 +114,8 @@ class RankProcess:
         """Make the worker and initialize it; returns its data-parallel place."""
         for broken in import_external_modules():
             logger.warning("%s", broken)
-        # As `engines.jobs.torch_setup` does: no collection looks through what was imported. On
-        # one rank it would make all the others wait.
+        # As `engines.jobs.process.torch_setup` does: no collection looks through what was imported.
+        # On one rank it would make all the others wait.
         gc.freeze()
         self._worker = factory()
         self._worker.initialize()

@@ -14,21 +14,27 @@ from pathlib import Path
 from torch import Tensor
 
 from engines.checkpoint.model_directory import check_model_directory
-from engines.config.stages import EvaluateStageConfig
+from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.judges import asked_judges, judge_source, reward_role, stored_tensors
-from engines.jobs.policy_files import HF_DIR, trained_steps
+from engines.jobs.policy.files import HF_DIR, trained_steps
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
+from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput, run_job
-from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.service import RolloutService
-from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, Generate
+from engines.trainers.evaluation.evaluator import (
+    Evaluation,
+    Evaluator,
+    Generate,
+    by_source,
+    told_sources,
+)
 from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
@@ -99,8 +105,13 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
         evaluation = _run(context, partial(_finished, service), evaluator)
     metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
-    context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in metrics.items()})
-    return JobOutput("evaluation", metrics)
+    told = metrics | {
+        f"{source}/{name}": value
+        for source, found in by_source(evaluation).items()
+        for name, value in found.items()
+    }
+    context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
+    return JobOutput("evaluation", metrics | told_sources(evaluation))
 
 
 def _of_reward_model(config: EvaluateStageConfig) -> TrainingConfig:
@@ -175,6 +186,9 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
             f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
             f"{metrics['num_problems']:.0f} held-out problems"
         )
+    has_votes = any(name.startswith("maj@") for name in metrics)
+    if any(name.startswith("avg@") for name in metrics) and not has_votes:
+        context.journal.log("no maj@k: the reward does not say of every answer what it read (pred)")
     return evaluation
 
 

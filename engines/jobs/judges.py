@@ -23,7 +23,7 @@ from engines.controller.model_worker import ModelWorker
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
 from engines.controller.worker_group import WorkerGroup
-from engines.jobs.policy_files import write_hf_files
+from engines.jobs.policy.files import write_hf_files
 from engines.jobs.policy_stage import policy_tokenizer
 from engines.jobs.runtime import JobContext
 from engines.trainers.judges.asking import Judges
@@ -57,7 +57,7 @@ def reward_role(
     if model is None:
         return None
     with model_of_section("rl.reward.model"):
-        directory = context.optional_input("reward.model") or resolve_model(model)
+        directory = context.optional_input("reward.model") or resolve_model(model, model.max_length)
         check_reward_model(directory, max_length=model.max_length)
     return RoleSpec(
         ModelSource(directory),
@@ -101,7 +101,9 @@ def judge_source(
     if judge is None:
         return None
     with model_of_section("rl.reward.judge"):
-        weights_dir = context.optional_input("reward.judge") or resolve_model(judge)
+        weights_dir = context.optional_input("reward.judge") or resolve_model(
+            judge, judge.max_length
+        )
         check_model_directory(weights_dir, max_length=judge.max_length)
         serving_dir = context.attempt_dir / JUDGE_DIR
         write_hf_files(weights_dir, serving_dir, judge.chat_template)

@@ -1,25 +1,29 @@
 """What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from engines.checkpoint.model_directory import load_tokenizer
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
-from engines.config.rules import check_answer_length
+from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.pool import Queueing
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
-from engines.jobs.policy_files import CHECKPOINT_DIR, write_policy
+from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
+
+NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
 
 def policy_tokenizer(hf_dir: Path, chat_template: str | None = None) -> ChatTokenizer:
@@ -107,7 +111,11 @@ def stage_progress(
 
 
 def policy_output(
-    context: JobContext, progress: StageProgress, hf_dir: Path, steps: TrainedSteps
+    context: JobContext,
+    progress: StageProgress,
+    hf_dir: Path,
+    steps: TrainedSteps,
+    metrics: Mapping[str, float] = NOTHING_MEASURED,
 ) -> JobOutput:
     """Write the `policy` artifact.
 
@@ -116,6 +124,7 @@ def policy_output(
         progress: after the last step.
         hf_dir: configuration and tokenizer.
         steps: what is behind it.
+        metrics: of the policy, beside its steps.
 
     Returns:
         The `policy` output with its headline metrics.
@@ -127,4 +136,4 @@ def policy_output(
         hashed = read_manifest(checkpoint.parent).files
         prefix = f"{CHECKPOINT_DIR}/"
         digests = {name: f.sha256 for name, f in hashed.items() if name.startswith(prefix)}
-    return JobOutput("policy", {"num_steps": float(steps.num_steps)}, digests)
+    return JobOutput("policy", {"num_steps": float(steps.num_steps), **metrics}, digests)

@@ -21,9 +21,11 @@ from engines.checkpoint.model_directory import (
     num_parameters,
     stored_tensor_names,
 )
+from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
 from engines.config.algorithm import RewardConfig
 from engines.config.base import local_path
 from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
+from engines.config.distillation import DistillationConfig
 from engines.config.look import Answer, Look
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
@@ -41,7 +43,9 @@ from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
 from infra.plugins import Row, load_row
 
-OnHub = TypeVar("OnHub", ModelConfig, RewardModelConfig, JudgeConfig, SourceConfig)
+OnHub = TypeVar(
+    "OnHub", ModelConfig, RewardModelConfig, JudgeConfig, DistillationConfig, SourceConfig
+)
 
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
@@ -71,6 +75,8 @@ def look(at: Look) -> Look:
         look_at_reward_model(at.reward_model, row)
     if at.judge is not None:
         look_at_judge(at.judge, at.rollout_engine, row)
+    if at.teacher is not None:
+        look_at_teacher(at.teacher, at.model)
     if at.reward is not None:
         look_at_reward(at.reward, row)
     found = with_commits(at)
@@ -112,6 +118,8 @@ def with_commits(at: Look) -> Look:
         found["reward_model"] = resolved(at.reward_model, "model", "rl.reward.model")
     if at.judge is not None:
         found["judge"] = resolved(at.judge, "model", "rl.reward.judge")
+    if at.teacher is not None:
+        found["teacher"] = resolved(at.teacher, "model", TEACHER_SECTION)
     return at.model_copy(update=found)
 
 
@@ -180,6 +188,21 @@ def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | N
         check_model_directory(directory, max_length=judge.max_length)
         _look_at_template(directory, judge.chat_template, row)
     _look_at_engine(directory, rollout_engine)
+
+
+def look_at_teacher(teacher: DistillationConfig, model: ModelConfig) -> None:
+    """Check a local teacher by its headers, and its tokens against those of a local model.
+
+    Args:
+        teacher: of the recipe; of a hub id nothing is known yet.
+        model: that it teaches; of one made from scratch the job compares.
+
+    Raises:
+        ConfigError: names the setting below `rl.distillation`.
+    """
+    directory = local_path(teacher.path)
+    if directory is not None:
+        check_teacher(teacher, directory, local_path(model.path), model.max_length)
 
 
 def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:

@@ -1,7 +1,7 @@
 """Job `preprocess`: raw data to checked rows. Imports no torch."""
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
-from engines.config.stages import PreprocessStageConfig
+from engines.config.stages.data import PreprocessStageConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.runtime import JobContext, JobOutput, run_job
@@ -17,7 +17,9 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     tokenizer = None
     if config.model.init == "pretrained":
         with context.clock("load"):
-            model_dir = context.optional_input("model") or resolve_model(config.model)
+            model_dir = context.optional_input("model") or resolve_model(
+                config.model, config.model.max_length
+            )
             check_model_directory(model_dir, max_length=config.model.max_length)
             # A model without tokenizer.json needs transformers; the training stage counts then.
             if (model_dir / "tokenizer.json").exists():
@@ -32,6 +34,8 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     for name in ("preference", "preference_evaluation"):
         if (pairs := getattr(summary, name)) is not None:
             counts[f"num_{name}"] = pairs.num_rows
+    if summary.num_decontaminated is not None:
+        counts["num_decontaminated"] = sum(summary.num_decontaminated.values())
     context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
     return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
 

@@ -6,7 +6,7 @@ The decision is data; who sees it committed registers the model and moves the al
 import json
 from pathlib import Path
 
-from engines.config.stages import PromoteStageConfig
+from engines.config.stages.final import PromoteStageConfig
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.errors import ConfigError

@@ -6,19 +6,20 @@ optimizer of the round before, and its critic's. The reference is loaded only fo
 
 from contextlib import ExitStack, closing
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
-from engines.data.read.tokenizer import check_same_tokens
-from engines.jobs.critic_source import critic_source
+from engines.data.read.tokenizer import check_same_tokens, text_config
 from engines.jobs.judges import asked_judges, judge_source, reward_role
-from engines.jobs.policy_files import (
+from engines.jobs.policy.critic_source import critic_source
+from engines.jobs.policy.files import (
     initial_source,
     policy_source,
     trained_steps,
     write_hf_files,
 )
+from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.policy_stage import (
     local_reward,
     policy_output,
@@ -27,8 +28,8 @@ from engines.jobs.policy_stage import (
     queueing,
     stage_progress,
 )
+from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput, run_job
-from engines.jobs.torch_setup import prepare_torch
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt
@@ -40,6 +41,7 @@ from engines.training.roles import (
     POLICY,
     REFERENCE,
     REWARD,
+    TEACHER,
     ModelSource,
     RoleName,
     RoleSpec,
@@ -111,6 +113,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
+            int(text_config(hf_dir)["vocab_size"]),
             trained_steps(before) if before else None,
             context.attempt_dir,
         )
@@ -119,7 +122,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
-    """The policy, and beside it what the recipe asks for: a critic, a reward model, a reference."""
+    """The policy, and what the recipe asks for beside it: critic, reward, reference, teacher."""
     config, rl = context.config, context.config.rl
     num_steps = config.round * rl.num_steps_per_round
     before = context.optional_input("policy")
@@ -163,6 +166,12 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
+    if rl.distillation is not None:
+        given, limit = context.optional_input("teacher"), config.model.max_length
+        teacher = teacher_source(rl.distillation, given, policy, limit)
+        # An adapter is the policy's.
+        frozen = config.training.model_copy(update={"lora": None})
+        roles[TEACHER] = RoleSpec(teacher, frozen)
     return roles
 
 

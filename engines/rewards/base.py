@@ -3,22 +3,27 @@
 A reward function is called with keywords, and may be `async`:
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
-        -> float | {"score": float, ...}
+        -> float | {"score": float, "pred": str | None, ...}
 
 `engines.rewards.forms` has the other forms. Other numbers of a returned mapping are reported next
-to the score. A sample without a usable score is `Unscored`, which is not a score of 0: a wrong
-answer is the model's fault and earns 0, a broken reward, a missed deadline or an unreadable ground
-truth is not and must not train it.
+to the score; `pred` is the answer that was read, None where there was none: evaluation votes by
+it. A sample without a usable score is `Unscored`, which is not a score of 0: a wrong answer is the
+model's fault and earns 0, a broken reward, a missed deadline or an unreadable ground truth is not
+and must not train it.
 """
 
+import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.rewards.answers.extraction import ANSWER
+
 ComputeScore = Callable[..., Any | Awaitable[Any]]
 
 _SHOWN_CHARACTERS = 200
+_MAX_ANSWER_CHARACTERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,13 @@ class Score:
     Attributes:
         value: the reward.
         extras: further numbers by name.
+        answer: what the function read, or its digest where that is long; empty where it found
+            none; None where it does not say. Not compared: it is no part of what a sample is worth.
     """
 
     value: float
     extras: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,14 @@ def interpret(returned: object) -> Score | Unscored:
     """What a reward function's return value means.
 
     Args:
-        returned: a number (bool and array scalars included), or a mapping with `score`.
+        returned: a number (bool and array scalars included), or a mapping with `score`; its `pred`
+            counts as text.
 
     Returns:
         The score, or why there is none.
     """
     extras: dict[str, float] = {}
+    answer: str | None = None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             return Unscored("returned a mapping without 'score'")
@@ -104,6 +114,7 @@ def interpret(returned: object) -> Score | Unscored:
             number = _number(value)
             if name != "score" and number is not None and math.isfinite(number):
                 extras[str(name)] = number
+        answer = _answer(returned)
         returned = returned["score"]
     number = _number(returned)
     if number is None:
@@ -111,13 +122,34 @@ def interpret(returned: object) -> Score | Unscored:
         return Unscored(f"returned {kind}; need a number")
     if not math.isfinite(number):
         return Unscored(f"returned {number}")
-    return Score(number, extras)
+    return Score(number, extras, answer)
 
 
 def describe(error: BaseException) -> str:
     """One line for a reward function's exception."""
     text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
+
+
+def _answer(returned: Mapping[Any, object]) -> str | None:
+    """The text of `pred`, or its digest where it is long; one of another type is not said."""
+    if ANSWER not in returned:
+        return None
+    value = returned[ANSWER]
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        text = value
+    else:
+        number = _number(value)
+        if number is None:
+            return None
+        text = f"{number:.17g}"
+    # Half a surrogate pair is text for Python, and for no file.
+    text = text.encode("utf-8", "replace").decode("utf-8").strip()
+    if len(text) <= _MAX_ANSWER_CHARACTERS:
+        return text
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _number(value: object) -> float | None:

@@ -7,7 +7,7 @@ the caller's process.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.rewards.answers.extraction import truth_text
+from engines.rewards.answers.extraction import ANSWER, truth_text
 
 
 def compute_score(
@@ -18,7 +18,7 @@ def compute_score(
     *,
     answer_delimiter: str | None = None,
     ignore_case: bool = False,
-) -> float:
+) -> dict[str, Any]:
     """Compare the answer with the ground truth, or with each of several.
 
     Args:
@@ -30,7 +30,7 @@ def compute_score(
         ignore_case: compare without regard to case.
 
     Returns:
-        1.0 or 0.0.
+        The score, 1.0 or 0.0; `pred`, the text that was compared.
 
     Raises:
         ValueError: the ground truth is empty or of another type.
@@ -43,8 +43,8 @@ def compute_score(
         raise ValueError("the ground truth is empty")
     given = " ".join(answer.split())
     if ignore_case:
-        return float(given.casefold() in [text.casefold() for text in texts])
-    return float(given in texts)
+        given, texts = given.casefold(), [text.casefold() for text in texts]
+    return {"score": float(given in texts), ANSWER: given}
 
 
 def _text(truth: object) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from engines.rewards.answers.extraction import EXTRACTIONS, Extraction, truth_text
+from engines.rewards.answers.extraction import ANSWER, EXTRACTIONS, Extraction, truth_text
+from engines.rewards.answers.normal_forms import math_form
 
 # It warns once per process that its time limits are off, which is what we want.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -28,7 +29,7 @@ def compute_score(
     *,
     extraction: Extraction = "any",
     num_decimals: int = 6,
-) -> float:
+) -> dict[str, Any]:
     """Compare the completion's final answer with the ground truth.
 
     Args:
@@ -41,7 +42,8 @@ def compute_score(
         num_decimals: decimals to which two floating-point numbers must agree.
 
     Returns:
-        1.0 or 0.0.
+        The score, 1.0 or 0.0; `pred`, the answer as MATH writes it: equal mathematics in other
+        forms has another.
 
     Raises:
         ValueError: the ground truth cannot be parsed.
@@ -63,10 +65,10 @@ def compute_score(
             failure = error
             continue
         if right:
-            return 1.0
+            return {"score": 1.0, ANSWER: _text(answers)}
     if failure is not None:
         raise failure
-    return 0.0
+    return {"score": 0.0, ANSWER: _text(answers)}
 
 
 def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
@@ -75,6 +77,12 @@ def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
         return _parse(solution_str)
     found = EXTRACTIONS[extraction](solution_str)
     return _parse_answer(found.strip()) if found and found.strip() else []
+
+
+def _text(answers: list[Any]) -> str | None:
+    """What was parsed, as text; the parser hands it on behind what it made of it."""
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    return math_form(texts[-1]) if texts else None
 
 
 def _parse_ground_truth(ground_truth: object) -> list[Any]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from engines.config.algorithm import RewardConfig
+from engines.rewards.answers.extraction import ANSWER
 from engines.rewards.base import Score, ScoreRequest
 from engines.rewards.forms import Form, form_of, judge
 from engines.rewards.resolve import load
@@ -26,7 +27,7 @@ def score(
     components: Mapping[str, Mapping[str, Any]],
     routes: Mapping[str, Sequence[str]],
     accuracy: Sequence[str],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Judge a sample by every component on its route.
 
     Args:
@@ -36,7 +37,8 @@ def score(
         accuracy: the components whose verdict is `acc`: what they report as that, or a score >= 1.
 
     Returns:
-        `score`, the sum; each component's own by its name; `acc`.
+        `score`, the sum; each component's own by its name; `acc`; `pred` where the component whose
+        verdict is `acc` says what it read.
 
     Raises:
         ValueError: the row has no route, or a component has no score.
@@ -51,7 +53,9 @@ def score(
     total = sum(components[name]["weight"] * each.value for name, each in found.items())
     [judge_of_answers] = [name for name in found if name in accuracy]
     own = {name: each.value for name, each in found.items()}
-    return {**own, "score": total, "acc": _verdict(found[judge_of_answers])}
+    answer = found[judge_of_answers].answer
+    said = {} if answer is None else {ANSWER: answer}
+    return {**own, **said, "score": total, "acc": _verdict(found[judge_of_answers])}
 
 
 def route_of(

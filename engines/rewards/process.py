@@ -187,8 +187,11 @@ class ScoringProcess:
             self.form = reply["form"]
         elif self.index is not None:
             unscored = reply.get("unscored")
-            result = Score(reply["score"], reply["extras"]) if unscored is None else None
-            self._results.append((self.index, result or Unscored(str(unscored))))
+            if unscored is None:
+                result = Score(reply["score"], reply["extras"], reply["answer"])
+            else:
+                result = Unscored(str(unscored))
+            self._results.append((self.index, result))
             self.index = None
 
     def _watch_stdin(self, wanted: bool) -> None:

@@ -106,7 +106,7 @@ def _score(
         return {"unscored": describe(error)}
     if isinstance(found, Unscored):
         return {"unscored": found.reason}
-    return {"score": found.value, "extras": dict(found.extras)}
+    return {"score": found.value, "extras": dict(found.extras), "answer": found.answer}
 
 
 def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:

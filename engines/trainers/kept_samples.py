@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.trainers.experience import Experience

@@ -18,6 +18,8 @@ from infra.tracking.journal import Journal
 
 HEADLINES = (
     "train/loss",
+    "preference/accuracy",
+    "reward_model/accuracy",
     "critic/score/mean",
     "actor/entropy",
     "response_length/mean",
@@ -103,6 +105,14 @@ class StageProgress:
         line = f"step {step}/{self._num_steps}  {'  '.join(shown)}"
         self._journal.progress(step, self._num_steps, line)
         logger.info("%s", line)
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record what held-out rows said after a step; 0 is before the first one."""
+        self._heartbeat.tick()
+        if metrics:
+            self._journal.metrics(step, metrics)
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+            self._journal.progress(step, self._num_steps, f"after step {step}: {shown}")
 
     def checkpoint_when_due(
         self,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
-from engines.data.read.order import ResumableOrder
 from engines.data.read.rows import RLRow
+from engines.data.read.training_order import VisitedRow, order_of
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
 
@@ -71,9 +71,19 @@ class PromptSource:
         estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
         self._greedy = GREEDY_SCORES in estimator.rows
         size = config.rl.batch_size_prompts
-        self._order = ResumableOrder(num_rows=len(prompts), batch_size=size, seed=seed)
-        self._refill_order = ResumableOrder(
-            num_rows=len(prompts), batch_size=size, seed=derive_seed(seed, "refill")
+        rows = [
+            VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
+            for prompt in prompts
+        ]
+        self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
+        self._order = order_of(config.rl.order, rows, size, seed, path="rl.order")
+        self._refill_order = order_of(
+            config.rl.order,
+            rows,
+            size,
+            derive_seed(seed, "refill"),
+            path="rl.order",
+            batches_per_step=max(1, self._num_refills),
         )
 
     def generation_batches(self, step: int) -> Iterator[PromptBatch]:
@@ -86,9 +96,8 @@ class PromptSource:
             PromptBatch: at most `filter_groups.max_num_gen_batches` of them.
         """
         yield self._batch(step, 0, self._order.batch(step - 1))
-        num_refills = self._config.algorithm.filter_groups.max_num_gen_batches - 1
-        for refill in range(num_refills):
-            rows = self._refill_order.batch((step - 1) * num_refills + refill)
+        for refill in range(self._num_refills):
+            rows = self._refill_order.batch((step - 1) * self._num_refills + refill)
             yield self._batch(step, (refill + 1) * self._config.batch_size_prompts, rows)
 
     def epoch(self, step: int) -> float:

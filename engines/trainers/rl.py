@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from engines.algorithms.policy_objective import policy_loss_fn
+from engines.algorithms.distillation.objective import round_loss_fn
 from engines.algorithms.reward_kl import next_coefficient
 from engines.algorithms.reweighting import resample
 from engines.algorithms.value_objective import ValueObjective
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
@@ -61,6 +61,7 @@ class RLTrainer:
         scorer: turns completions into scored samples.
         progress: journal, step checkpoints and job clock.
         probe_prompt: what every engine must continue as the trainer would, after each sync.
+        vocab_size: of the policy.
         before: what the round before left; None for the first.
         attempt_dir: where samples are kept for people; None keeps none.
     """
@@ -74,14 +75,14 @@ class RLTrainer:
         scorer: CompletionScorer,
         progress: StageProgress,
         probe_prompt: Sequence[int],
+        vocab_size: int,
         before: TrainedSteps | None = None,
         attempt_dir: Path | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
         self.scorer, self.progress = scorer, progress
-        objective = policy_loss_fn(config.rl.algorithm, config.rl.sampling.max_new_tokens)
-        self.loss_fn = MeasuredObjective(objective)
+        self.loss_fn = MeasuredObjective(round_loss_fn(config.rl))
         self.guard = PoisonGuard(
             workers,
             config.rl.max_num_poisoned_updates,
@@ -104,7 +105,7 @@ class RLTrainer:
         first = config.rl.algorithm.kl_ctrl.kl_coef
         self.kl_coef = first if carried is None else carried
         self.seed = prompts.seed
-        self.columns = StepColumns(config.rl, workers.run, self.seed)
+        self.columns = StepColumns(config.rl, workers.run, self.seed, vocab_size)
         self.keeper = SampleKeeper(config, workers.run, scorer.tokenizer, attempt_dir)
 
     def run(self) -> None:

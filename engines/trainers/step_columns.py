@@ -17,6 +17,7 @@ from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Experience
 from engines.trainers.phases import PhaseClock
 from engines.trainers.prompts import derive_seed
+from engines.trainers.teacher import teacher_columns
 from engines.training.roles import CRITIC, REFERENCE
 from engines.types import Readouts
 
@@ -32,11 +33,15 @@ class StepColumns:
         config: names the parts.
         run: calls a method of every rank's `ModelWorker`.
         seed: of the run.
+        vocab_size: of the policy.
     """
 
-    def __init__(self, config: RLConfig, run: Callable[..., Any], seed: int) -> None:
+    def __init__(
+        self, config: RLConfig, run: Callable[..., Any], seed: int, vocab_size: int
+    ) -> None:
         algorithm = config.algorithm
         self._config, self._run, self._seed = config, run, seed
+        self._vocab_size = vocab_size
         self._needed = {
             *ADVANTAGES.find(algorithm.adv_estimator).columns,
             *POLICY_LOSSES.find(algorithm.loss_mode).columns,
@@ -50,7 +55,7 @@ class StepColumns:
 
         Args:
             experience: of the step.
-            clock: phases `old_log_prob`, `ref` and `values`.
+            clock: phases `old_log_prob`, `ref`, `teacher` and `values`.
             global_step: over all rounds.
 
         Returns:
@@ -68,6 +73,11 @@ class StepColumns:
             if REFERENCE_LOGPROBS in self._needed:
                 infer = ModelWorker.infer_logprobs
                 columns[REFERENCE_LOGPROBS] = self._run(infer, experience.batch, REFERENCE)
+        with clock("teacher"):
+            if self._config.distillation is not None:
+                columns |= teacher_columns(
+                    self._config.distillation, self._run, experience.batch, self._vocab_size
+                )
         with clock("values"):
             if VALUES in self._needed:
                 experience = self._with_values(experience)

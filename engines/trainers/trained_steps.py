@@ -8,7 +8,7 @@ class TrainedSteps(FrozenModel):
 
     schema_version: int = 1
     stage: str
-    """`sft` or `rl_round`."""
+    """`sft`, `preference` or `rl_round`."""
     num_steps: int
     """Trainer steps over all stages so far."""
     num_skipped: int = 0

@@ -25,7 +25,7 @@ from engines.checkpoint.engine_state import EngineScalars
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
-from engines.training.outputs import from_columns, num_columns, to_columns
+from engines.training.outputs import from_columns, num_columns, num_others, to_columns
 from engines.training.preparation import Preparation, prepare
 from engines.training.spec import EngineSpec, LossFn
 from engines.training.step.meter import StepMeter
@@ -160,12 +160,15 @@ class BaseEngine(EngineBackend):
             The same on every rank.
 
         Raises:
-            EngineError: a rank has no sequence, or no token of the step is trained on.
+            EngineError: a rank has no sequence, or no token of the step is trained on; or the
+                loss reads what the batch or the head cannot give.
             NonFiniteError: the loss or the gradient norm is NaN or infinite on any rank; the
                 weights are as before.
             ConfigError: a sequence exceeds the token budget.
         """
         lr = self.lr
+        readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
+        num_others(readouts, batch)  # refuses before anything is computed
         ready = self._prepare(batch)
         if ready.counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
@@ -181,7 +184,6 @@ class BaseEngine(EngineBackend):
         with self.train_mode(), self._measured().step(ready.work):
             self.optimizer_zero_grad()
             micro_batches = [micro.batch for micro in ready.micro_batches]
-            readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
             self._forward_backward(micro_batches, scaled_loss, readouts)
             loss, metrics, spoiled = self._reduced(totals)
             if not math.isfinite(loss):
@@ -213,10 +215,14 @@ class BaseEngine(EngineBackend):
 
         Returns:
             In the order of `batch`, on the CPU; log-probabilities of a value model are 0.
+
+        Raises:
+            EngineError: a rank has no sequence, or `readouts` asks for what the batch or the head
+                cannot give.
         """
         micro_batches = self._prepare(batch).micro_batches
         model_type = self.spec.model_type
-        columns = torch.zeros(num_columns(readouts, model_type), batch.num_tokens)
+        columns = torch.zeros(num_columns(readouts, model_type, batch), batch.num_tokens)
         with self.eval_mode(), torch.no_grad():
             outputs = self._infer([micro.batch for micro in micro_batches], readouts)
             for micro, output in zip(micro_batches, outputs, strict=False):

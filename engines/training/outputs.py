@@ -9,6 +9,7 @@ place, for the first token of a sequence is never predicted.
 import torch
 from torch import Tensor
 
+from engines.errors import EngineError
 from engines.training.model.ulysses import SequenceSlice
 from engines.training.spec import ModelType
 from engines.types import ModelOutputs, Readouts, TokenBatch
@@ -51,21 +52,39 @@ def model_outputs(
 
     Args:
         rows: (K, T + 1) float32: values; or log-probabilities and then what was asked for beside
-            them, in the order of `Readouts`. 0 where nothing was computed.
+            them, in the order of `head_rows`. 0 where nothing was computed.
         batch: the micro-batch.
         readouts: what was asked for.
         model_type: of the model.
 
     Returns:
         With gradient, where the rows have one.
+
+    Raises:
+        EngineError: the backend did not compute what was asked for.
     """
     if model_type == "value_model":
         return _values(rows[0], batch, readouts)
-    of_tokens = iter(rows[:, :-1])
+    num_needed = num_columns(readouts, model_type, batch)
+    if rows.shape[0] != num_needed:
+        raise EngineError(
+            f"readouts: the backend's head gave {rows.shape[0]} numbers of each token; "
+            f"{readouts} needs {num_needed}; the backend has to call `head_rows`"
+        )
+    return _of_tokens(rows[:, :-1], batch, readouts)
+
+
+def _of_tokens(rows: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
+    """Name the (rows, T) of a language model."""
+    singles = iter(rows)
+    size = num_others(readouts, batch)
+    start = rows.shape[0] - size * (2 if readouts.num_top else 1)
     return ModelOutputs(
-        next(of_tokens),
-        entropy_T=next(of_tokens) if readouts.entropy else None,
-        sum_pi_squared_T=next(of_tokens) if readouts.sum_pi_squared else None,
+        next(singles),
+        entropy_T=next(singles) if readouts.entropy else None,
+        sum_pi_squared_T=next(singles) if readouts.sum_pi_squared else None,
+        topk_logprobs_TK=rows[start : start + size].T.contiguous() if size else None,
+        topk_ids_TK=rows[start + size :].T.long().contiguous() if readouts.num_top else None,
     )
 
 
@@ -78,15 +97,43 @@ def _values(row: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
     return ModelOutputs(torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B)
 
 
-def num_columns(readouts: Readouts, model_type: ModelType) -> int:
+def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) -> int:
     """How many numbers each token has outside of the model: see `to_columns`."""
     if model_type == "value_model":
         return 1 + readouts.last_values
-    return 1 + readouts.entropy + readouts.sum_pi_squared
+    of_others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
+    return 1 + readouts.entropy + readouts.sum_pi_squared + of_others
+
+
+def num_others(readouts: Readouts, batch: TokenBatch) -> int:
+    """K: how many tokens of each position are asked for beside the one that stands there.
+
+    Args:
+        readouts: what is asked for.
+        batch: has the column that `logprobs_of` names.
+
+    Returns:
+        0 where none are.
+
+    Raises:
+        EngineError: the batch has no such column of token ids.
+    """
+    if readouts.logprobs_of is None:
+        return readouts.num_top
+    ids_TK = batch.columns.get(readouts.logprobs_of)
+    if ids_TK is None or ids_TK.ndim != 2 or ids_TK.dtype != torch.int64:
+        found = "none" if ids_TK is None else f"{tuple(ids_TK.shape)} {ids_TK.dtype}"
+        raise EngineError(
+            f"readouts.logprobs_of: got {found} as column {readouts.logprobs_of!r}; need token "
+            "ids, (T, K) int64"
+        )
+    return ids_TK.shape[1]
 
 
 def to_columns(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-    """(K, T) float32 on the CPU: what there is; what is behind a sequence stands on its last token.
+    """(K, T) float32 on the CPU: what there is, in the order of the rows of `model_outputs`.
+
+    What is behind a sequence stands on its last token.
 
     Args:
         outputs: of the batch.
@@ -101,22 +148,21 @@ def to_columns(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
         behind_T[_last_tokens(batch)] = outputs.last_values_B
     first_T = outputs.logprobs_T if outputs.values_T is None else outputs.values_T
     rows = (first_T, outputs.entropy_T, outputs.sum_pi_squared_T, behind_T)
-    return torch.stack([row.float().cpu() for row in rows if row is not None])
+    columns = [row[None] for row in rows if row is not None]
+    several = (outputs.topk_logprobs_TK, outputs.topk_ids_TK)
+    columns += [rows_TK.T for rows_TK in several if rows_TK is not None]
+    return torch.cat([column.float().cpu() for column in columns])
 
 
 def from_columns(
     columns: Tensor, batch: TokenBatch, readouts: Readouts, model_type: ModelType
 ) -> ModelOutputs:
     """Undo `to_columns`."""
-    first_T = columns[0]
     if model_type == "value_model":
+        first_T = columns[0]
         last_B = columns[1, _last_tokens(batch)] if readouts.last_values else None
         return ModelOutputs(torch.zeros_like(first_T), values_T=first_T, last_values_B=last_B)
-    return ModelOutputs(
-        first_T,
-        entropy_T=columns[1] if readouts.entropy else None,
-        sum_pi_squared_T=columns[-1] if readouts.sum_pi_squared else None,
-    )
+    return _of_tokens(columns, batch, readouts)
 
 
 def _last_tokens(batch: TokenBatch) -> Tensor:

@@ -20,6 +20,8 @@ CRITIC: RoleName = "critic"
 """A value model of what the policy's answers will earn."""
 REWARD: RoleName = "reward"
 """A frozen value model; what it says behind the last token of a conversation is its score."""
+TEACHER: RoleName = "teacher"
+"""A frozen model whose distributions the policy learns."""
 
 ROLES_DIR = "roles"
 """In a checkpoint: directories of the roles beside the policy, whose files stand at the top."""

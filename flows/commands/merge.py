@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from engines.config.stages import MergeStageConfig
+from engines.config.stages.final import MergeStageConfig
 from infra import env
 from infra.errors import ArtifactError, ConfigError, JobFailedError
 from infra.store.artifacts import MANIFEST_NAME, external_artifact, verify_directory

@@ -7,7 +7,9 @@ steps long, and weights that do not arrive make rewards fall.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.config.stages import EvaluateStageConfig, RLRoundStageConfig, SFTStageConfig
+from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings, round_findings
 from flows.diagnosis.communication import time_findings
 from flows.diagnosis.findings import Finding, StageView
@@ -118,7 +120,7 @@ def symptoms(
     Returns:
         What was found.
     """
-    known = {"sft", *(each.label for each in rounds)}
+    known = {"sft", "preference", *(each.label for each in rounds)}
     evaluations = {of: stage for of, stage in _evaluations(stages).items() if of in known}
     return round_findings(rounds, evaluations, thresholds)
 

@@ -4,15 +4,11 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from engines.config.stages import (
-    EvaluateStageConfig,
-    MergeStageConfig,
-    PreprocessStageConfig,
-    PromoteStageConfig,
-    RLRoundStageConfig,
-    SFTStageConfig,
-    StageConfig,
-)
+from engines.config.stages.base import StageConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import EvaluateStageConfig, MergeStageConfig, PromoteStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis.findings import StageView
 from infra.store.process_stamp import is_dead
 from infra.store.runs import KnownRun

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from engines.config.stages import StageConfig
+from engines.config.stages.base import StageConfig
 from infra.store.work_channel import JobProblem
 
 Area = Literal["resources", "communication", "algorithm"]

@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
 from flows.diagnosis.communication import STEP
 from flows.diagnosis.diagnosis import Diagnosis

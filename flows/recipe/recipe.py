@@ -16,22 +16,33 @@ from engines.config.base import StrictModel
 from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.model import ModelConfig
 from engines.config.rollout import RolloutConfig
-from engines.config.stages import (
+from engines.config.sections import (
     CheckpointConfig,
-    EvaluateStageConfig,
     EvaluationConfig,
-    MergeStageConfig,
-    PreprocessStageConfig,
+    PreferenceConfig,
     PromoteConfig,
-    PromoteStageConfig,
+    RewardTrainingConfig,
     RLConfig,
-    RLRoundStageConfig,
     SFTConfig,
+    SoupConfig,
+)
+from engines.config.stages.base import StageConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import (
+    EvaluateStageConfig,
+    MergeStageConfig,
+    PromoteStageConfig,
+    SoupStageConfig,
+)
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import (
+    PreferenceStageConfig,
+    RewardModelStageConfig,
     SFTStageConfig,
-    StageConfig,
 )
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe.diagnosis import DiagnosisConfig
+from flows.recipe.model_paths import with_model_paths
 from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
 from flows.recipe.target import TargetConfig
@@ -111,10 +122,17 @@ class Recipe(StrictModel):
     rollout: RolloutConfig = RolloutConfig()
     sft: SFTConfig | None = SFTConfig()
     """null starts RL from the model itself."""
+    reward_model: RewardTrainingConfig | None = None
+    """Train a reward model on `data.preference`, for an `rl.reward.model` without a path; null:
+    none."""
+    preference: PreferenceConfig | None = None
+    """Train the policy on `data.preference` before RL (DPO and its family); null: not."""
     rl: RLConfig = RLConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     merge: MergeConfig = MergeConfig()
+    soup: SoupConfig | None = None
+    """Evaluate and promote the mean of several policies; null: the last one."""
     promote: PromoteConfig = PromoteConfig()
     target: TargetConfig | None = None
     """What a recipe in a published size has to reach; null: nothing was published for it."""
@@ -128,6 +146,11 @@ class Recipe(StrictModel):
         """Name of this run: equal recipes share it, whatever directory they use."""
         identity = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
+
+    @property
+    def asks_reward_model(self) -> bool:
+        """Whether answers are judged by the reward model that the run itself trains."""
+        return self.rl.reward.model is not None and self.rl.reward.model.path is None
 
     @property
     def home(self) -> Path:
@@ -157,6 +180,32 @@ class Recipe(StrictModel):
             hardware=self.hardware,
         )
 
+    def reward_model_stage(self) -> RewardModelStageConfig:
+        """Configuration of the stage `reward_model`; the recipe must have one."""
+        if self.reward_model is None:
+            raise ValueError("the recipe has no reward model stage")
+        return RewardModelStageConfig(
+            model=self.model,
+            # An adapter is the policy's: all of a reward model is trained.
+            training=self.training.model_copy(update={"lora": None}),
+            reward_model=self.reward_model,
+            max_shard_bytes=self.merge.max_shard_bytes,
+            checkpoint=self.checkpoint,
+            hardware=self.hardware,
+        )
+
+    def preference_stage(self) -> PreferenceStageConfig:
+        """Configuration of the stage `preference`; the recipe must have one."""
+        if self.preference is None:
+            raise ValueError("the recipe has no preference stage")
+        return PreferenceStageConfig(
+            model=self.model,
+            training=self.training,
+            preference=self.preference,
+            checkpoint=self.checkpoint,
+            hardware=self.hardware,
+        )
+
     def rl_round_stage(self, number: int) -> RLRoundStageConfig:
         """Configuration of RL round `number`, counted from 1."""
         return RLRoundStageConfig(
@@ -169,10 +218,27 @@ class Recipe(StrictModel):
             hardware=self.hardware,
         )
 
-    def merge_stage(self) -> MergeStageConfig:
-        """Configuration of the stage `merge`."""
+    def merge_stage(self, of: str = "") -> MergeStageConfig:
+        """Configuration of the stage `merge`.
+
+        Args:
+            of: label of the stage whose policy is one of several; empty for the last.
+
+        Returns:
+            The stage.
+        """
         return MergeStageConfig(
+            of=of,
             backend=self.training.backend,
+            # A mean is taken of all digits, and rounded once.
+            dtype="float32" if of else self.merge.dtype,
+            max_shard_bytes=self.merge.max_shard_bytes,
+        )
+
+    def soup_stage(self, num_models: int) -> SoupStageConfig:
+        """Configuration of the stage `soup`, which averages so many models."""
+        return SoupStageConfig(
+            num_models=num_models,
             dtype=self.merge.dtype,
             max_shard_bytes=self.merge.max_shard_bytes,
         )
@@ -210,9 +276,15 @@ class Recipe(StrictModel):
         yield self.preprocess_stage()
         if self.sft:
             yield self.sft_stage()
+        if self.reward_model:
+            yield self.reward_model_stage()
+        if self.preference:
+            yield self.preference_stage()
         if self.rl.num_rounds:
             yield self.rl_round_stage(1)
         yield self.merge_stage()
+        if self.soup:
+            yield self.soup_stage(self.soup.num_policies)
         yield self.evaluate_stage()
         yield self.promote_stage()
 
@@ -252,7 +324,7 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
         ConfigError: one line about what is wrong.
     """
     check_recipe(recipe)
-    model = recipe.model.model_copy(update={"path": _absolute(recipe.model.path)})
+    recipe = with_model_paths(recipe, lambda _, path: _absolute(path))
     data = recipe.data.model_copy(
         update={
             split: tuple(
@@ -270,13 +342,11 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
     }
     reward = reward.with_functions(files)
     rl = recipe.rl.model_copy(update={"reward": reward})
-    return recipe.model_copy(update={"model": model, "data": data, "rl": rl})
+    return recipe.model_copy(update={"data": data, "rl": rl})
 
 
-def _absolute(path: str | None) -> str | None:
-    """An existing local path in full; a hub id, or nothing, as it is."""
-    if path is None:
-        return None
+def _absolute(path: str) -> str:
+    """An existing local path in full; anything else as it is."""
     local = Path(path).expanduser()
     return str(local.resolve()) if local.exists() else path
 

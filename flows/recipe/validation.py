@@ -19,7 +19,8 @@ from engines.config.options import (
     check_rollout,
 )
 from engines.config.plugins import TRACKERS
-from engines.config.rules import check_answer_length
+from engines.config.rules.sizes import check_answer_length
+from flows.recipe.model_paths import model_paths, registered_model
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,10 +44,26 @@ def check_recipe(recipe: Recipe) -> None:
     for stage in recipe.stages():
         stage.check()
     _check_data(recipe)
-    _check_path("model.path", recipe.model.path or "")
-    if recipe.sft is None and recipe.rl.num_rounds == 0:
+    for setting, path in model_paths(recipe):
+        if registered_model(setting, path) is None:
+            _check_path(setting, path)
+    if recipe.sft is None and recipe.preference is None and recipe.rl.num_rounds == 0:
         raise ConfigError(
             "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
+        )
+    num_trained = sum(each is not None for each in (recipe.sft, recipe.preference))
+    num_trained += recipe.rl.num_rounds
+    if recipe.soup and recipe.soup.num_policies > num_trained:
+        raise ConfigError(
+            "soup.num_policies",
+            f"got {recipe.soup.num_policies}; need at most {num_trained}, the policies that this "
+            "recipe trains; lower it, or raise rl.num_rounds",
+        )
+    if recipe.asks_reward_model and recipe.reward_model is None:
+        raise ConfigError(
+            "rl.reward.model.path",
+            "missing, and no stage trains a reward model; need a model directory or a hub id; set "
+            "it, or give the recipe a section reward_model",
         )
 
 
@@ -66,8 +83,9 @@ def _check_warmup(recipe: Recipe) -> None:
     rl = recipe.rl
     per_step = rl.num_epochs * (rl.batch_size_prompts // rl.prompts_per_update)
     trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
-    if recipe.sft:
-        trainings.append(("sft", recipe.sft.optimizer, recipe.sft.num_steps))
+    sections = (("sft", recipe.sft), ("reward_model", recipe.reward_model),
+                ("preference", recipe.preference))  # fmt: skip
+    trainings += [(name, each.optimizer, each.num_steps) for name, each in sections if each]
     for name, optimizer, num_steps in trainings:
         if num_steps and optimizer.num_warmup_steps >= num_steps:
             raise ConfigError(
@@ -89,11 +107,14 @@ def _check_lengths(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
+    pairs = recipe.preference is not None or recipe.reward_model is not None
     if data.arithmetic is None:
         for path, sources, needed in (
             ("data.sft", data.sft, recipe.sft is not None),
             ("data.rl", data.rl, recipe.rl.num_rounds > 0),
             ("data.evaluation", data.evaluation, True),
+            ("data.preference", data.preference, pairs),
+            ("data.preference_evaluation", data.preference_evaluation, False),
         ):
             if needed and not sources:
                 raise ConfigError(
@@ -101,7 +122,13 @@ def _check_data(recipe: Recipe) -> None:
                 )
             for index, source in enumerate(sources):
                 _check_path(f"{path}.{index}.path", source.path)
-    elif data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
+        return
+    if pairs and not data.arithmetic.num_preference:
+        raise ConfigError(
+            "data.arithmetic.num_preference",
+            "got 0; the recipe has a stage that trains on pairs; need 1 or more; raise it",
+        )
+    if data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
         raise ConfigError(
             "evaluation.num_problems",
             f"got {recipe.evaluation.num_problems}; data.arithmetic.num_eval makes "

@@ -21,6 +21,7 @@ from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
+from flows.report.sources import source_table
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
@@ -297,6 +298,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "",
         *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
         *(f"`{s.name}` was rejected: {s.rejected}.\n" for s in report.stages if s.rejected),
+        *(line for stage in report.stages for line in source_table(stage.name, stage.metrics)),
     ]
     diagnosis = directory / DIAGNOSIS_PAGE
     if diagnosis.exists():

@@ -16,7 +16,7 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.evidence import run_views
 from flows.diagnosis.page import write_diagnosis
@@ -44,6 +44,7 @@ from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
 
 _log = logging.getLogger(__name__)
+NOTHING_FORCED: Mapping[str, str] = {}
 
 
 class SilentObserver:
@@ -136,7 +137,7 @@ class PipelineRun:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, force: Mapping[str, str], adopt: Collection[str]
+    recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED, adopt: Collection[str] = ()
 ) -> Iterator[PipelineRun]:
     """Everything a run needs, for as long as it runs.
 

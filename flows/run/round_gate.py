@@ -8,7 +8,7 @@ Other thresholds may decide otherwise: then only what was given another policy r
 
 from collections.abc import Callable, Sequence
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.findings import Finding

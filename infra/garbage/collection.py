@@ -60,23 +60,31 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
         return True
 
     for stage in found.goes:
-        if take(stage.log, lambda _, stage=stage: _is_used(storage, stage, found.at)):
+        if take(stage.log, lambda _, stage=stage: _is_used(storage, stage)):
             take(
                 stage.work, lambda _, stage=stage: bool(storage.attempts.entries(stage.fingerprint))
             )
     named = _named(storage, inventory)
     for digest, stored in found.artifacts:
-        take(stored, lambda touched_at, digest=digest: digest in named or touched_at > found.at)
+        take(
+            stored,
+            lambda touched_at, digest=digest, stored=stored: (
+                digest in named or touched_at > stored.touched_at
+            ),
+        )
     for stored in found.rests:
         take(stored, lambda _, place=stored.place: _is_at_work(storage, place))
     _forget(storage, inventory, found)
     return Collected(freed_bytes, tuple(spared), tuple(problems))
 
 
-def _is_used(storage: Storage, stage: SurveyedStage, since: float) -> bool:
-    """Whether a run asked for a stage, or asked to keep it, after the survey."""
+def _is_used(storage: Storage, stage: SurveyedStage) -> bool:
+    """Whether a run asked for a stage, or asked to keep it, after the survey.
+
+    The store's own times are compared with each other: its clock may be behind this machine's.
+    """
     return any(
-        run.kept or run.used_at[stage.fingerprint] >= since
+        run.kept or run.used_at[stage.fingerprint] > stage.used_at
         for run in storage.runs.known()
         if stage.fingerprint in run.used_at
     )

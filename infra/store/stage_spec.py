@@ -92,7 +92,7 @@ class StageSpec(FrozenModel):
     rollout_libraries: dict[str, str | None] = {}
     """The same of the replicas' job environment; empty where they have none of their own."""
     runtime: dict[str, Any] = {}
-    """`engines.config.stages.Runtime`: what cannot change the output."""
+    """`engines.config.stages.base.Runtime`: what cannot change the output."""
     then: "NextStage | None" = None
     """What the job's process runs after this, as a process of its own would."""
 

@@ -309,8 +309,13 @@ def headline_rows(
 
 
 def metric_key(name: str) -> str:
-    """A metric's name in the characters that MLflow allows: `pass@4` becomes `pass_at_4`."""
-    return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))[:MAX_KEY_CHARS]
+    """A metric's name in the characters that MLflow allows: `pass@4` becomes `pass_at_4`.
+
+    It has to look like a path too, so that a part that is none (`a//b`, `../b`) becomes `_`.
+    """
+    parts = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_")).split("/")
+    path = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+    return path[:MAX_KEY_CHARS].rstrip("/")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

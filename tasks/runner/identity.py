@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config.plugins import PluginKind, named_rows
-from engines.config.stages import StageConfig
+from engines.config.stages.base import StageConfig
 from infra import env
 from infra.identity.fingerprint import (
     environment_digest,
@@ -131,7 +131,7 @@ def environment_of(
 
 
 def stage_request(
-    config: StageConfig, seed: int, then: StageRequest | None = None, **inputs: Artifact | None
+    config: StageConfig, seed: int, then: StageRequest | None = None, /, **inputs: Artifact | None
 ) -> StageRequest:
     """A stage with its inputs: what other stages made, and what it reads from outside.
 

@@ -5,13 +5,9 @@ to try. First come those that change no result but its rounding.
 Does not promise that one of them suffices: nobody measured it.
 """
 
-from engines.config.stages import (
-    EvaluateStageConfig,
-    MergeStageConfig,
-    RLRoundStageConfig,
-    StageConfig,
-    TrainingStageConfig,
-)
+from engines.config.stages.base import StageConfig, TrainingStageConfig
+from engines.config.stages.final import EvaluateStageConfig, MergeStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.training import TrainingConfig
 
 SAMPLING_PHASES = frozenset({"gen", "evaluate"})

@@ -19,7 +19,7 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.backends": "a table of names; what a stage names of it counts",
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
-    "engines.jobs.causes": "wording",
+    "engines.jobs.process.causes": "wording",
     "engines.jobs.runtime": "specification in, published artifact out",
     "engines.trainers.phases": "measures time",
     "hardware.detection": "chooses a platform",

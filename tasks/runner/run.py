@@ -19,6 +19,8 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
         return f"{verdict}, gain {metrics['gain']:+.3g}, chance {metrics['gain_margin']:.3g}"
     if "accuracy" in metrics:
         return f"accuracy {metrics['accuracy']:.1%}"
+    if "pair_accuracy" in metrics:
+        return f"pair accuracy {metrics['pair_accuracy']:.1%}"
     return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
 
 

@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from infra.ray.jobs import RayJobs
 from infra.store.stage_log import current_generation
 from infra.store.stage_spec import Adoption, CommitRecord

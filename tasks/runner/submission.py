@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from engines.config.stages import Runtime, StageConfig
+from engines.config.stages.base import Runtime, StageConfig
 from infra import env
 from infra.errors import JobSubmitError
 from infra.ray.job_types import JobRequest

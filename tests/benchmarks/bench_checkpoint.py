@@ -20,7 +20,7 @@ from measure import arguments, ratio_line, take_turns
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
-from engines.checkpoint.export import write_model
+from engines.checkpoint.models.export import write_model
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine

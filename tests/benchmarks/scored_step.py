@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from tiny_model import NUM_SPECIAL
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.data.read.tokenizer import text_config
 from engines.trainers.experience import Collector
 from engines.trainers.phases import PhaseClock
 from engines.trainers.rl import RLTrainer
@@ -97,7 +98,14 @@ class ScoredStep:
         self._workers, self._scored = InProcessGroup(worker), scored
         around = cast(Any, NothingAround())
         self._trainer = RLTrainer(
-            config, self._workers, around, around, cast(Any, None), around, [NUM_SPECIAL]
+            config,
+            self._workers,
+            around,
+            around,
+            cast(Any, None),
+            around,
+            [NUM_SPECIAL],
+            text_config(hf_dir)["vocab_size"],
         )
         self._step = 0
 

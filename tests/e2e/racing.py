@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Barrier
 from types import TracebackType
 from typing import Self
 
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from infra.ray.cluster import Cluster
 from infra.ray.jobs import RayJobs
 from infra.store.storage import open_storage

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 NUM_STEPS = 200
 RECIPE = settings(f"sft.num_steps={NUM_STEPS}", "checkpoint.every_num_steps=5")
-EDITED = "engines.trainers.supervised"
+EDITED = "engines.trainers.supervised.trainer"
 
 
 def shown_steps(printed: str) -> list[int]:
@@ -51,7 +51,7 @@ def test_fault_row_26_half_trained_work_is_continued_after_an_edit(
         shutil.copytree(ROOT / package, tree / package)
     home.environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     half_train(home, tmp_path / "out")
-    with (tree / "engines/trainers/supervised.py").open("a") as file:
+    with (tree / "engines/trainers/supervised/trainer.py").open("a") as file:
         file.write("\n# An edit.\n")
     layout = [*RECIPE, *settings(f"training.num_workers={num_workers}")]
 

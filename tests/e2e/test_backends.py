@@ -33,14 +33,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    # The contracts train under each of these; what one pipeline adds is shown by one of them.
-    [
-        pytest.param(way, marks=pytest.mark.slow if "lora" in way else pytest.mark.stacks)
-        for way in WAYS
-    ],
-)
+@pytest.mark.stacks
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_under_another_layout_ends_well(tmp_path: Path, way: str) -> None:
     home = Home(tmp_path / "run")
     report = home.run(*TWO_ROUNDS, *WAYS[way])

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.jobs.critic_source import critic_source
-from engines.jobs.policy_files import policy_source
+from engines.jobs.policy.critic_source import critic_source
+from engines.jobs.policy.files import policy_source
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home, ran, settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stacks
 
 # An untrained policy scores alike with every answer, so that no group is left.
 DULL = (

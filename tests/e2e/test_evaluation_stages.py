@@ -10,8 +10,6 @@ from infra.store.stage_log import LogEntry
 from infra.store.storage import open_storage
 from infra.tracking.journal import read_records
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("flows", "tasks", "engines", "hardware", "infra")
 MADE_BY = {"evaluate_sft": "evaluate", "evaluate_rl_round_1": "evaluate", "evaluate": "merge"}
@@ -36,6 +34,7 @@ def digests(report: dict) -> dict[str, str]:
     return {stage["name"]: stage["digest"] for stage in report["stages"]}
 
 
+@pytest.mark.stacks
 def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations_own(
     tmp_path: Path,
 ) -> None:
@@ -53,6 +52,7 @@ def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations
         assert jobs == [maker, maker, "evaluate", "evaluate"]
 
 
+@pytest.mark.stacks
 def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
     tmp_path: Path,
 ) -> None:

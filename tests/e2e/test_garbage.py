@@ -32,7 +32,7 @@ def gc(home: Home, *arguments: str) -> dict:
     return json.loads(ended.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_all_but_the_promoted_model_goes_and_comes_again(tmp_path: Path) -> None:
     home = Home(tmp_path / "run")
     first = home.run()

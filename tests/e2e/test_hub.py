@@ -53,7 +53,7 @@ def data(directory: Path, term: int) -> Path:
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_every_stage_sees_the_commit_of_the_plan(tmp_path: Path) -> None:
     home = Home(tmp_path / "run")
     with serve_hub() as hub:

@@ -20,7 +20,9 @@ import pytest
 from job_bench import HOLDER, JOB_DEADLINE_S, Bench, digest_of, metrics_of, steps_done
 from tiny_stages import DATA, EVALUATE, MODEL, RL_ROUND, SFT
 
-from engines.config.stages import RLRoundStageConfig, Runtime, SFTStageConfig
+from engines.config.stages.base import Runtime
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from infra import env
 from infra.identity.fingerprint import next_fingerprint
 from infra.ray.job_types import JobRequest

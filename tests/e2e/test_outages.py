@@ -100,7 +100,7 @@ def test_fault_row_21_and_22_an_outage_of_mlflow_and_a_kill_lose_and_double_noth
         stop_all([server], 20.0)
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_path: Path) -> None:
     home = Home(tmp_path / "away")
     command = prefect_server(home.path, pick_port(24_000))

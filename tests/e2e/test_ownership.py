@@ -15,7 +15,9 @@ import psutil
 import pytest
 from racing import Followers, new_follower
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from engines.config.sections import PromoteConfig
+from engines.config.stages.base import Runtime
+from engines.config.stages.final import PromoteStageConfig
 from infra import env
 from infra.host import servers
 from infra.ray.cluster import Cluster, ensure_cluster

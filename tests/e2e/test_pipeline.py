@@ -19,8 +19,6 @@ from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
 from infra.store.storage import open_storage
 
-pytestmark = pytest.mark.slow
-
 LONG_SFT = settings("sft.num_steps=150", "promote.model_name=long")
 SPLITS = ("sft", "rl", "evaluation")
 ALL = [
@@ -41,6 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, str]:
     return home, home.rlhf("run")
 
 
+@pytest.mark.slow
 def test_the_first_run_runs_everything_and_reports(finished: tuple[Home, str]) -> None:
     home, printed = finished
     report = home.report(printed)
@@ -56,6 +55,7 @@ def test_the_first_run_runs_everything_and_reports(finished: tuple[Home, str]) -
     }
 
 
+@pytest.mark.slow
 def test_prefect_shows_the_run_and_its_stages(finished: tuple[Home, str]) -> None:
     home, _ = finished
     with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
@@ -68,6 +68,7 @@ def test_prefect_shows_the_run_and_its_stages(finished: tuple[Home, str]) -> Non
     assert {"report-tiny", "stages-tiny", "progress-sft"} <= artifacts
 
 
+@pytest.mark.slow
 def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) -> None:
     from mlflow import set_tracking_uri
     from mlflow.tracking import MlflowClient
@@ -103,6 +104,7 @@ def test_mlflow_holds_parent_children_and_the_model(finished: tuple[Home, str]) 
     assert loaded["tokenizer"]("1+1=")["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_second_run_reuses_everything_and_starts_no_cluster(
     finished: tuple[Home, str],
 ) -> None:
@@ -116,6 +118,7 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
     assert log.stat().st_mtime_ns == before
 
 
+@pytest.mark.stacks
 def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
     finished: tuple[Home, str], tmp_path: Path
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
     assert '"steps": {"1": [{"name": ' in page
 
 
+@pytest.mark.slow
 def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(
     finished: tuple[Home, str],
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(
     assert [entry.kind for entry in log] == ["held", "committed"] * 2
 
 
+@pytest.mark.slow
 def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str]) -> None:
     home, _ = finished
     planned = json.loads(home.rlhf("plan", "--json", *settings("rl.num_rounds=2")))
@@ -172,6 +177,7 @@ def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str])
     assert ran(report) == ["rl_round_2", "evaluate_rl_round_2", "merge", "evaluate", "promote"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued_and_ends_bitwise_the_same(
     finished: tuple[Home, str], tmp_path: Path
 ) -> None:
@@ -197,6 +203,7 @@ def test_a_killed_run_is_continued_and_ends_bitwise_the_same(
     ]
 
 
+@pytest.mark.slow
 def test_a_refusal_of_a_job_is_one_line_and_exit_two(
     finished: tuple[Home, str], tmp_path: Path
 ) -> None:

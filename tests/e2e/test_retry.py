@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,14 +57,23 @@ class Server:
         self._url = url
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """A GET, or a POST of a body."""
+        """A GET, or a POST of a body; again while the server says that its database is busy."""
         request = urllib.request.Request(
             f"{self._url}/{path}",
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.loads(answer.read())
+
+        def answered() -> list[Any]:
+            try:
+                with urllib.request.urlopen(request, timeout=120) as answer:
+                    return [json.loads(answer.read())]
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                return []
+
+        return wait_for(answered, f"an answer to {path}", DEADLINE_S)[0]
 
     def ended(self, run: str, run_count: int) -> dict[str, Any]:
         """A flow run that ended as often as it says."""

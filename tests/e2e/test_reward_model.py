@@ -32,7 +32,7 @@ def write_models(root: Path) -> tuple[Path, Path]:
     return policy, judge
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
     policy, judge = write_models(tmp_path)
     home = Home(tmp_path / "run")
@@ -59,7 +59,7 @@ def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
     assert status(home.rlhf("plan", *settings(*asked)), "rl_round_1") == "miss"
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_judge_says_the_same_beside_the_policy_and_in_a_pool_of_its_own(tmp_path: Path) -> None:
     policy, judge = write_models(tmp_path)
     asked = (

@@ -8,8 +8,6 @@ from tiny_pipeline import Home, settings
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.job_environments import interpreter_of
 
-pytestmark = pytest.mark.slow
-
 STALE = {"sglang": "sglang.embedding=nan", "vllm": "vllm.head_refresh=nan"}
 """What keeps old weights in an engine whose every call says that all is well: vLLM's known fault,
 the output head of before, and what SGLang does with a name that it does not know, nothing."""
@@ -23,6 +21,7 @@ def on(engine: str, placement: str) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.stacks
 def test_a_pool_of_its_own_yields_the_same_policy_bitwise(tmp_path: Path) -> None:
     home = Home(tmp_path / "run")
     learns = "rl.algorithm.entropy_coeff=-0.05"  # rewards of so small a model are all equal
@@ -36,6 +35,7 @@ def test_a_pool_of_its_own_yields_the_same_policy_bitwise(tmp_path: Path) -> Non
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "placement"),
     [("sglang", "disaggregated"), ("vllm", "disaggregated"), ("vllm", "colocated")],
@@ -57,6 +57,7 @@ def test_a_pipeline_whose_answers_come_from_another_environment(
     assert "probe/version=0/replica=0: after the sync" in failed.stdout + failed.stderr
 
 
+@pytest.mark.slow
 def test_an_adapter_reaches_vllm_alone(tmp_path: Path) -> None:
     """Round by round on weights of their own, which the adapters of the rounds before are in."""
     if interpreter_of("vllm") is None:

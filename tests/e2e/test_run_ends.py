@@ -97,7 +97,6 @@ def test_fault_row_20_a_signal_during_the_start_leaves_nothing(
     assert servers.recorded(home.path) == []
 
 
-@pytest.mark.slow
 def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
     prepared: Home, tmp_path: Path
 ) -> None:

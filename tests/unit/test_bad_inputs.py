@@ -211,7 +211,7 @@ OVERRIDES = [
     ),
     (
         ["promote.metric=acc"],
-        "promote.metric: got 'acc'; need accuracy, reward/mean or pass@k (pass@4)",
+        "promote.metric: got 'acc'; need accuracy, reward/mean, pass@k, maj@k or avg@k (pass@4)",
     ),
     (
         ["promote.alias=challenger"],

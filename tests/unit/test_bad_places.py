@@ -23,10 +23,10 @@ from engines.config.model import ArchitectureConfig, ModelConfig, TokenizerConfi
 from engines.config.training import HardwareConfig, LoraConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
-from engines.jobs.policy_files import initial_source
+from engines.jobs.policy.files import initial_source
 from engines.jobs.preflight import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows import platform_probe
-from flows.platform_probe import check_devices
+from flows.platform_probe import check_devices, memory_shortage
 from flows.preflight import check_tracking_database, preflight
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
@@ -133,6 +133,34 @@ def test_only_a_stage_that_is_to_train_needs_room(
     preflight(asked, {"merge": "token"})
     with pytest.raises(ConfigError, match="GB for checkpoints"):
         preflight(asked, {"rl_round_1": "token"})
+
+
+def test_bad_input_row_43_too_little_memory(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    need = num_parameters(whole) * BYTES_PER_PARAMETER
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(platform_probe, "_MEMORY_LIMITS", (tmp_path / "absent", limit))
+    asked = recipe_in(
+        LocalStorage(tmp_path / "store"), "model.init=pretrained", f"model.path={whole}"
+    )
+    for fits in ("max\n", f"{need}\n"):
+        limit.write_text(fits)
+        preflight(asked)
+    limit.write_text(f"{need - 1}\n")
+    with pytest.raises(ConfigError) as refused:
+        preflight(asked)
+    assert str(refused.value) == (
+        f"model.path: got {whole}: need more than {need / 1e9:.1f} GB of memory for weights and "
+        f"optimizer, this machine has {(need - 1) / 1e9:.1f} GB; take a smaller model or "
+        "training.lora, or set RAY_ADDRESS to a cluster"
+    )
+    elsewhere = HardwareConfig(platform="nvidia", device_kind="H100")
+    assert not memory_shortage(2**62, elsewhere)
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert not memory_shortage(2**62, HardwareConfig(platform="cpu", device_kind="x86"))
 
 
 def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

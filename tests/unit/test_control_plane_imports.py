@@ -25,7 +25,8 @@ CONTROL_PLANE = (
     "flows.prefect_plugin",
     "tasks.runner.stage",
     "tasks.runner.recorder",
-    "engines.config.stages",
+    "engines.config.stages.rl",
+    "engines.config.stages.final",
     "engines.config.plugins",
     "engines.errors",
 )

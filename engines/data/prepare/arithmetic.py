@@ -10,6 +10,7 @@ A prompt is the problem and an equals sign, the answer is a string of digits:
     compare    12?34=       <                 or > or =; never padded or reversed
     chain      12+34-05=    640;140           046;041 one partial result per step; the last counts
 
+A pair has the right answer and one of the same form with one wrong digit (or another sign).
 Every problem belongs to one split by a hash of its canonical text (numbers without padding;
 operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So the splits
 are disjoint whatever the seed, the sizes and the writing, and 34+12 never tests what 12+34 taught.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engines.config.data import ArithmeticConfig
-from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
+from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, SFTRow
 from infra.errors import ConfigError
 
 STEP_DELIMITER = ";"
@@ -109,10 +110,12 @@ class ArithmeticSplits:
     sft: tuple[SFTRow, ...]
     rl: tuple[RLRow, ...]
     evaluation: tuple[RLRow, ...]
+    preference: tuple[PreferenceRow, ...] = ()
+    preference_evaluation: tuple[PreferenceRow, ...] = ()
 
 
 def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
-    """Generate the three splits.
+    """Generate the splits.
 
     Args:
         config: operations, difficulty, notation and sizes.
@@ -125,46 +128,75 @@ def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
         ConfigError: an operation has too few problems for the sizes asked for.
     """
     notation = Notation(config.num_digits, config.zero_pad, config.reverse_answer)
-    wanted = {"sft": config.num_sft, "rl": config.num_rl, "evaluation": config.num_eval}
+    mixed = _mixed(
+        config,
+        seed,
+        {
+            "sft": ("num_sft", config.num_sft),
+            "rl": ("num_rl", config.num_rl),
+            "evaluation": ("num_eval", config.num_eval),
+        },
+    )
+    pairs = _mixed(
+        config,
+        seed,
+        {
+            "rl": ("num_preference", config.num_preference),
+            "evaluation": ("num_preference_eval", config.num_preference_eval),
+        },
+    )
+    return ArithmeticSplits(
+        tuple(_sft_row(problem, notation) for problem in mixed["sft"]),
+        tuple(_rl_row(p, notation, "rl", i) for i, p in enumerate(mixed["rl"])),
+        tuple(_rl_row(p, notation, "evaluation", i) for i, p in enumerate(mixed["evaluation"])),
+        tuple(_pair(problem, notation, seed) for problem in pairs["rl"]),
+        tuple(_pair(problem, notation, seed) for problem in pairs["evaluation"]),
+    )
+
+
+def _mixed(
+    config: ArithmeticConfig, seed: int, wanted: dict[str, tuple[str, int]]
+) -> dict[str, list[Problem]]:
+    """Problems by split, operations interleaved; a split's number has the name of its field."""
     operations = tuple(dict.fromkeys(config.operations))
     if not operations:
         raise ConfigError("data.arithmetic.operations", "got none; need at least one")
     drawn: dict[str, list[list[Problem]]] = {split: [] for split in wanted}
     for place, operation in enumerate(operations):
-        shares = {s: _share(count, place, len(operations)) for s, count in wanted.items()}
+        shares = {
+            split: (field, _share(count, place, len(operations)))
+            for split, (field, count) in wanted.items()
+        }
         for split, problems in _draw(operation, config.num_digits, seed, shares).items():
             drawn[split].append(problems)
-    mixed = {split: _interleave(parts) for split, parts in drawn.items()}
-    return ArithmeticSplits(
-        tuple(_sft_row(problem, notation) for problem in mixed["sft"]),
-        tuple(_rl_row(p, notation, "rl", i) for i, p in enumerate(mixed["rl"])),
-        tuple(_rl_row(p, notation, "evaluation", i) for i, p in enumerate(mixed["evaluation"])),
-    )
+    return {split: _interleave(parts) for split, parts in drawn.items()}
 
 
 def _draw(
-    operation: str, num_digits: int, seed: int, wanted: dict[str, int]
+    operation: str, num_digits: int, seed: int, wanted: dict[str, tuple[str, int]]
 ) -> dict[str, list[Problem]]:
     """Walk the operation's problems in a seeded order until every split has its number."""
     size, decode = _problem_space(operation, num_digits)
     drawn: dict[str, list[Problem]] = {split: [] for split in wanted}
-    num_open = sum(1 for count in wanted.values() if count)
+    num_open = sum(1 for _, count in wanted.values() if count)
     for index in _walk(size, f"{seed}/{operation}/{num_digits}"):
         if not num_open:
             break
         problem = decode(index)
         if problem is None:
             continue
-        taken = drawn[split := problem.split()]
-        if len(taken) < wanted[split]:
+        if (split := problem.split()) not in wanted:
+            continue
+        taken, (_, count) = drawn[split], wanted[split]
+        if len(taken) < count:
             taken.append(problem)
-            num_open -= len(taken) == wanted[split]
-    for split, problems in drawn.items():
-        if len(problems) < wanted[split]:
-            field = {"evaluation": "num_eval"}.get(split, f"num_{split}")
+            num_open -= len(taken) == count
+    for split, (field, count) in wanted.items():
+        problems = drawn[split]
+        if len(problems) < count:
             raise ConfigError(
                 f"data.arithmetic.{field}",
-                f"got {wanted[split]} for {operation!r}; need at most {len(problems)}: all that "
+                f"got {count} for {operation!r}; need at most {len(problems)}: all that "
                 f"{num_digits} digits give this split; lower it or raise num_digits",
             )
     return drawn
@@ -245,4 +277,21 @@ def _rl_row(problem: Problem, notation: Notation, split: str, index: int) -> RLR
         ability="arithmetic",
         reward_model=RewardModel("rule", notation.steps(problem)[-1]),
         extra_info=extra_info,
+    )
+
+
+def _pair(problem: Problem, notation: Notation, seed: int) -> PreferenceRow:
+    """The right answer, and it with one symbol changed, where and into what by a hash."""
+    steps = notation.steps(problem)
+    right, symbols = steps[-1], "<>=" if problem.operation == "compare" else "0123456789"
+    key = f"{seed}/wrong/{problem.canonical()}".encode()
+    draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+    place, turn = draw % len(right), draw // len(right) % (len(symbols) - 1) + 1
+    symbol = symbols[(symbols.index(right[place]) + turn) % len(symbols)]
+    wrong = right[:place] + symbol + right[place + 1 :]
+    return PreferenceRow(
+        prompt=(Message("user", notation.prompt(problem)),),
+        chosen=STEP_DELIMITER.join(steps),
+        rejected=STEP_DELIMITER.join([*steps[:-1], wrong]),
+        data_source=f"arithmetic/{problem.operation}",
     )

@@ -3,18 +3,20 @@
 The layout of its files is that of `engines.data.read.dataset`.
 Promises: equal configuration, sources and seed give byte-equal files; evaluation prompts do not
 occur in the training splits unless `allow_overlap`; what was dropped is counted in the summary.
+With `decontamination` its report says which training rows shared words with held-out ones.
 Imports without torch and transformers, so the preprocess stage starts fast.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.leaks import LeakReport, find_leaks
 from engines.data.prepare.sources import (
     SourceReport,
     load_preference_rows,
@@ -23,6 +25,7 @@ from engines.data.prepare.sources import (
 )
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import (
+    DECONTAMINATION_FILE,
     EVALUATION_FILE,
     PREFERENCE_EVALUATION_FILE,
     PREFERENCE_FILE,
@@ -31,7 +34,8 @@ from engines.data.read.dataset import (
     SUMMARY_FILE,
     TOKENIZER_DIR,
 )
-from engines.data.read.examples import pairs_within, rl_prompts, sft_examples
+from engines.data.read.examples import rl_prompts, sft_examples
+from engines.data.read.pairs import as_policy, read_pairs
 from engines.data.read.row_files import write_preference_rows, write_rl_rows, write_sft_rows
 from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
@@ -77,6 +81,8 @@ class DatasetSummary:
         vocab_size: of the tokenizer trained here, else None.
         preference: pairs to train on; None where the data have none.
         preference_evaluation: pairs that are held out; likewise.
+        num_decontaminated: rows left out since they share words with held-out ones, by split; None
+            where nobody looked.
     """
 
     sft: SplitSummary
@@ -86,6 +92,7 @@ class DatasetSummary:
     vocab_size: int | None
     preference: SplitSummary | None = None
     preference_evaluation: SplitSummary | None = None
+    num_decontaminated: Mapping[str, int] | None = None
 
     def to_json(self) -> str:
         """Text of summary.json; what the data have none of is not in it."""
@@ -94,7 +101,7 @@ class DatasetSummary:
 
     @property
     def _absent(self) -> set[str]:
-        return {name for name in _PAIRS if getattr(self, name) is None}
+        return {name for name in (*_PAIRS, "num_decontaminated") if getattr(self, name) is None}
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def build_dataset(
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.
     """
-    splits = _read_splits(data, seed)
+    splits, leaks = _decontaminated(_read_splits(data, seed), data)
     num_overlapping = _check_overlap(splits, data.allow_overlap)
     out_dir.mkdir(parents=True, exist_ok=True)
     vocab_size = None
@@ -166,15 +173,24 @@ def build_dataset(
             for name in _PAIRS
             if (rows := getattr(splits, name))
         },
+        num_decontaminated=leaks.num_leaked if leaks else None,
     )
-    (out_dir / SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8", newline="")
+    if leaks:
+        _write_text(out_dir / DECONTAMINATION_FILE, leaks.to_json())
+    _write_text(out_dir / SUMMARY_FILE, summary.to_json())
     return summary
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="")
 
 
 def _read_splits(data: DataConfig, seed: int) -> Splits:
     if data.arithmetic:
         made = generate(data.arithmetic, seed)
-        return Splits(made.sft, made.rl, made.evaluation, {"sft": (), "rl": (), "evaluation": ()})
+        reports = dict.fromkeys(("sft", "rl", "evaluation", *_PAIRS), ())
+        pairs = {name: getattr(made, name) for name in _PAIRS}
+        return Splits(made.sft, made.rl, made.evaluation, reports, **pairs)
     sft = load_sft_rows(data.sft, "sft", data, seed)
     rl = load_rl_rows(data.rl, "rl", data, seed)
     evaluation = load_rl_rows(data.evaluation, "evaluation", data, seed)
@@ -184,6 +200,20 @@ def _read_splits(data: DataConfig, seed: int) -> Splits:
         loaded = load_preference_rows(getattr(data, name), name, data, seed)
         pairs[name], reports[name] = loaded.rows, loaded.reports
     return Splits(sft.rows, rl.rows, evaluation.rows, reports, **pairs)
+
+
+def _decontaminated(splits: Splits, data: DataConfig) -> tuple[Splits, LeakReport | None]:
+    """The splits without training rows that share words with held-out ones, and the report."""
+    if data.decontamination is None:
+        return splits, None
+    training = {name: getattr(splits, name) for name in ("sft", "rl", "preference")}
+    held_out = {name: getattr(splits, name) for name in ("evaluation", "preference_evaluation")}
+    leaks = find_leaks(training, held_out, data.decontamination)
+    kept = {}
+    for name, rows in training.items():
+        leaked = leaks.rows_of(name)
+        kept[name] = tuple(row for number, row in enumerate(rows) if number not in leaked)
+    return replace(splits, **kept), leaks
 
 
 def _check_overlap(splits: Splits, allow_overlap: bool) -> int:
@@ -249,11 +279,11 @@ def _drop_overlong(
     if sft:
         kept = sft_examples(sft, tokenizer, model.max_length, data.on_overlong)
         sft = tuple(sft[index] for index in kept.indices)
-    pairs = {
-        name: pairs_within(rows, tokenizer, model.max_length, data.on_overlong)
-        for name in _PAIRS
-        if (rows := getattr(splits, name))
-    }
+    pairs = {}
+    for name in _PAIRS:
+        rows = getattr(splits, name)
+        read = read_pairs(rows, tokenizer, model.max_length, as_policy, data.on_overlong)
+        pairs[name] = tuple(rows[pair.index] for pair in read)
     return Splits(sft, prompts(splits.rl), prompts(splits.evaluation), splits.reports, **pairs)
 
 

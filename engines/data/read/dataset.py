@@ -2,6 +2,7 @@
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
     preference.parquet  preference_eval.parquet (where there are such rows)
+    decontamination.json (where `data.decontamination` asks for it)
 
 Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
 Imports without torch and transformers.
@@ -20,6 +21,7 @@ SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
 PREFERENCE_FILE = "preference.parquet"
 PREFERENCE_EVALUATION_FILE = "preference_eval.parquet"
 SUMMARY_FILE = "summary.json"
+DECONTAMINATION_FILE = "decontamination.json"
 TOKENIZER_DIR = "tokenizer"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.read.rows import RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
@@ -23,10 +23,12 @@ class SFTExamples:
     Attributes:
         examples: in row order.
         indices: the row of each example.
+        data_sources: of each example.
     """
 
     examples: tuple[RenderedConversation, ...]
     indices: tuple[int, ...]
+    data_sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ def sft_examples(
         ConfigError: a conversation is too long, or none is left.
     """
     rendered = render_conversations(tokenizer, [row.messages for row in rows])
-    kept = _within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
-    return SFTExamples(tuple(rendered[i] for i in kept), tuple(kept))
+    kept = within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
+    return SFTExamples(
+        tuple(rendered[i] for i in kept), tuple(kept), tuple(rows[i].data_source for i in kept)
+    )
 
 
 def rl_prompts(
@@ -97,45 +101,31 @@ def rl_prompts(
             f"renders {lengths.count(0)} of {len(lengths)} prompts to 0 tokens (first row "
             f"{lengths.index(0)}); need a template that writes the messages; set another",
         )
-    kept = _within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
+    kept = within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
     return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
 
 
-def pairs_within(
-    rows: Sequence[PreferenceRow],
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    on_overlong: OnOverlong = "error",
-) -> tuple[PreferenceRow, ...]:
-    """The pairs both of whose conversations fit: one alone would be no pair.
-
-    Args:
-        rows: at least one.
-        tokenizer: with a chat template.
-        max_length: most tokens of one conversation (`model.max_length`).
-        on_overlong: `error`, or `drop` and count.
-
-    Returns:
-        In row order.
-
-    Raises:
-        ConfigError: a conversation is too long, or no pair is left.
-    """
-    both = [conversation for row in rows for conversation in row.conversations]
-    lengths = [len(each.input_ids) for each in render_conversations(tokenizer, both)]
-    longer = [max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True)]
-    return tuple(rows[i] for i in _within(longer, max_length, on_overlong, _PAIR_LIMIT))
-
-
-_PAIR_LIMIT = ("model.max_length", "pairs")
 _SFT_LIMIT = ("model.max_length", "conversations")
 _PROMPT_LIMIT = ("data.max_prompt_length", "prompts")
 
 
-def _within(
+def within(
     lengths: Sequence[int], limit: int, on_overlong: OnOverlong, what: tuple[str, str]
 ) -> list[int]:
-    """Indices of the sequences that fit."""
+    """Which sequences fit.
+
+    Args:
+        lengths: of each, in tokens.
+        limit: most tokens.
+        on_overlong: `error`, or `drop` and count.
+        what: the setting of the limit, and what the sequences are called.
+
+    Returns:
+        Their places, ascending.
+
+    Raises:
+        ConfigError: one does not fit, or none does.
+    """
     field, noun = what
     kept = [index for index, length in enumerate(lengths) if length <= limit]
     num_overlong = len(lengths) - len(kept)

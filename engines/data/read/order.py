@@ -9,8 +9,21 @@ The permutations come from PCG64's raw stream, which numpy guarantees never to c
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
+
+
+class Order(Protocol):
+    """A seeded, endless visiting order over rows; every kind of it is a pure function."""
+
+    def batch(self, step: int) -> list[int]:
+        """Row indices of one step; 0-based."""
+        ...
+
+    def epoch(self, step: int) -> float:
+        """Passes over the rows finished before a step, with their fraction."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,9 @@ from typing import Literal
 
 Extraction = Literal["any", "boxed", "hash", "answer", "last_number"]
 
+ANSWER = "pred"
+"""Key of the answer in what a reward function returns, as in verl's `math_dapo`."""
+
 _BOX = re.compile(r"\\(boxed|fbox)\s*(\{)?")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from engines.rewards.answers.extraction import truth_text
+from engines.rewards.answers.extraction import ANSWER, truth_text
 
 _NUM_CHARACTERS = 300
 """The answer is looked for in the last ones only."""
@@ -25,7 +25,7 @@ def compute_score(
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Compare the last number with the ground truth.
 
     Args:
@@ -39,7 +39,7 @@ def compute_score(
         score: of the right one.
 
     Returns:
-        The score, 0 without a number; `acc` says whether it is right.
+        The score, 0 without a number; `acc` says whether it is right; `pred` is the number.
 
     Raises:
         ValueError: the ground truth is empty or of another type.
@@ -48,9 +48,9 @@ def compute_score(
     truth = truth_text(ground_truth)
     answer = _answer(solution_str[-_NUM_CHARACTERS:], method)
     if answer is None:
-        return {"score": 0.0, "acc": 0.0}
+        return {"score": 0.0, "acc": 0.0, ANSWER: None}
     right = answer == truth
-    return {"score": score if right else format_score, "acc": float(right)}
+    return {"score": score if right else format_score, "acc": float(right), ANSWER: answer}
 
 
 def _answer(text: str, method: str) -> str | None:

@@ -8,7 +8,7 @@ Does not promise: to see equal mathematics in other forms; reward `math` does.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.rewards.answers.extraction import boxed, truth_text
+from engines.rewards.answers.extraction import ANSWER, boxed, truth_text
 from engines.rewards.answers.normal_forms import math_form
 
 
@@ -17,7 +17,7 @@ def compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
-) -> float:
+) -> dict[str, Any]:
     """Compare what is boxed with the ground truth.
 
     Args:
@@ -27,7 +27,7 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        1.0 or 0.0.
+        The score, 1.0 or 0.0; `pred`, the form that was compared.
 
     Raises:
         ValueError: the ground truth is empty or of another type.
@@ -35,4 +35,5 @@ def compute_score(
     del data_source, extra_info
     truth = truth_text(ground_truth)
     answer = boxed(solution_str)
-    return float(answer is not None and math_form(answer) == math_form(truth))
+    form = None if answer is None else math_form(answer)
+    return {"score": float(form == math_form(truth)), ANSWER: form}

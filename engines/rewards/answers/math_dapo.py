@@ -7,7 +7,7 @@ Does not promise: to see equal mathematics in other forms; reward `math` does.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.rewards.answers.extraction import after_answer, boxed, truth_text
+from engines.rewards.answers.extraction import ANSWER, after_answer, boxed, truth_text
 from engines.rewards.answers.normal_forms import minerva_form
 
 _NUM_CHARACTERS = 300
@@ -22,7 +22,7 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     *,
     strict_box_verify: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Compare the last answer with the ground truth.
 
     Args:
@@ -33,7 +33,8 @@ def compute_score(
         strict_box_verify: the answer is what the last box holds, and has to be the same text.
 
     Returns:
-        1.0, or -1.0 of a wrong answer or none; `acc` is 1 or 0.
+        The score, 1.0, or -1.0 of a wrong answer or none; `acc`, 1 or 0; `pred`, the form that was
+        compared.
 
     Raises:
         ValueError: the ground truth is empty or of another type.
@@ -41,8 +42,10 @@ def compute_score(
     del data_source, extra_info
     truth = truth_text(ground_truth)
     if strict_box_verify:
-        right = boxed(solution_str[-_NUM_CHARACTERS_BOXED:]) == truth
+        form = boxed(solution_str[-_NUM_CHARACTERS_BOXED:])
     else:
         answer = after_answer(solution_str[-_NUM_CHARACTERS:])
-        right = answer is not None and minerva_form(answer) == minerva_form(truth)
-    return {"score": 1.0 if right else -1.0, "acc": float(right)}
+        form = None if answer is None else minerva_form(answer)
+        truth = minerva_form(truth)
+    right = form == truth
+    return {"score": 1.0 if right else -1.0, "acc": float(right), ANSWER: form}

@@ -25,13 +25,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def wilson_interval(num_correct: int, num_problems: int, confidence: float) -> tuple[float, float]:
+def wilson_interval(
+    num_correct: float, num_problems: int, confidence: float
+) -> tuple[float, float]:
     """The score interval of a binomial share (Wilson 1927), without continuity correction.
 
     Unlike the normal approximation it stays inside [0, 1] and is right near 0 and 1.
 
     Args:
-        num_correct: successes.
+        num_correct: successes; a tie may count half.
         num_problems: trials, at least 1.
         confidence: coverage, e.g. 0.95.
 
@@ -42,7 +44,7 @@ def wilson_interval(num_correct: int, num_problems: int, confidence: float) -> t
         ValueError: no trial, or more successes than trials.
     """
     if num_problems < 1 or not 0 <= num_correct <= num_problems:
-        raise ValueError(f"no interval for {num_correct} out of {num_problems}")
+        raise ValueError(f"no interval for {num_correct:g} out of {num_problems}")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = num_correct / num_problems
     spread = z * sqrt(share * (1 - share) / num_problems + z * z / (4 * num_problems**2))

@@ -1,21 +1,22 @@
-"""Held-out evaluation: greedy pass@1 with its interval, and sampled pass@k when asked.
+"""Held-out evaluation: greedy pass@1, and sampled pass@k, maj@k, avg@k, best@k, with intervals.
 
 Promises: one greedy answer per problem decides `accuracy`; a problem whose answer could not be
 scored is counted and left out, never wrong by default; seeds are derived from (seed, problem,
 sample), so an evaluation repeats whatever shares the batch. The rows keep every text.
-Does not promise: an interval for pass@k; its standard error over problems is given instead.
+Does not promise: maj@k where the reward does not say what it read.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal
 
-from engines.config.stages import EvaluationConfig
+from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
-from engines.trainers.evaluation.accuracy import pass_at_k, wilson_interval
+from engines.trainers.evaluation.accuracy import wilson_interval
+from engines.trainers.evaluation.sampled import SampledAnswer, sampled_metrics
 from engines.trainers.prompts import sample_seeds
 from engines.trainers.sampling import sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
@@ -37,6 +38,7 @@ class Answer:
         correct: whether it counts as right, None if it could not be scored.
         finish_reason: `stop` or `length`.
         num_tokens: sampled tokens.
+        answer: what the reward read of it, empty where it found none; None where it does not say.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Answer:
     correct: bool | None
     finish_reason: str
     num_tokens: int
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class EvaluatedProblem:
         prompt: the tokenized problem.
         prompt_text: as the model saw it.
         greedy: the most likely answer, token by token.
-        samples: sampled answers, for pass@k.
+        samples: sampled answers, for pass@k and its like.
     """
 
     prompt: RLPrompt
@@ -134,10 +137,12 @@ class Evaluator:
         names = sorted({problem.prompt.row.data_source for problem in problems})
         return Evaluation(
             tuple(problems),
-            summarize(problems, self._config),
+            summarize(problems, self._config, self._seed),
             {
                 name: summarize(
-                    [p for p in problems if p.prompt.row.data_source == name], self._config
+                    [p for p in problems if p.prompt.row.data_source == name],
+                    self._config,
+                    self._seed,
                 )
                 for name in names
             },
@@ -177,20 +182,25 @@ class Evaluator:
             correct=None if result is None else is_correct(result),
             finish_reason=completion.finish_reason,
             num_tokens=len(completion.token_ids),
+            answer=None if result is None else result.answer,
         )
 
 
-def summarize(problems: Sequence[EvaluatedProblem], config: EvaluationConfig) -> dict[str, float]:
+def summarize(
+    problems: Sequence[EvaluatedProblem], config: EvaluationConfig, seed: int
+) -> dict[str, float]:
     """Metrics of some problems.
 
     Args:
         problems: at least one.
         config: confidence and the values of k.
+        seed: of the intervals that are drawn.
 
     Returns:
         `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), `reward/mean` of the greedy
-        answers, lengths, counts, and `pass@k` with `pass@k_stderr` for every k. Where nothing could
-        be scored, neither of the first two.
+        answers, lengths, counts, and for every k `pass@k`, `avg@k`, `best@k` and, where the reward
+        says what it read, `maj@k`, each with `_low` and `_high`. Where nothing could be scored,
+        neither of the first two.
     """
     verdicts = [p.greedy.correct for p in problems if p.greedy.correct is not None]
     metrics = {
@@ -209,12 +219,39 @@ def summarize(problems: Sequence[EvaluatedProblem], config: EvaluationConfig) ->
             "accuracy_low": low,
             "accuracy_high": high,
         }
-    for k in config.pass_at if config.num_samples else ():
-        # A problem counts if enough of its samples could be scored for this k.
-        scored = [[a.correct for a in p.samples if a.correct is not None] for p in problems]
-        values = [pass_at_k(len(row), sum(row), k) for row in scored if len(row) >= k]
-        if values:
-            metrics[f"pass@{k}"] = fmean(values)
-            spread = stdev(values) if len(values) > 1 else 0.0
-            metrics[f"pass@{k}_stderr"] = spread / len(values) ** 0.5
+    ks = config.pass_at if config.num_samples else ()
+    scored = [scored_samples(problem) for problem in problems]
+    for name, found in sampled_metrics(scored, ks, config.confidence, seed).items():
+        metrics |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
     return metrics
+
+
+def scored_samples(problem: EvaluatedProblem) -> list[SampledAnswer]:
+    """The samples of a problem that could be scored."""
+    return [
+        SampledAnswer(each.answer, each.correct, each.score)
+        for each in problem.samples
+        if each.correct is not None and each.score is not None
+    ]
+
+
+def by_source(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """The metrics of each data source, where there is more than one; else nothing."""
+    return evaluation.sources if len(evaluation.sources) > 1 else {}
+
+
+def told_sources(evaluation: Evaluation) -> dict[str, float]:
+    """What the report shows of each data source: `source/<its name>/<metric>`.
+
+    Args:
+        evaluation: of one or more sources; with one there is nothing to add.
+
+    Returns:
+        The metrics whose names hold no `/`, for a source's own name may.
+    """
+    return {
+        f"source/{source}/{name}": value
+        for source, found in by_source(evaluation).items()
+        for name, value in found.items()
+        if "/" not in name
+    }

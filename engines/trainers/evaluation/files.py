@@ -22,6 +22,7 @@ _ANSWER = pa.struct(
         ("correct", pa.bool_()),
         ("finish_reason", pa.string()),
         ("num_tokens", pa.int32()),
+        ("answer", pa.string()),
     ]
 )
 _SCHEMA = pa.schema(
@@ -69,4 +70,5 @@ def _answer(answer: Answer) -> dict[str, object]:
         "correct": answer.correct,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,
+        "answer": answer.answer,
     }

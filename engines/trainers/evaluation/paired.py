@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from engines.trainers.evaluation.accuracy import pass_at_k
+from engines.trainers.evaluation.sampled import SampledAnswer, sampled_values
 from infra.errors import ConfigError
 
 NUM_DRAWS = 20_000
@@ -84,7 +84,7 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
     Args:
         evaluation: directory of an evaluation.
         incumbent: of the incumbent's.
-        metric: `accuracy`, `reward/mean` or `pass@k`.
+        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`.
 
     Returns:
         The differences of the problems that have a value in both, in their order.
@@ -129,13 +129,17 @@ def problem_value(row: Mapping[str, Any], metric: str) -> float | None:
 
     Args:
         row: of `rows.parquet`.
-        metric: `accuracy`, `reward/mean` or `pass@k`.
+        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`.
 
     Returns:
         The value, whose mean over problems is the metric; None where it could not be scored.
     """
-    if not metric.startswith("pass@"):
+    if "@" not in metric:
         return row["greedy"]["correct" if metric == "accuracy" else "score"]
-    verdicts = [each["correct"] for each in row["samples"] if each["correct"] is not None]
-    k = int(metric.removeprefix("pass@"))
-    return pass_at_k(len(verdicts), sum(verdicts), k) if len(verdicts) >= k else None
+    # An evaluation of before it was kept what the reward read has no `answer`, and no maj@k.
+    samples = [
+        SampledAnswer(each.get("answer"), each["correct"], each["score"])
+        for each in row["samples"]
+        if each["correct"] is not None
+    ]
+    return sampled_values(samples, int(metric.partition("@")[2])).get(metric)

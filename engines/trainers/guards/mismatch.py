@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
+from engines.algorithms.distillation.objective import Objective
 from engines.algorithms.parts import Gather
-from engines.algorithms.policy_objective import WITH_ENTROPY, PolicyObjective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.types import Completion, GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
@@ -32,15 +32,18 @@ agree to about 1e-6. A bfloat16 has 8 significant bits, so rounding moves a logi
 
 @dataclass(frozen=True)
 class MeasuredObjective:
-    """A policy objective that also reports how far sampler and trainer are apart.
+    """An objective of the policy that also reports how far sampler and trainer are apart.
 
     Attributes:
         objective: the loss.
-        readouts: as the objective.
     """
 
-    objective: PolicyObjective
-    readouts: Readouts = WITH_ENTROPY
+    objective: Objective
+
+    @property
+    def readouts(self) -> Readouts:
+        """Of the objective."""
+        return self.objective.readouts
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
         """Of the objective."""

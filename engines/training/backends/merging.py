@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR, read_scalars
-from engines.checkpoint.export import write_model
+from engines.checkpoint.models.export import write_model
 from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.backends import ENGINES
@@ -58,13 +58,29 @@ def policy_weights(policy_dir: Path) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: weights are missing, superfluous or of another shape.
         ConfigError: the backend that wrote the checkpoint is not installed here.
     """
-    checkpoint = policy_dir / CHECKPOINT_DIR
+    return checkpoint_weights(policy_dir / CHECKPOINT_DIR, policy_dir / HF_DIR)
+
+
+def checkpoint_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Stream the weights of one role's checkpoint; as `policy_weights`.
+
+    Args:
+        checkpoint: what an engine saved.
+        hf_dir: configuration of its model.
+
+    Returns:
+        Whole tensors on the CPU, in the order of the architecture.
+
+    Raises:
+        CheckpointError: weights are missing, superfluous or of another shape.
+        ConfigError: the backend that wrote the checkpoint is not installed here.
+    """
     engine_class = load_row(
         # Reading what it stored needs no library of its own.
         ENGINES.place(read_scalars(checkpoint).backend, device="cpu"),
         ENGINES.setting,
     )
-    return engine_class.stored_weights(checkpoint, policy_dir / HF_DIR)
+    return engine_class.stored_weights(checkpoint, hf_dir)
 
 
 def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:

@@ -37,14 +37,13 @@ class S3Inventory:
         return sorted({*self._objects.children("stages/"), *self._objects.children("work/")})
 
     def artifacts(self) -> dict[str, list[Stored]]:
-        """See `Inventory.artifacts`. A publisher writes the manifest anew, so its time counts."""
+        """See `Inventory.artifacts`. A publisher writes the manifest anew, so it is young again."""
         of_place: dict[str, list[Found]] = {}
         for each in self._objects.listed("artifacts/"):
             of_place.setdefault("/".join(each.name.split("/")[:3]), []).append(each)
         found: dict[str, list[Stored]] = {}
         for place, files in of_place.items():
-            manifest = [each for each in files if each.name == f"{place}/{MANIFEST_NAME}"]
-            stored = Stored(place, _size_bytes(files), _touched_at(manifest or files))
+            stored = Stored(place, _size_bytes(files), _touched_at(files))
             found.setdefault(place.rpartition("/")[2], []).append(stored)
         return found
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from flows import asked_run
 from flows.asked_run import plan_run
 from flows.plan import PlannedStage, Planner
@@ -22,7 +22,7 @@ from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.run import StageResult
 from tasks.runner.submission import Submission
 
-EDITED = "engines.trainers.supervised"
+EDITED = "engines.trainers.supervised.trainer"
 RUN = "a" * 64
 LEARNING_RATE = "sft.optimizer.lr=0.002"
 

@@ -55,12 +55,24 @@ class Pairs(Preprocessor[PairsOptions]):
         if self.options.data_source is not None:
             given["data_source"] = self.options.data_source
         if self.options.score_columns is not None:
-            scores = [_number(columns.get(name), name) for name in self.options.score_columns]
+            scores = [number(columns.get(name), name) for name in self.options.score_columns]
             given["margin"] = scores[0] - scores[1]
         return preference_row(given)
 
 
-def _number(value: object, name: str) -> float:
+def number(value: object, name: str) -> float:
+    """The value of a column that holds numbers.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+
+    Returns:
+        The value.
+
+    Raises:
+        RowError: it is no number.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowError(f"{name} is {value!r}; need a number")
     return float(value)

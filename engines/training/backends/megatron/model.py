@@ -29,10 +29,9 @@ from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
-from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.training.model.head_rows import Targets, head_rows
 from engines.training.model.value_head import float32_linear
 from engines.training.spec import ModelType
-from engines.types import Readouts
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class PackedRow:
         position_ids_S: (S,) int64.
         packing: sequences of the whole padded row.
         rows_N: (N,) int64, places in the slice whose hidden state predicts something.
-        token_ids_N: (N,) int64, what they predict.
-        temperature: of the distribution.
-        readouts: what else is computed.
+        targets: what they predict, and what else is computed.
         chunk_elements: logits held at a time.
         routes: choices of experts to record or repeat; None leaves them to the routers.
         qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
@@ -57,9 +54,7 @@ class PackedRow:
     position_ids_S: Tensor
     packing: Packing
     rows_N: Tensor
-    token_ids_N: Tensor
-    temperature: float
-    readouts: Readouts
+    targets: Targets
     chunk_elements: int
     routes: RowRoutes | None = None
     qkv_format: str = "sbhd"
@@ -223,17 +218,14 @@ class PackedModel(GPTModel):
         weight_VD = self.output_weight
         first = self._place.tensor * weight_VD.shape[0]
         num_real = max(0, min(weight_VD.shape[0], self._vocab_size - first))
-        return linear_token_logprobs(
+        return head_rows(
             hidden_ND,
             weight_VD[:num_real],
-            row.token_ids_N,
-            temperature=row.temperature,
-            entropy=row.readouts.entropy,
-            sum_pi_squared=row.readouts.sum_pi_squared,
+            row.targets,
             group=self._place.tensor_group,
             first_token=first,
             chunk_elements=row.chunk_elements,
-        ).stacked()
+        )
 
     @property
     def output_weight(self) -> Tensor:

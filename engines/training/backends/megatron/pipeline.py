@@ -20,7 +20,8 @@ from engines.training.backends.megatron.model import PackedRow
 from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.model.attention import Packing
-from engines.training.model.linear_logprobs import tile_elements
+from engines.training.model.head_rows import targets_of
+from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.ulysses import slice_sequence
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -161,9 +162,7 @@ class Pipeline:
                 part.cu_seqlens, self._place.context_group if size > 1 else None
             ),
             read_N - 1 - part.start,
-            batch.input_ids_T[read_N.clamp(max=batch.num_tokens - 1)],
-            self._spec.temperature,
-            readouts,
+            targets_of(batch, read_N, self._spec.temperature, readouts),
             tile_elements(chunked=self._spec.training.chunked_logprobs),
         )
         return row, read_N

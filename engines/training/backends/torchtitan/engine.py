@@ -24,7 +24,8 @@ from engines.training.backends.transformers.build import load_hub_weights
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.model.attention import Packing
-from engines.training.model.linear_logprobs import linear_token_logprobs, tile_elements
+from engines.training.model.head_rows import Targets, head_rows, targets_of
+from engines.training.model.linear_tiles import tile_elements
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec
 from engines.training.step.gradients import clip_across_meshes
@@ -46,7 +47,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._hub_names: list[str] = []
-        self._wanted: tuple[Tensor, Tensor, Readouts] | None = None
+        self._wanted: tuple[Tensor, Targets] | None = None
 
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build and shard the decoder and, when it trains, its optimizer."""
@@ -103,8 +104,9 @@ class TorchTitanEngine(ModuleEngine[Any]):
         if idle:
             # Every weight must be touched all the same: the ranks run the same collectives.
             read_N = read_N.new_ones(1)
-        targets_N = batch.input_ids_T[read_N.clamp(max=batch.num_tokens - 1)]
-        self._wanted = (read_N - 1, targets_N, readouts)
+        self._wanted = (
+            read_N - 1, targets_of(batch, read_N, self.spec.temperature, readouts)
+        )  # fmt: skip
         try:
             rows = self.model(
                 batch.input_ids_T.unsqueeze(0),
@@ -124,7 +126,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         """
         if self._wanted is None:
             raise EngineError("the head computes log-probabilities of chosen tokens only")
-        rows_N, targets_N, readouts = self._wanted
+        rows_N, targets = self._wanted
         weight, group, first_token = self.model.lm_head.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
@@ -134,19 +136,16 @@ class TorchTitanEngine(ModuleEngine[Any]):
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
-        found = linear_token_logprobs(
+        rows = head_rows(
             hidden[0, rows_N],
             weight,
-            targets_N,
-            temperature=self.spec.temperature,
-            entropy=readouts.entropy,
-            sum_pi_squared=readouts.sum_pi_squared,
+            targets,
             chunk_elements=tile_elements(chunked=self.spec.training.chunked_logprobs),
             group=group,
             first_token=first_token,
         )
         # Not a view: FSDP hangs its hooks on what the model returns.
-        return torch.stack([row[None] for row in found if row is not None], dim=-1)
+        return rows.T[None].clone(memory_format=torch.contiguous_format)
 
     def _clip_gradients(self, max_norm: float) -> float:
         return clip_across_meshes(self.model.parameters(), max_norm)

@@ -31,7 +31,7 @@ from engines.training.backends.transformers.build import (
     build_on_meta,
     enable_activation_checkpointing,
 )
-from engines.training.backends.transformers.head import LogprobHead, Targets
+from engines.training.backends.transformers.head import LogprobHead
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import decayed_names, make_adamw
 from engines.training.backends.transformers.shards import (
@@ -41,6 +41,7 @@ from engines.training.backends.transformers.shards import (
 )
 from engines.training.backends.transformers.vision import Vision, sees_images
 from engines.training.model.attention import Packing
+from engines.training.model.head_rows import targets_of
 from engines.training.model.image_layout import ImageLayout
 from engines.training.model.ulysses import SequenceSlice, slice_sequence
 from engines.training.model.value_head import compute_in_float32
@@ -154,9 +155,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         rows_N = read_N - 1 - part.start
         if self._head is None:
             return self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
-        last = batch.num_tokens - 1
-        tokens_N = batch.input_ids_T[read_N.clamp(max=last)]
-        targets = Targets(tokens_N, self.spec.temperature, readouts)
+        targets = targets_of(batch, read_N, self.spec.temperature, readouts)
         return self._head(rows_N, targets, **inputs)
 
     def _set_adapter(self, enabled: bool) -> None:

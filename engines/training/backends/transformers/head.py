@@ -4,7 +4,6 @@ The head runs inside the model's own forward pass, where a sharded backend has i
 hand; it computes log-probabilities (and entropies) chunk by chunk and never holds all logits.
 """
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,27 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.errors import EngineError
+from engines.training.model.head_rows import Targets, head_rows
+from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.logprobs import token_logprobs
-from engines.types import Readouts
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 """Settings of architectures that rework logits after the head; they keep the whole logits."""
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What the head is asked for.
-
-    Attributes:
-        token_ids_N: (N,) int64, the token that each row of hidden states predicts.
-        temperature: of the distribution.
-        readouts: what else.
-    """
-
-    token_ids_N: Tensor
-    temperature: float
-    readouts: Readouts
 
 
 class LogprobHead:
@@ -47,11 +32,13 @@ class LogprobHead:
         self._model = model
         self._targets: Targets | None = None
         head = model.get_output_embeddings()
-        reworked = any(
-            getattr(model.config.get_text_config(), name, None) not in (None, 1)
-            for name in _CHANGES_LOGITS
-        )
+        config = model.config.get_text_config()
+        reworked = [n for n in _CHANGES_LOGITS if getattr(config, n, None) not in (None, 1)]
         self._head = head if chunked and type(head) is nn.Linear and not reworked else None
+        self._why_whole = f"the architecture sets {', '.join(reworked)}" if reworked else (
+            f"its head is a {type(head).__name__}" if chunked else
+            "training.chunked_logprobs is false, or ranks of the backend share its vocabulary"
+        )  # fmt: skip
         if self._head is not None:
             self._head.forward = self._head_forward
 
@@ -65,7 +52,18 @@ class LogprobHead:
 
         Returns:
             (K, N) float32: log-probabilities, then what else was asked for.
+
+        Raises:
+            EngineError: several tokens of a position are asked for, and this head makes whole
+                logits.
         """
+        asked = targets.readouts
+        if self._head is None and (asked.logprobs_of is not None or asked.num_top):
+            raise EngineError(
+                f"readouts: got {asked}; need a head that is computed chunk by chunk, but "
+                f"{self._why_whole}; set training.chunked_logprobs, or choose another backend "
+                "or model"
+            )
         self._targets = targets
         try:
             out = self._model(logits_to_keep=rows_N, **inputs).logits.squeeze(0)
@@ -76,8 +74,8 @@ class LogprobHead:
                 out,
                 targets.token_ids_N,
                 temperature=targets.temperature,
-                entropy=targets.readouts.entropy,
-                sum_pi_squared=targets.readouts.sum_pi_squared,
+                entropy=asked.entropy,
+                sum_pi_squared=asked.sum_pi_squared,
             ).stacked()
         return out.T
 
@@ -86,15 +84,9 @@ class LogprobHead:
         head = cast(nn.Linear, self._head)
         if self._targets is None:
             return linear(input, head.weight, head.bias)
-        readouts = self._targets.readouts
-        found = linear_token_logprobs(
-            input.squeeze(0),
-            head.weight,
-            self._targets.token_ids_N,
-            bias_V=head.bias,
-            temperature=self._targets.temperature,
-            entropy=readouts.entropy,
-            sum_pi_squared=readouts.sum_pi_squared,
-        )
+        rows = head_rows(
+            input.squeeze(0), head.weight, self._targets, bias_V=head.bias,
+            chunk_elements=tile_elements(chunked=True),
+        )  # fmt: skip
         # Not a view: a sharded backend hangs its hooks on what the model returns.
-        return torch.stack([row[None] for row in found if row is not None], dim=-1)
+        return rows.T[None].clone(memory_format=torch.contiguous_format)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from engines.checkpoint.engine_state import read_scalars
 from engines.errors import CheckpointError
@@ -56,6 +58,25 @@ def test_random_generators_are_restored(
     engine.load_checkpoint(policy / "checkpoint", optimizer=False)
     assert not torch.equal(torch.rand(4), drawn)
     assert engine.num_steps == 2
+
+
+def test_bad_input_row_39_a_checkpoint_without_its_optimizer_is_refused(
+    make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
+) -> None:
+    _, policy = make_policy("qwen3")
+    checkpoint = policy / "checkpoint"
+    engine = make_engine(tmp_path / "model")
+    shard = checkpoint / "tensors" / "shard-00000-00000.safetensors"
+    weights = {name: w for name, w in load_file(shard).items() if name.startswith("model.")}
+    with safe_open(shard, "pt") as opened:
+        save_file(weights, shard, opened.metadata())
+    with pytest.raises(CheckpointError) as refused:
+        engine.load_checkpoint(checkpoint)
+    assert str(refused.value) == (
+        f"{checkpoint}: part 'optimizer' is absent; a stage is continued with all of it; weights "
+        "alone must be asked for: export them and name them in model.path of a new run, or begin "
+        "the stage anew with --force"
+    )
 
 
 def test_bad_input_row_39_what_is_damaged_is_refused(

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlhf.testing.forked import start_python_anew
 from rlhf.testing.launch import join_group, launch, rank_arguments
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines import collectives
-from engines.checkpoint.export import write_model
+from engines.checkpoint.models.export import write_model
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.merging import merge_checkpoint
@@ -172,7 +173,8 @@ def rises(
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
         for size in (2, 1):
             arguments = [f"--root={root}", f"--backend={request.param}"]
-            launch([__file__, *arguments], size, root, DEADLINE_S)
+            # The allocator asks for that when a process starts.
+            launch([__file__, *arguments], size, root, DEADLINE_S, start=start_python_anew)
             files = [root / f"rises-{size}-{rank}.json" for rank in range(size)]
             found[size] = [json.loads(file.read_text()) for file in files]
     yield found

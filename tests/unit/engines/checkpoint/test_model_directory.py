@@ -82,7 +82,7 @@ def test_what_is_made_loads_and_passes_the_check(model_dir: Path) -> None:
     assert model.generation_config.eos_token_id == 1
     assert load_tokenizer(model_dir).encode("a c") == [2, 4]
     assert load_tokenizer(model_dir, "{{ messages }}").chat_template == "{{ messages }}"
-    assert resolve_model(ModelConfig(path=str(model_dir), max_length=64)) == model_dir
+    assert resolve_model(ModelConfig(path=str(model_dir)), 64) == model_dir
 
 
 def test_an_unknown_architecture(tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("nobody-at-all/no-such-model", commit, "neither the hub nor its cache gives it"),
     ):
         with pytest.raises(ConfigError) as caught:
-            resolve_model(ModelConfig(path=path, revision=revision))
+            resolve_model(ModelConfig(path=path, revision=revision), 8)
         assert text in str(caught.value)
 
 

@@ -3,10 +3,13 @@
 import pytest
 from pydantic import ValidationError
 
+from engines.config.data import OrderConfig
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
-from engines.config.rules import check_sampling, check_structured_output
+from engines.config.rules.algorithm import check_sampling
+from engines.config.rules.answers import check_structured_output
+from engines.config.rules.order import check_order, check_rl_order, check_supervised_order
 from engines.config.sections import EvaluationConfig, RLConfig
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -22,6 +25,7 @@ from infra.errors import ConfigError
         ("rl.sampling.structured_output", {"regex": "a+"}, "cannot keep answers to one"),
         ("rl.sampling.max_new_tokens", 64, "lower"),
         ("rl.batch_size_prompts", 63, "use 62 or 64"),
+        ("rl.order", {"kind": "banded"}, "got 0 with kind banded; need at least 1"),
         ("training.tensor_parallel_size", 2, "no tensor parallelism"),
     ],
 )
@@ -119,3 +123,53 @@ def test_evaluations_compute_as_training_does() -> None:
     assert load_recipe("quickstart", []).evaluate_stage().dtype == "float32"
     stage = load_recipe("quickstart", ["training.dtype=bfloat16"]).evaluate_stage("rl_round_1")
     assert stage.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        (
+            {"kind": "ascending", "weights": {"a": 1}},
+            r"o\.weights: got weights with kind ascending",
+        ),
+        ({"difficulty": "level"}, r"o\.difficulty: got level with kind shuffled"),
+        ({"bands": [{}]}, r"o\.bands: got 1 with kind shuffled; need none"),
+        ({"kind": "banded", "bands": [{"first_step": 1}]}, "need both to rise, first_step from 0"),
+        ({"kind": "banded", "bands": [{}, {"first_step": 2}]}, "null in the last band alone"),
+        (
+            {
+                "kind": "banded",
+                "bands": [{"max_difficulty": 2}, {"max_difficulty": 1, "first_step": 2}],
+            },
+            r"max_difficulty \[2\.0, 1\.0\]; need both to rise",
+        ),
+    ],
+)
+def test_an_order_that_its_kind_would_not_read(order: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_order("o", OrderConfig.model_validate(order))
+
+
+def test_orders_that_are_whole() -> None:
+    bands = [{"max_difficulty": 2}, {"first_step": 3}]
+    for order in (
+        {},
+        {"weights": {"a": 0.5, "b": 2}},
+        {"kind": "ascending"},
+        {"kind": "banded", "bands": bands},
+    ):
+        check_supervised_order("sft.order", OrderConfig.model_validate(order))
+    with pytest.raises(ConfigError, match=r"^sft\.order\.difficulty: got level; need null"):
+        check_supervised_order("sft.order", OrderConfig(kind="ascending", difficulty="level"))
+
+
+def test_ascending_prompts_are_not_refilled() -> None:
+    order = {"kind": "ascending", "difficulty": "level"}
+    for num, refused in ((1, False), (2, True)):
+        groups = {"enable": True, "max_num_gen_batches": num}
+        rl = RLConfig.model_validate({"order": order, "algorithm": {"filter_groups": groups}})
+        if refused:
+            with pytest.raises(ConfigError, match=r"^rl\.order\.kind: got ascending"):
+                check_rl_order(rl)
+        else:
+            check_rl_order(rl)

@@ -49,11 +49,20 @@ def test_outputs_of_a_model_come_back_by_tokens_and_by_sequences(
     for share in (take(batch, items) for items in parts):
         ids_T = share.input_ids_T.float()
         behind_B = share.lengths_B.float()
-        results.append(ModelOutputs(ids_T, values_T=-ids_T, last_values_B=behind_B))
+        of_each_TK = torch.stack([ids_T, -ids_T], dim=1)
+        results.append(
+            ModelOutputs(
+                ids_T, values_T=-ids_T, last_values_B=behind_B, topk_logprobs_TK=of_each_TK,
+                topk_ids_TK=of_each_TK.long(),
+            )
+        )  # fmt: skip
     found = collect(batch, parts, results)
     assert torch.equal(found.logprobs_T, batch.input_ids_T.float())
     assert torch.equal(found.values_T, -batch.input_ids_T.float())
     assert torch.equal(found.last_values_B, batch.lengths_B.float())
+    wanted_TK = torch.stack([batch.input_ids_T, -batch.input_ids_T], dim=1)
+    assert torch.equal(found.topk_logprobs_TK, wanted_TK.float())
+    assert torch.equal(found.topk_ids_TK, wanted_TK)
     assert found.entropy_T is None
 
 

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from engines.checkpoint.model_directory import create_random_model
 from engines.config.algorithm import RewardConfig
+from engines.config.distillation import DistillationConfig
 from engines.config.look import Look
-from engines.config.stages import PreprocessStageConfig
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.jobs import preflight
 from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
@@ -71,3 +75,47 @@ def test_a_reward_with_other_arguments_needs_no_row_to_be_refused(
     with pytest.raises(ConfigError, match=f"raised TypeError: .*{said}.*called with") as told:
         preflight.look_at_reward(reward, None)
     assert "\n" not in str(told.value)
+
+
+def taught(model: Path, **teacher: object) -> Look:
+    recipe = load_recipe(
+        "quickstart",
+        [f"model={{init: pretrained, path: {model}, max_length: 32}}", "data.max_prompt_length=16"],
+    )
+    section = DistillationConfig.model_validate({"num_top": 4, **teacher})
+    look = look_of(
+        recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"distillation": section})})
+    )
+    assert look is not None
+    return look
+
+
+def write_model(directory: Path, characters: str) -> Path:
+    tokenizer = train_tokenizer(
+        TokenizerConfig(), [characters], directory / "tokenizer", max_length=32, chat_template=None
+    )
+    create_random_model(ArchitectureConfig(num_layers=1), tokenizer, 32, 1, directory / "model")
+    return directory / "model"
+
+
+def test_a_teacher_of_other_tokens_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    student = write_model(tmp_path / "student", "0123456789+= user assistant")
+    other = write_model(tmp_path / "teacher", "abcdefghij+= user assistant")
+    with pytest.raises(ConfigError, match="a teacher whose tokenizer has .* need one") as found:
+        preflight.look(taught(student, path=str(other)))
+    assert found.value.path == "rl.distillation.path"
+    with pytest.raises(ConfigError, match="got 1000; need at most the vocabulary") as found:
+        preflight.look(taught(student, path=str(student), num_top=1000))
+    assert found.value.path == "rl.distillation.num_top"
+    with pytest.raises(ConfigError) as found:
+        preflight.look(taught(student, path=str(tmp_path)))
+    assert found.value.path.startswith("rl.distillation")
+    preflight.look(taught(student, path=str(student)))
+
+
+def test_a_teacher_of_the_hub_has_one_commit(asked: Questions, tmp_path: Path) -> None:
+    student = write_model(tmp_path, "0123456789+= user assistant")
+    seen = preflight.look(taught(student, path="owner/teacher"))
+    assert asked == [("owner/teacher", "model", None, "rl.distillation")]
+    assert seen.teacher is not None
+    assert seen.teacher.revision == f"{1:040x}"

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -48,6 +49,25 @@ def test_anything_else_is_unscored_and_not_zero(returned: object, reason: str) -
 def test_extras_are_the_other_finite_numbers() -> None:
     returned = {"score": 1.0, "acc": True, "length": 3, "bad": math.nan, "pred": "42", 5: 6}
     assert interpret(returned) == Score(1.0, {"acc": 1.0, "length": 3.0, "5": 6.0})
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ({"pred": " 42 "}, "42"),
+        ({"pred": None}, ""),
+        ({"pred": 42}, "42"),
+        ({"pred": 0.5}, "0.5"),
+        ({"pred": "\ud800"}, "?"),
+        ({"pred": [1, 2]}, None),
+        ({"pred": "x" * 20_000}, f"sha256:{sha256(b'x' * 20_000).hexdigest()}"),
+        ({}, None),
+    ],
+)
+def test_the_answer_that_was_read_is_text(said: dict[str, object], answer: str | None) -> None:
+    found = interpret({"score": 1.0, **said})
+    assert isinstance(found, Score)
+    assert found.answer == answer
 
 
 def test_an_exception_is_one_short_line() -> None:

@@ -31,12 +31,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("solution", "truth"), RIGHT)
 def test_right_answers(solution: str, truth: str) -> None:
-    assert compute_score("d", solution, truth) == 1.0
+    assert compute_score("d", solution, truth)["score"] == 1.0
 
 
 @pytest.mark.parametrize(("solution", "truth"), WRONG)
 def test_wrong_and_unreadable_answers_earn_zero(solution: str, truth: str) -> None:
-    assert compute_score("d", solution, truth) == 0.0
+    assert compute_score("d", solution, truth)["score"] == 0.0
 
 
 @pytest.mark.parametrize("truth", ["", "  ", None, True, ["1"]])
@@ -64,4 +64,9 @@ def test_an_unreadable_ground_truth_is_an_error_and_not_a_zero(truth: object) ->
 def test_an_answer_counts_where_it_is_asked_for(
     extraction: Extraction, solution: str, score: float
 ) -> None:
-    assert compute_score("d", solution, "18", extraction=extraction) == score
+    assert compute_score("d", solution, "18", extraction=extraction)["score"] == score
+
+
+def test_says_what_it_read() -> None:
+    assert compute_score("d", r"\boxed{\dfrac12}", "0.5")["pred"] == r"\frac{1}{2}"
+    assert compute_score("d", "", "1")["pred"] is None

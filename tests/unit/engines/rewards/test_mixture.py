@@ -62,6 +62,7 @@ def test_by_hand(own: Path) -> None:
         right, wrong = scorer.score([ask("42"), ask("420")])
     assert right == Score(pytest.approx(1.8), {"right": 1.0, "short": -2.0, "acc": 1.0})
     assert wrong == Score(pytest.approx(-0.3), {"right": 0.0, "short": -3.0, "acc": 0.0})
+    assert (right.answer, wrong.answer) == ("42", "420"), "read by the component that decides"
 
 
 def test_rows_are_judged_by_their_route(own: Path) -> None:

@@ -17,13 +17,13 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
-from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.data.read.tokenizer import DirectoryTokenizer, text_config
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
 from engines.trainers.guards.probe import probe_prompt
@@ -33,7 +33,15 @@ from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.trained_steps import TrainedSteps
-from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.training.roles import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    TEACHER,
+    ModelSource,
+    RoleName,
+    RoleSpec,
+)
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -151,6 +159,8 @@ def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
     }
     if config.rl.algorithm.needs_reference:
         roles[REFERENCE] = RoleSpec(source, training)
+    if config.rl.distillation:
+        roles[TEACHER] = RoleSpec(ModelSource(Path(str(config.rl.distillation.path))), training)
     if critic:
         without_adapter = training.model_copy(update={"lora": None})
         roles[CRITIC] = RoleSpec(source, without_adapter, critic.optimizer, "value_model")
@@ -195,6 +205,9 @@ def _run(
         )
         source = PromptSource(prompts, config, 0)
         prompt = probe_prompt(model, config.model.max_length)
-        RLTrainer(config, workers, rollout, source, scorer, progress, prompt, before, work).run()
+        vocab_size = text_config(model)["vocab_size"]
+        RLTrainer(
+            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work
+        ).run()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

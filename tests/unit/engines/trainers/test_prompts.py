@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engines.config.stages import RLRoundStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
@@ -33,7 +33,11 @@ def source(seed: int = 0, round_: int = 1, **changes) -> PromptSource:
     )
     prompts = [
         RLPrompt(
-            i, RLRow("s", (Message("user", f"q{i}"),), "", RewardModel("rule", str(i))), (i, i)
+            i,
+            RLRow(
+                "s", (Message("user", f"q{i}"),), "", RewardModel("rule", str(i)), {"level": i // 5}
+            ),
+            (i, i),
         )
         for i in range(NUM_ROWS)
     ]
@@ -123,3 +127,19 @@ def test_requests_say_what_ends_a_sample() -> None:
         assert (found.stop, found.stop_token_ids) == (("</a>", "!"), (4,))
         assert found.structured_output == StructuredOutput('{"type": "object", "b": 1, "a": 2}')
         assert (request.turn, request.prefixes, request.session) == (0, (), None)
+
+
+def test_a_band_opens_for_all_batches_of_its_step_and_for_none_before() -> None:
+    bands = [{"max_difficulty": 0}, {"first_step": 2}]
+    prompts = source(order={"kind": "banded", "difficulty": "level", "bands": bands})
+    visited = {
+        step: {
+            row.prompt[0].content
+            for batch in prompts.generation_batches(step)
+            for row in batch.rows
+        }
+        for step in (1, 2, 3)
+    }
+    easy = {f"q{place}" for place in range(5)}
+    assert visited[1] == visited[2] == easy
+    assert visited[3] - easy

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.stages import EvaluateStageConfig, StageConfig
+from engines.config.stages.base import StageConfig
+from engines.config.stages.final import EvaluateStageConfig
 from flows.diagnosis.findings import StageView
 from flows.recipe.recipe import Recipe, load_recipe
 

@@ -93,6 +93,9 @@ def test_a_reward_that_is_hacked_is_told_by_the_held_out_accuracy(
     ]
     assert symptoms(rounds, [before, evaluation("rl_round_1", 0.59)], DEFAULTS) == []
     assert symptoms(rounds, [before], DEFAULTS) == [], "nobody has evaluated it yet"
+    tuned = [evaluation("sft", 0.4), evaluation("preference", 0.6), evaluation("rl_round_1", 0.5)]
+    (lost,) = symptoms(rounds, tuned, DEFAULTS)
+    assert lost.evidence[-1].was_in == "preference"
     flat = [round_view(critic__score__mean=FLAT)]
     assert symptoms(flat, [before, evaluation("rl_round_1", 0.5)], DEFAULTS) == []
 

@@ -8,6 +8,7 @@ import pytest
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import build_report, markdown, plot_data, write_report
+from flows.report.sources import source_table
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage, open_storage
@@ -110,6 +111,30 @@ def test_the_report_for_people(recipe: Recipe, history: StageHistory) -> None:
         assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (directory / "lengths.svg").exists(), "nothing was recorded about lengths"
     assert "data:image/svg+xml;base64," in markdown(report, directory, embed=True)
+
+
+def test_a_table_for_each_evaluation_of_several_sources() -> None:
+    metrics = {
+        "accuracy": 0.4,
+        "source/openai/gsm8k/num_problems": 20.0,
+        "source/openai/gsm8k/accuracy": 0.5,
+        "source/openai/gsm8k/accuracy_low": 0.3,
+        "source/openai/gsm8k/accuracy_high": 0.7,
+        "source/openai/gsm8k/maj@4": 0.625,
+        "source/math/num_problems": 5.0,
+        "source/math/accuracy": 0.2,
+        "source/math/best@4": 0.25,
+    }
+    assert source_table("evaluate_sft", metrics) == [
+        "`evaluate_sft` by data source:",
+        "",
+        "| data source | problems | accuracy | best@4 | maj@4 |",
+        "|---|---:|---:|---:|---:|",
+        "| math | 5 | 20.0% | 0.25 |  |",
+        "| openai/gsm8k | 20 | 50.0% [30.0%, 70.0%] |  | 62.5% |",
+        "",
+    ]
+    assert source_table("evaluate", {"accuracy": 0.4}) == []
 
 
 def test_curves_run_on_from_round_to_round(recipe: Recipe, history: StageHistory) -> None:

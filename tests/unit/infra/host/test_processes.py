@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -71,9 +72,12 @@ def test_child_gets_environment_directory_private_files_and_a_working_sigint(
         from infra.host.processes import start_detached, identify
         import sys
         child = '''
-        import os, signal
+        import os, signal, time
         print(os.environ["COLOUR"], os.getcwd(), signal.getsignal(signal.SIGINT), flush=True)
         open("made", "w").close()
+        end = time.time() + 20
+        while not os.path.exists("seen") and time.time() < end:
+            time.sleep(0.01)
         '''
         import textwrap
         start_detached([sys.executable, "-c", textwrap.dedent(child)], Path("out.log"),
@@ -81,6 +85,7 @@ def test_child_gets_environment_directory_private_files_and_a_working_sigint(
         end = time.time() + 20
         while not Path("made").exists() and time.time() < end:
             time.sleep(0.01)
+        Path("seen").touch()
     """
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True, timeout=30
@@ -186,8 +191,9 @@ def test_a_record_of_another_boot_matches_nobody(tmp_path: Path) -> None:
 
 def test_a_program_that_is_not_there_is_reported_by_its_log(tmp_path: Path) -> None:
     log_path = tmp_path / "child.log"
-    record = start_detached(["/no/such/program"], log_path, env.child_environment())
-    wait_for(lambda: not is_alive(record), "its end", 10.0, poll_s=0.01)
+    with suppress(ServiceError):  # raised if it ended before it could be looked at
+        record = start_detached(["/no/such/program"], log_path, env.child_environment())
+        wait_for(lambda: not is_alive(record), "its end", 10.0, poll_s=0.01)
     assert "/no/such/program" in log_tail(log_path) or "No such file" in log_tail(log_path)
 
 

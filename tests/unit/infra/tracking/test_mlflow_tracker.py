@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.utils.validation import _validate_metric_name
 from rlhf.testing.tiny_models import write_tiny_models
 
 from infra.host.loopback_http import answers_ok
@@ -138,6 +139,8 @@ def test_names_and_settings_take_the_form_that_mlflow_allows(
 ) -> None:
     assert metric_key("val-core/acc:mean pass@16 (95 %)") == "val-core/acc:mean pass_at_16 _95 __"
     assert len(metric_key("x" * 1000)) == 250
+    assert metric_key("val-core/../a//b/./acc") == "val-core/_/a/_/b/_/acc"
+
     monkeypatch.setenv("SOME_TOKEN", "canary-123456")
     assert flatten({"a": {"b": [1, 2], "c": {}}, "d": "has canary-123456 inside"}) == {
         "a.b": "[1, 2]",
@@ -145,6 +148,11 @@ def test_names_and_settings_take_the_form_that_mlflow_allows(
         "d": "has *** inside",
     }
     assert json.dumps(flatten({}))
+
+
+@pytest.mark.parametrize("name", ["/a", "a/", "a//b", "a/../b", "./a", "x" * 249 + "/y", "q (%)/é"])
+def test_mlflow_takes_what_a_metric_is_called(name: str) -> None:
+    _validate_metric_name(metric_key(name))
 
 
 def test_the_first_question_to_an_embedded_database_is_asked_alone(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from engines.config.sections import PromoteConfig
+from engines.config.stages.base import Runtime
+from engines.config.stages.final import PromoteStageConfig
 from infra.ray.job_types import JobRequest, JobState, JobStatus
 from infra.store.heartbeat import Heartbeat
 from infra.store.stage_log import Attempt, Holder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 from infra.ray.job_types import JobRequest

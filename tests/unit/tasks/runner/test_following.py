@@ -13,7 +13,7 @@ import time
 import pytest
 from followed_stage import HOLDER, REQUEST, Jobs, Stage, after
 
-from engines.config.stages import StageConfig
+from engines.config.stages.base import StageConfig
 from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.errors import ConfigError, JobFailedError, JobSubmitError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from committing_runner import ALL, MEASURING, run, two_rounds
 
-from engines.config.stages import Runtime
+from engines.config.stages.base import Runtime
 from flows.plan import Planner
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig
+from engines.config.sections import PromoteConfig
+from engines.config.stages.final import PromoteStageConfig
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
-from engines.config.stages import PromoteConfig, PromoteStageConfig, Runtime
+from engines.config.sections import PromoteConfig
+from engines.config.stages.base import Runtime
+from engines.config.stages.final import PromoteStageConfig
 from flows.run.pipeline_run import SilentObserver
 from infra.ray.job_types import JobRequest, JobState, JobStatus
 from infra.store.stage_log import Attempt, Holder

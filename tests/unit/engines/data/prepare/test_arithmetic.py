@@ -169,3 +169,37 @@ def test_large_spaces_need_no_enumeration(seed: int, operation: Operation, digit
     )
     splits = generate(config, seed)
     assert (len(splits.sft), len(splits.rl), len(splits.evaluation)) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("operation", ["add", "subtract", "multiply", "modulo", "compare", "chain"])
+def test_a_pair_differs_in_one_symbol_of_the_last_result(operation: str) -> None:
+    config = ArithmeticConfig(
+        operations=(operation,), num_sft=8, num_rl=8, num_eval=8, num_preference=40,
+        num_preference_eval=8,
+    )  # fmt: skip
+    made = generate(config, 3)
+    assert (len(made.preference), len(made.preference_evaluation)) == (40, 8)
+    places = set()
+    for row in (*made.preference, *made.preference_evaluation):
+        assert len(row.chosen) == len(row.rejected)
+        wrong = [
+            place
+            for place, (a, b) in enumerate(zip(row.chosen, row.rejected, strict=True))
+            if a != b
+        ]
+        assert len(wrong) == 1
+        assert wrong[0] >= row.chosen.rfind(";") + 1
+        places.add(wrong[0])
+    assert len(places) == len(made.preference[0].chosen.rpartition(";")[2])
+    right = {row.prompt: row.reward_model.ground_truth for row in made.rl}
+    chosen = {row.prompt: row.chosen.rpartition(";")[2] for row in made.preference}
+    assert all(chosen[prompt] == right[prompt] for prompt in right)
+
+
+def test_pairs_change_no_other_split() -> None:
+    sizes = {"num_sft": 8, "num_rl": 8, "num_eval": 8}
+    without = generate(ArithmeticConfig(**sizes), 0)
+    made = generate(ArithmeticConfig(**sizes, num_preference=4, num_preference_eval=4), 0)
+    assert (without.sft, without.rl, without.evaluation) == (made.sft, made.rl, made.evaluation)
+    held_out = {row.prompt for row in made.preference_evaluation}
+    assert not held_out & {row.prompt for row in (*made.rl, *made.preference)}

@@ -10,7 +10,7 @@ from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.config.options import check_preprocessors
 from engines.config.plugins import PREPROCESSORS, recognised_layouts, register_plugin
-from engines.config.stages import PreprocessStageConfig
+from engines.config.stages.data import PreprocessStageConfig
 from engines.data.prepare.sources import (
     first_preference_row,
     first_rl_row,
@@ -43,6 +43,19 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("preference", "pairs", {"prompt": "q", "chosen": "a", "rejected": "b"}),
     ("preference", "pairs", {"chosen": [Q, A], "rejected": [Q, B]}),
     ("preference", "hh_rlhf", {"chosen": f"{HUMAN}a", "rejected": f"{HUMAN}b"}),
+    (
+        "preference",
+        "ultrafeedback",
+        {
+            "prompt": "q",
+            "prompt_id": "0",
+            "chosen": [Q, A],
+            "rejected": [Q, B],
+            "messages": [Q, A],
+            "score_chosen": 8.0,
+            "score_rejected": 8.0,
+        },
+    ),
 ]
 LOADERS = {"rl": load_rl_rows, "sft": load_sft_rows, "preference": load_preference_rows}
 FIRST = {"rl": first_rl_row, "sft": first_sft_row, "preference": first_preference_row}

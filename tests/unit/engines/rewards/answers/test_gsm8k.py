@@ -30,6 +30,6 @@ def test_both_methods(solution: str, truth: str, strict: float, flexible: float)
 
 def test_a_wrong_number_in_the_right_place_may_earn_something() -> None:
     options: dict[str, Any] = {"format_score": 0.1, "score": 2.0}
-    assert compute_score("d", "#### 1", 72, **options) == {"score": 0.1, "acc": 0.0}
-    assert compute_score("d", "#### 72", 72, **options) == {"score": 2.0, "acc": 1.0}
-    assert compute_score("d", "72", 72, **options) == {"score": 0.0, "acc": 0.0}
+    assert compute_score("d", "#### 1", 72, **options) == {"score": 0.1, "acc": 0.0, "pred": "1"}
+    assert compute_score("d", "#### 72", 72, **options) == {"score": 2.0, "acc": 1.0, "pred": "72"}
+    assert compute_score("d", "72", 72, **options) == {"score": 0.0, "acc": 0.0, "pred": None}

@@ -1,5 +1,7 @@
 """DAPO's rule: `Answer:`, 1 or -1."""
 
+from functools import partial
+
 import pytest
 
 from engines.rewards.answers.math_dapo import compute_score
@@ -22,10 +24,18 @@ WRONG = {"score": -1.0, "acc": 0.0}
     ],
 )
 def test_scores(solution: str, truth: object, score: dict[str, float]) -> None:
-    assert compute_score("d", solution, truth) == score
+    found = compute_score("d", solution, truth)
+    found.pop("pred")
+    assert found == score
 
 
 def test_a_strict_box_is_compared_as_text() -> None:
-    assert compute_score("d", r"\boxed{34}", "34", strict_box_verify=True) == RIGHT
-    assert compute_score("d", r"\boxed{34.0}", "34", strict_box_verify=True) == WRONG
-    assert compute_score("d", r"\boxed{34}" + "x" * 100, "34", strict_box_verify=True) == WRONG
+    strict = partial(compute_score, "d", ground_truth="34", strict_box_verify=True)
+    assert strict(r"\boxed{34}") == {**RIGHT, "pred": "34"}
+    assert strict(r"\boxed{34.0}") == {**WRONG, "pred": "34.0"}
+    assert strict(r"\boxed{34}" + "x" * 100) == {**WRONG, "pred": None}
+
+
+def test_says_the_form_that_was_compared() -> None:
+    assert compute_score("d", "Answer: $1,034$", "34")["pred"] == "1034"
+    assert compute_score("d", "none", "34")["pred"] is None

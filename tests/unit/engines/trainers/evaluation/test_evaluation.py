@@ -9,14 +9,14 @@ import pytest
 
 from engines.config.algorithm import RewardConfig
 from engines.config.model import TokenizerConfig
-from engines.config.stages import EvaluationConfig
+from engines.config.sections import EvaluationConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.evaluation.evaluator import Evaluation, Evaluator
+from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, by_source, told_sources
 from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
@@ -120,8 +120,19 @@ def test_pass_at_k_over_samples(tokenizer, prompts) -> None:
     )
     assert evaluation.metrics["pass@1"] == 0.5
     assert evaluation.metrics["pass@2"] == 0.75
-    # Sample standard deviation of (1, .5, 0, .5) is sqrt(1/6); over sqrt(4).
-    assert evaluation.metrics["pass@1_stderr"] == pytest.approx((1 / 6) ** 0.5 / 2)
+    assert evaluation.metrics["pass@1_low"] < 0.5 < evaluation.metrics["pass@1_high"]
+    assert evaluation.metrics["avg@2"] == 0.5
+    # Pairs: two votes for 1; 2 and 0 tie; 0 twice; 4 and 3 tie.
+    assert evaluation.metrics["maj@2"] == 0.5
+    assert evaluation.metrics["best@2"] == 0.75
+    assert evaluation.sources["even"]["maj@2"] == 0.5
+    assert by_source(evaluation) == evaluation.sources
+    told = told_sources(evaluation)
+    assert told["source/even/maj@2"] == 0.5
+    assert "source/even/response_length/mean" not in told
+    alone, _ = evaluate(tokenizer, prompts[:1], ["1"])
+    assert told_sources(alone) == {}
+    assert [answer.answer for answer in evaluation.problems[1].samples] == ["2", "0"]
     seeds = [seed for request in asked if request.num_samples == 2 for seed in request.seeds]
     assert len(set(seeds)) == 8
 
@@ -147,6 +158,7 @@ def test_the_files_hold_every_text_and_repeat_bitwise(tokenizer, prompts, tmp_pa
     assert [row["greedy"]["text"] for row in rows] == ["1", "2", "", "4"]
     assert [row["greedy"]["correct"] for row in rows] == [True, True, None, True]
     assert [answer["text"] for answer in rows[0]["samples"]] == ["1", "5"]
+    assert [answer["answer"] for answer in rows[2]["samples"]] == ["0", None]
     assert rows[0]["prompt"].count("1?") == 1
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["metrics"] == evaluation.metrics

@@ -112,8 +112,8 @@ def test_the_order_of_problems_does_not_count_and_a_repetition_is_equal(
     assert gain.margin >= 0
 
 
-def answer(correct: bool | None, score: float | None = None) -> dict[str, Any]:
-    return {"correct": correct, "score": score}
+def answer(correct: bool | None, score: float | None = None, **said: str) -> dict[str, Any]:
+    return {"correct": correct, "score": float(bool(correct)) if score is None else score, **said}
 
 
 def row(index: int, correct: bool | None, **changes: Any) -> dict[str, Any]:
@@ -159,3 +159,12 @@ def test_a_problem_counts_for_pass_at_k_if_enough_samples_were_scored() -> None:
     # Of the 3 pairs of the 3 scored samples, one holds no right one.
     assert problem_value({"samples": samples}, "pass@2") == pytest.approx(2 / 3)
     assert problem_value({"samples": samples}, "pass@4") is None
+
+
+def test_votes_and_means_of_samples_decide_where_each_sample_says_its_answer() -> None:
+    said = [answer(True, answer="4"), answer(True, answer="4"), answer(False, answer="5")]
+    assert problem_value({"samples": said}, "maj@3") == 1.0
+    assert problem_value({"samples": said}, "avg@3") == pytest.approx(2 / 3)
+    unsaid = [*said, answer(False)]
+    assert problem_value({"samples": unsaid}, "maj@3") is None
+    assert problem_value({"samples": unsaid}, "avg@3") == 0.5

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.training.model import linear_logprobs
+from engines.training.model import linear_tiles
 from engines.training.model.linear_logprobs import linear_token_logprobs
 from engines.training.model.logprobs import token_logprobs
 
@@ -25,7 +25,7 @@ TILES = {"one tile": 1 << 20, "whole rows": 4 * V, "parts of rows": 30, "single 
 @pytest.fixture(autouse=True)
 def _thin_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows below which a tile takes part of the vocabulary: few, so that small cases do."""
-    monkeypatch.setattr(linear_logprobs, "_MIN_ROWS", 4)
+    monkeypatch.setattr(linear_tiles, "_MIN_ROWS", 4)
 
 
 def draw(
@@ -212,10 +212,11 @@ def test_only_what_is_trained_gets_a_gradient(frozen: str) -> None:
     assert (hidden if frozen == "hidden" else weight).grad is None
 
 
-def test_a_vocabulary_cut_over_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [7, V], ids=["uneven", "no rows"])
+def test_a_vocabulary_cut_over_two_ranks(tmp_path: Path, cut: int) -> None:
     hidden, weight, tokens, _ = draw(torch.float64, bias=False)
     store = dist.FileStore(str(tmp_path / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]
-    first = (0, 7)
+    first = (0, cut)
 
     def rank(index: int) -> list[Tensor]:
         gloo = dist.ProcessGroupGloo(store, index, 2, timedelta(seconds=30))

@@ -122,8 +122,11 @@ def test_a_model_made_from_scratch_reads_what_tools_returned(tmp_path: Path) -> 
     build_dataset(DataConfig(sft=(source,)), model, 0, tmp_path / "out")
     tokenizer = DirectoryTokenizer.load(tmp_path / "out" / "tokenizer")
     conversations = [each.messages for each in load_dataset(tmp_path / "out").sft_rows()]
-    text = tokenizer.decode(render_conversations(tokenizer, conversations)[0].input_ids)
+    (rendered,) = render_conversations(tokenizer, conversations)
+    text = tokenizer.decode(rendered.input_ids)
     assert text == "<|user|>a<|assistant|>b<|end|><|tool|>c<|assistant|>d<|end|>"
+    pairs = zip(rendered.input_ids, rendered.loss_mask, strict=True)
+    assert tokenizer.decode([token for token, mask in pairs if mask]) == "b<|end|>d<|end|>"
 
 
 def test_alpaca_without_what_is_optional(tmp_path: Path) -> None:

@@ -101,6 +101,26 @@ def test_dialogues_of_hh_rlhf() -> None:
         read({"chosen": f"{before} Red.", "rejected": f"{other} Red."}, "hh_rlhf")
 
 
+def test_scores_of_ultrafeedback() -> None:
+    raw = {
+        "prompt": "2+2?",
+        "prompt_id": "f0e3",
+        "chosen": [ASKED, said("4")],
+        "rejected": [ASKED, said("5")],
+        "messages": [ASKED, said("4")],
+        "score_chosen": 8.5,
+        "score_rejected": 6.0,
+    }
+    source = "HuggingFaceH4/ultrafeedback_binarized"
+    expected = PreferenceRow((Message("user", "2+2?"),), "4", "5", source, 2.5)
+    assert read(raw, "ultrafeedback") == expected
+    assert read({**raw, "score_rejected": 8.5}, "ultrafeedback").margin == 0
+    with pytest.raises(RowError, match=r"score_chosen is 8\.5; need at least score_rejected 9\.0"):
+        read({**raw, "score_rejected": 9}, "ultrafeedback")
+    with pytest.raises(RowError, match="score_chosen is None; need a number"):
+        read({**raw, "score_chosen": None}, "ultrafeedback")
+
+
 def pairs_file(path: Path, *rows: dict[str, Any]) -> tuple[SourceConfig, ...]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return (SourceConfig(path=str(path), format="pairs"),)

@@ -1,0 +1,1 @@
+"""A teacher's distributions as a loss."""

@@ -1,0 +1,212 @@
+"""On-policy distillation: a student learns a teacher's distributions on the student's own samples.
+
+GKD (arXiv:2306.13649). Two ways to hold them together at each token: the KL from the teacher over
+its K most likely tokens, or an estimate of the KL to the teacher from the sampled token alone.
+Promises: a micro-batch's share of the step's loss, and metrics that add up likewise, whatever the
+cut. With `bucket`, a student whose logprobs are its teacher's has loss 0 and gradient 0, exactly.
+Does not promise the teacher's columns; those are made beforehand.
+Letters: T tokens, K most likely tokens of the teacher.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.aggregation import aggregate, token_mean
+from engines.algorithms.kl import kl_estimate
+from engines.config.algorithm import LossAggMode
+from engines.types import (
+    ONLY_LOGPROBS,
+    GlobalCounts,
+    LossOutput,
+    ModelOutputs,
+    Readouts,
+    TokenBatch,
+)
+
+TOPK_IDS, TOPK_LOGPROBS, SAMPLED_LOGPROBS = (
+    "teacher_topk_ids", "teacher_topk_logprobs", "teacher_logprobs",
+)  # fmt: skip
+"""Columns: (T, K) int64 and (T, K) of the teacher's likeliest tokens, (T,) of the sampled ones."""
+
+OF_TEACHERS_TOKENS = Readouts(logprobs_of=TOPK_IDS)
+
+Tail = Literal["bucket", "renormalise", "ignore"]
+"""What becomes of the tokens outside of the teacher's K most likely; see `forward_kl_topk`."""
+
+TAIL_MASS_EPS = 1e-5
+"""A rest below it counts as this much: float32 knows one minus a sum of probabilities to 1e-6."""
+
+
+def forward_kl_topk(
+    logprobs_TK: Tensor,
+    teacher_logprobs_TK: Tensor,
+    *,
+    tail: Tail = "bucket",
+    log_prob_min_clamp: float | None = None,
+    tail_mass_eps: float = TAIL_MASS_EPS,
+) -> Tensor:
+    """KL(teacher || student) of each token, over the teacher's K most likely ones.
+
+    With p the teacher's and q the student's probabilities of these K, P and Q their sums:
+
+    - `bucket`: ``sum p log(p / q) + (1 - P) log((1 - P) / (1 - Q))``: all others are one token,
+      the rest. It is a KL: never negative, 0 just where q = p, at most the KL over the whole
+      vocabulary (grouping tokens loses information), and equal to it at K = V.
+    - `renormalise`: ``sum p/P log((p / P) / (q / Q))``: a KL too, of the distributions given that
+      the token is one of the K. It does not see Q: a student may move all its mass elsewhere.
+    - `ignore`: ``sum p log(p / q)``. It can be negative where Q > P, and is least where q = p / P:
+      it teaches a sharper distribution than the teacher's (the bias of top-k, arXiv:2503.16870),
+      and has a gradient where student and teacher are equal.
+
+    Hence the default. Below `tail_mass_eps` the value of a rest stays and its slope goes on: the
+    pull on a student with hardly a rest fades as (1 - Q) / `tail_mass_eps`, where a clamp would
+    end it. A teacher's missing rest counts as a true one of that size.
+
+    Args:
+        logprobs_TK: (T, K) of the student, with gradient.
+        teacher_logprobs_TK: (T, K) of the teacher, same tokens, distinct in each row; -inf is
+            probability 0.
+        tail: of the three above.
+        log_prob_min_clamp: lower logprobs of either count as this; the student's have no gradient
+            there. None: they count as they are.
+        tail_mass_eps: smallest 1 - P and 1 - Q; of `bucket`.
+
+    Returns:
+        (T,) in nats, of the dtype of `logprobs_TK`.
+    """
+    if log_prob_min_clamp is not None:
+        logprobs_TK = logprobs_TK.clamp(min=log_prob_min_clamp)
+        teacher_logprobs_TK = teacher_logprobs_TK.clamp(min=log_prob_min_clamp)
+    if tail == "renormalise":
+        logprobs_TK = logprobs_TK.log_softmax(dim=1)
+        teacher_logprobs_TK = teacher_logprobs_TK.log_softmax(dim=1)
+    p_TK = teacher_logprobs_TK.exp()
+    # 0 log 0 is 0, not 0 times -inf.
+    kl_T = torch.where(p_TK > 0, p_TK * (teacher_logprobs_TK - logprobs_TK), 0.0).sum(dim=1)
+    if tail != "bucket":
+        return kl_T
+    mass_T = logprobs_TK.exp().sum(dim=1)
+    rest_T = (1.0 - mass_T.detach()).clamp(min=tail_mass_eps)
+    teacher_rest_T = (1.0 - p_TK.sum(dim=1)).clamp(min=tail_mass_eps)
+    value_T = teacher_rest_T * (teacher_rest_T.log() - rest_T.log())
+    # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: where student and teacher are
+    # equal the quotient is 1, and what is left of the gradient is exactly 0.
+    slope_T = teacher_rest_T / rest_T
+    return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
+
+
+@dataclass(frozen=True)
+class TopKDistillation:
+    """The KL from the teacher over its K most likely tokens, as the loss of a step.
+
+    Attributes:
+        tail, log_prob_min_clamp, tail_mass_eps: see `forward_kl_topk`.
+        loss_max_clamp: a token's loss is cut to [-c, c], and has no gradient beyond; None: uncut.
+        loss_agg_mode: see `aggregate`.
+        scale_factor: likewise.
+        readouts: what it reads of the student.
+    """
+
+    tail: Tail = "bucket"
+    log_prob_min_clamp: float | None = None
+    tail_mass_eps: float = TAIL_MASS_EPS
+    loss_max_clamp: float | None = None
+    loss_agg_mode: LossAggMode = "token-mean"
+    scale_factor: float = 1.0
+    readouts: Readouts = OF_TEACHERS_TOKENS
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """This micro-batch's share.
+
+        Args:
+            outputs: of the student, with the logprobs of the tokens `teacher_topk_ids`.
+            batch: with the columns `loss_mask`, `teacher_topk_ids`, (T, K) int64, and
+                `teacher_topk_logprobs`, (T, K); finite on tokens that are not trained on too.
+            counts: of the step.
+
+        Returns:
+            The loss; its value, and what the teacher and the student give to these K tokens, as
+            `distillation/loss`, `distillation/teacher_mass` and `distillation/student_mass`.
+
+        Raises:
+            ValueError: the student's logprobs are absent or do not have the teacher's shape.
+        """
+        teacher_TK = batch.columns[TOPK_LOGPROBS]
+        logprobs_TK = outputs.topk_logprobs_TK
+        if logprobs_TK is None:
+            raise ValueError(f"outputs: got no logprobs of the tokens {TOPK_IDS}; ask for them")
+        if logprobs_TK.shape != teacher_TK.shape:
+            raise ValueError(
+                f"logprobs of the teacher's tokens: got {tuple(logprobs_TK.shape)}; need "
+                f"{tuple(teacher_TK.shape)}"
+            )
+        kl_T = forward_kl_topk(
+            logprobs_TK, teacher_TK, tail=self.tail, log_prob_min_clamp=self.log_prob_min_clamp,
+            tail_mass_eps=self.tail_mass_eps,
+        )  # fmt: skip
+        loss = _aggregated(self, kl_T, batch, counts)
+        mask_T = batch.columns["loss_mask"] > 0
+        mass = {"teacher": teacher_TK, "student": logprobs_TK.detach()}
+        metrics = {
+            f"distillation/{name}_mass": token_mean(of_TK.exp().sum(dim=1), mask_T, counts)
+            for name, of_TK in mass.items()
+        }
+        return LossOutput(loss, {"distillation/loss": loss.detach(), **metrics})
+
+
+@dataclass(frozen=True)
+class SampledDistillation:
+    """An estimate of KL(student || teacher) from the sampled tokens, as the loss of a step.
+
+    Only on samples of the student as it is: they are not weighted for an older one.
+
+    Attributes:
+        estimator: of `kl_estimate`. With a trailing `+`, as of `k2`, the expected gradient is that
+            of this KL; that of `k1` is 0, and that of `k3` is the gradient of the other one,
+            KL(teacher || student), where it is not bent.
+        loss_max_clamp: as of `TopKDistillation`.
+        loss_agg_mode: see `aggregate`.
+        scale_factor: likewise.
+        readouts: what it reads of the student.
+    """
+
+    estimator: str = "k3+"
+    loss_max_clamp: float | None = None
+    loss_agg_mode: LossAggMode = "token-mean"
+    scale_factor: float = 1.0
+    readouts: Readouts = ONLY_LOGPROBS
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """This micro-batch's share.
+
+        Args:
+            outputs: of the student.
+            batch: with the columns `loss_mask` and `teacher_logprobs`, (T,) of the sampled tokens.
+            counts: of the step.
+
+        Returns:
+            The loss, and its value as `distillation/loss`.
+
+        Raises:
+            UnknownPluginError: no such estimator.
+        """
+        kl_T = kl_estimate(self.estimator, outputs.logprobs_T, batch.columns[SAMPLED_LOGPROBS])
+        loss = _aggregated(self, kl_T, batch, counts)
+        return LossOutput(loss, {"distillation/loss": loss.detach()})
+
+
+def _aggregated(
+    of: TopKDistillation | SampledDistillation, kl_T: Tensor, batch: TokenBatch,
+    counts: GlobalCounts,
+) -> Tensor:  # fmt: skip
+    if of.loss_max_clamp is not None:
+        kl_T = kl_T.clamp(-of.loss_max_clamp, of.loss_max_clamp)
+    mask_T = batch.columns["loss_mask"] > 0
+    return aggregate(kl_T, mask_T, batch, counts, of.loss_agg_mode, of.scale_factor)

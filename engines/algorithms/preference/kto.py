@@ -1,0 +1,158 @@
+"""The loss function of preference training on answers that are good or bad by themselves: KTO.
+
+An answer's reward is held against a reference point z0, the KL of policy and reference, estimated
+on answers to other prompts. Promises: z0 is one number of the whole step, without gradient, made
+before the step is cut: the policy has the same weights in all of its micro-batches, so nothing is
+stale. The mean is over the answers of the step; metrics are shares that add up.
+
+How a trainer makes z0, before each step:
+
+1. `mismatched(batch, max_length)` of the whole step;
+2. the log-probabilities of policy and reference on it (two passes without gradient);
+3. `answers_of(...).log_ratio_N` of these as the row `mismatch_log_ratio` of the step.
+
+`KtoObjective.extras` then takes the mean over all ranks. Departure: the paper and TRL take that of
+each micro-batch, which would make the loss depend on how the step was cut.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.parts import Gather, PrepassInputs
+from engines.algorithms.preference.answers import (
+    CHOSEN,
+    MASK,
+    REFERENCE,
+    Answers,
+    answers_of,
+    check_batch,
+    right_side,
+)
+from engines.algorithms.preference.options import KtoOptions
+from engines.algorithms.sequences import num_trained_B
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+
+MISMATCH = "mismatch_log_ratio"
+Z0, NUM_CHOSEN, NUM_REJECTED = "kto_z0", "kto_num_chosen", "kto_num_rejected"
+
+
+@dataclass(frozen=True)
+class AnswerLoss:
+    """What a loss over single answers returns.
+
+    Attributes:
+        loss_N: (N,) with gradient.
+        reward_N: (N,) of each answer.
+        margin_N: (N,) by how much the reward is on the right side of the reference point's.
+    """
+
+    loss_N: Tensor
+    reward_N: Tensor
+    margin_N: Tensor
+
+
+def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions) -> AnswerLoss:
+    """KTO (arXiv:2402.01306 eq. 8): ``w_D (1 - sigmoid(beta (h - z0)))`` of a good answer.
+
+    And ``w_U (1 - sigmoid(beta (z0 - h)))`` of a bad one; h the log-ratio.
+
+    Args:
+        answers: N of them.
+        chosen_N: (N,) bool, which are good.
+        z0: the reference point, at least 0.
+        options: beta and the two weights.
+
+    Returns:
+        Rewards are beta h.
+    """
+    reward_N = options.beta * answers.log_ratio_N
+    away_N = reward_N - options.beta * z0
+    margin_N = torch.where(chosen_N, away_N, -away_N)
+    weight_N = torch.where(
+        chosen_N,
+        torch.full_like(away_N, options.desirable_weight),
+        torch.full_like(away_N, options.undesirable_weight),
+    )
+    return AnswerLoss(weight_N * torch.sigmoid(-margin_N), reward_N, margin_N)
+
+
+def kto_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
+    """The reference point ``z0 = max(0, mean of h)`` over the answers to other prompts.
+
+    Args:
+        inputs: with the rows `mismatch_log_ratio` and `chosen`. What is NaN there stays it, so that
+            the step is refused.
+
+    Returns:
+        It, and how many answers of the step are good and bad.
+    """
+    trained_B = num_trained_B(inputs.batch, inputs.mask_T) > 0
+    rows = inputs.batch.rows
+    log_ratio_N = inputs.gather(rows[MISMATCH][trained_B])
+    chosen_N = inputs.gather((rows[CHOSEN][trained_B] > 0).to(torch.float64))
+    num_chosen = float(chosen_N.sum())
+    z0 = (log_ratio_N.sum() / max(log_ratio_N.numel(), 1)).clamp(min=0.0)
+    return {Z0: float(z0), NUM_CHOSEN: num_chosen, NUM_REJECTED: chosen_N.numel() - num_chosen}
+
+
+@dataclass(frozen=True)
+class KtoObjective:
+    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+
+    Attributes:
+        options: of the loss.
+        loss: of an answer; a function of a module, so that the object travels to other processes.
+    """
+
+    options: KtoOptions
+    loss: Callable[[Answers, Tensor, float, KtoOptions], AnswerLoss] = kto_loss
+
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Numbers of the whole step; see `LossFn`."""
+        check_batch(batch, [MASK], [CHOSEN, MISMATCH])
+        return kto_prepass(PrepassInputs(batch, batch.columns[MASK] > 0, gather, self.options))
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """This micro-batch's share.
+
+        Args:
+            outputs: of a language model.
+            batch: with the columns `loss_mask` and `ref_logprobs`, and the row `chosen`: 1 of a
+                good answer, 0 of a bad one.
+            counts: of the step, with what `extras` found.
+
+        Returns:
+            The loss, with `preference/` and `loss`, `accuracy` (rewards on the right side of
+            beta z0), `margin` (by how much), `kl` (z0), and `chosen_reward` and `rejected_reward`
+            where the step has such answers.
+
+        Raises:
+            ValueError: the batch lacks something.
+        """
+        check_batch(batch, [MASK, REFERENCE], [CHOSEN])
+        answers = answers_of(outputs.logprobs_T, batch, reference=True)
+        chosen_B = batch.rows[CHOSEN] > 0
+        found = self.loss(answers, chosen_B, counts.extras[Z0], self.options)
+        trained_B, reward_B = answers.num_tokens_N > 0, found.reward_N.detach()
+
+        def share(values_B: Tensor) -> Tensor:
+            return torch.where(trained_B, values_B, 0.0).sum() / max(counts.num_sequences, 1)
+
+        loss, margin_B = share(found.loss_N), found.margin_N.detach()
+        metrics = {
+            "preference/loss": loss.detach(),
+            "preference/accuracy": share(right_side(margin_B)),
+            "preference/margin": share(margin_B),
+            "preference/kl": share(torch.full_like(reward_B, counts.extras[Z0])),
+        }
+        sides = {"chosen": (NUM_CHOSEN, chosen_B), "rejected": (NUM_REJECTED, ~chosen_B)}
+        for side, (number, of_side_B) in sides.items():
+            if counts.extras[number]:
+                own_B = torch.where(trained_B & of_side_B, reward_B, 0.0)
+                metrics[f"preference/{side}_reward"] = own_B.sum() / counts.extras[number]
+        return LossOutput(loss, metrics)

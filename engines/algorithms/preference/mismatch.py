@@ -1,0 +1,63 @@
+"""Answers to other prompts: where the reference point of `kto` is measured.
+
+Promises: made of a whole step, before ranks or micro-batches cut it, so that it depends on the
+step alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.preference.answers import MASK
+from engines.types import TokenBatch
+
+
+def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
+    """Each prompt with the answer to the next one that is another (arXiv:2402.01306 sec. 4.1).
+
+    A prompt ends before the first trained token. In a step of one prompt alone the answer is the
+    next one to that, or the only one. A sequence without a trained token stays as it is.
+
+    Args:
+        batch: a whole step, on the CPU, with the column `loss_mask` and no sequence longer than
+            `max_length`.
+        max_length: of a sequence; an answer that does not fit loses its end. At least one token
+            of it is left.
+
+    Returns:
+        As many sequences, in the order of `batch`, with the column `loss_mask` and no other.
+    """
+    lengths = batch.lengths_B.tolist()
+    ids, masks = batch.input_ids_T.split(lengths), batch.columns[MASK].split(lengths)
+    starts = [_first_trained(mask) for mask in masks]
+    prompts = [tuple(each[:start].tolist()) for each, start in zip(ids, starts, strict=True)]
+    givers = _givers(prompts, [start < size for start, size in zip(starts, lengths, strict=True)])
+
+    def exchanged(parts: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            torch.cat([parts[i][: starts[i]], parts[j][starts[j] :]])[:max_length]
+            for i, j in enumerate(givers)
+        ]
+
+    new_ids = exchanged(ids)
+    ends_B = torch.tensor([0, *(each.numel() for each in new_ids)]).cumsum(0)
+    columns = {MASK: torch.cat(exchanged(masks))}
+    return TokenBatch(torch.cat(new_ids), ends_B.to(torch.int32), columns, batch.images)
+
+
+def _first_trained(mask: Tensor) -> int:
+    """The length, where no token is trained on."""
+    places_N = (mask > 0).nonzero().flatten()
+    return int(places_N[0]) if places_N.numel() else mask.numel()
+
+
+def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:
+    """Whose answer each sequence gets."""
+    givers = list(range(len(prompts)))
+    order = [index for index in givers if answered[index]]
+    for place, index in enumerate(order):
+        others = [*order[place + 1 :], *order[:place], index]
+        of_another = (other for other in others if prompts[other] != prompts[index])
+        givers[index] = next(of_another, others[0])
+    return givers

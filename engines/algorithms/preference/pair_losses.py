@@ -1,0 +1,129 @@
+"""Losses over pairs of answers: one pure function each, of `PairInputs` to a `PairLoss`.
+
+Promises: finite values and gradients for finite log-probabilities, however far apart; each pair
+by itself, so that no loss depends on how a step was cut.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from engines.algorithms.parts import options_as
+from engines.algorithms.preference.answers import Answers, PairLoss
+from engines.algorithms.preference.options import (
+    IpoOptions,
+    OrpoOptions,
+    PairOptions,
+    SigmoidOptions,
+    SimpoOptions,
+)
+
+ODDS_BEND = 1e-4
+"""Nats per token; odds are about 10,000 where the mean log-probability is as near to 0 as this."""
+
+
+@dataclass(frozen=True)
+class PairInputs:
+    """What a loss over P pairs reads.
+
+    Attributes:
+        chosen: the better answers. Their log-ratios are log-probabilities where the options need
+            no reference.
+        rejected: the other ones, pair by pair.
+        options: the loss's own validated options.
+    """
+
+    chosen: Answers
+    rejected: Answers
+    options: PairOptions
+
+
+def sigmoid_loss(inputs: PairInputs) -> PairLoss:
+    """DPO (arXiv:2305.18290 eq. 7): ``-log sigmoid(beta (h_w - h_l))``, h the log-ratios.
+
+    With `label_smoothing` e it is conservative DPO (Mitchell, A note on DPO with noisy preferences,
+    2023): ``-(1 - e) log sigmoid(m) - e log sigmoid(-m)``, least at a margin m = log((1 - e) / e).
+
+    Args:
+        inputs: options of `SigmoidOptions`.
+
+    Returns:
+        Rewards are beta h.
+    """
+    options = options_as(SigmoidOptions, inputs.options)
+    chosen_P = options.beta * inputs.chosen.log_ratio_N
+    rejected_P = options.beta * inputs.rejected.log_ratio_N
+    margin_P, smoothing = chosen_P - rejected_P, options.label_smoothing
+    loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+    return PairLoss(loss_P, chosen_P, rejected_P)
+
+
+def ipo_loss(inputs: PairInputs) -> PairLoss:
+    """IPO (arXiv:2310.12036 eq. 17): ``(h_w - h_l - 1 / (2 beta))^2``.
+
+    h is a mean over an answer's tokens. The paper writes the log-ratio of the whole answer; the
+    mean is what TRL takes, after its authors asked the paper's: a sum grows with the length, and
+    the margin aimed at is one number.
+
+    Args:
+        inputs: options of `IpoOptions`.
+
+    Returns:
+        Rewards are beta h.
+    """
+    options = options_as(IpoOptions, inputs.options)
+    chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
+    loss_P = (chosen_P - rejected_P - 1 / (2 * options.beta)).square()
+    return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
+
+
+def simpo_loss(inputs: PairInputs) -> PairLoss:
+    """SimPO (arXiv:2405.14734 eq. 6): ``-log sigmoid(beta (l_w - l_l) - gamma)``.
+
+    l is the mean log-probability of an answer's tokens; there is no reference.
+
+    Args:
+        inputs: options of `SimpoOptions`.
+
+    Returns:
+        Rewards are beta l.
+    """
+    options = options_as(SimpoOptions, inputs.options)
+    chosen_P = options.beta * inputs.chosen.mean_log_ratio_N
+    rejected_P = options.beta * inputs.rejected.mean_log_ratio_N
+    return PairLoss(-logsigmoid(chosen_P - rejected_P - options.gamma), chosen_P, rejected_P)
+
+
+def orpo_loss(inputs: PairInputs) -> PairLoss:
+    """ORPO (arXiv:2403.07691 eq. 6 and 7): ``-l_w - beta log sigmoid(log odds_w - log odds_l)``.
+
+    l is the mean log-probability of an answer's tokens and ``odds = p / (1 - p)`` of p = exp(l),
+    the geometric mean of their probabilities; there is no reference. Each pair's likelihood of the
+    chosen answer is a mean over that answer, as in the paper; TRL's is one over the tokens of a
+    batch.
+
+    Args:
+        inputs: options of `OrpoOptions`.
+
+    Returns:
+        Rewards are beta l.
+    """
+    options = options_as(OrpoOptions, inputs.options)
+    chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
+    log_odds_ratio_P = log_odds(chosen_P) - log_odds(rejected_P)
+    loss_P = -chosen_P - options.beta * logsigmoid(log_odds_ratio_P)
+    return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
+
+
+def log_odds(logprob_N: Tensor) -> Tensor:
+    """(N,) log(p / (1 - p)) of p = exp(l).
+
+    Nearer to l = 0 than `ODDS_BEND` it goes on as a straight line: the odds of what is certain are
+    infinite. A clamp would end the push against a rejected answer just where it is needed.
+    """
+    near_N = logprob_N.clamp(max=-ODDS_BEND)
+    slope = -1 / math.expm1(ODDS_BEND)
+    log_one_minus_p_N = near_N.expm1().neg().log() + slope * (logprob_N - near_N)
+    return logprob_N - log_one_minus_p_N

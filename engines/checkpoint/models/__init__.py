@@ -1,0 +1,1 @@
+"""Whole models, as Hugging Face directories."""

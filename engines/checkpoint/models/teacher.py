@@ -1,0 +1,37 @@
+"""Whether a model can teach another one; looks at headers and tokenizers, and imports no torch."""
+
+from pathlib import Path
+
+from engines.checkpoint.model_directory import check_model_directory, model_of_section
+from engines.config.distillation import TOPK, DistillationConfig
+from engines.data.read.tokenizer import check_same_tokens, text_config
+from infra.errors import ConfigError
+
+TEACHER_SECTION = "rl.distillation"
+
+
+def check_teacher(
+    config: DistillationConfig, teacher_dir: Path, policy_dir: Path | None, max_length: int
+) -> None:
+    """Refuse a teacher that speaks of other tokens, or of fewer than are asked for.
+
+    Args:
+        config: what is asked of it.
+        teacher_dir: its Hugging Face directory.
+        policy_dir: of the model that it teaches; None where that is not here yet.
+        max_length: context of the policy, which the teacher reads all of.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    with model_of_section(TEACHER_SECTION):
+        check_model_directory(teacher_dir, max_length=max_length)
+    configs = [text_config(each) for each in (teacher_dir, policy_dir) if each is not None]
+    size = min((each["vocab_size"] for each in configs if "vocab_size" in each), default=None)
+    if config.loss == TOPK and size is not None and config.num_top > size:
+        raise ConfigError(
+            f"{TEACHER_SECTION}.num_top",
+            f"got {config.num_top}; need at most the vocabulary of {size} tokens; lower it",
+        )
+    if policy_dir is not None:
+        check_same_tokens(policy_dir, teacher_dir, f"{TEACHER_SECTION}.path", "a teacher")

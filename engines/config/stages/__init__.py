@@ -1,0 +1,1 @@
+"""Each stage, declared once."""

@@ -1,0 +1,104 @@
+"""The stage of one round of RL."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from pydantic import Field
+
+from engines.config.distillation import TOPK
+from engines.config.lora_sync import adapter_travels
+from engines.config.plugins import (
+    PluginKind,
+    is_embedded,
+)
+from engines.config.rollout import RolloutConfig
+from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
+from engines.config.rules.answers import check_structured_output
+from engines.config.rules.distillation import check_distillation
+from engines.config.rules.models import check_judge, check_reward_models, check_value_models
+from engines.config.rules.order import check_rl_order
+from engines.config.rules.sizes import check_answer_length, check_divides
+from engines.config.sections import (
+    RLConfig,
+)
+from engines.config.stages.base import TrainingStageConfig, interpreter_of
+from engines.config.stages.inputs import ExternalInput, model_input, reward_inputs, teacher_input
+
+
+class RLRoundStageConfig(TrainingStageConfig):
+    """Policy checkpoint to policy checkpoint."""
+
+    stage = "rl_round"
+    round: int = Field(ge=1)
+    rollout: RolloutConfig
+    rl: RLConfig
+
+    @property
+    def label(self) -> str:
+        """With the round's number."""
+        return f"{self.stage}_{self.round}"
+
+    @property
+    def driver_computes(self) -> bool:
+        """Of one rank that has no replicas."""
+        return super().driver_computes and is_embedded(self.rollout)
+
+    @property
+    def num_previous_steps(self) -> int:
+        """Of the rounds before."""
+        return self.rl.num_steps_before(self.round)
+
+    @property
+    def rollout_interpreter(self) -> Path | None:
+        """Of the rollout engine."""
+        return interpreter_of(self.rollout)
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """And the rollout engine, the reward and the parts of the algorithm."""
+        algorithm = self.rl.algorithm
+        yield from super().plugins()
+        yield "rollout", self.rollout.engine
+        for name in self.rl.reward.functions:
+            yield "reward", name
+        yield "adv_estimator", algorithm.adv_estimator
+        yield "loss_mode", algorithm.loss_mode
+        yield "kl_loss_type", algorithm.kl_loss_type.removesuffix("+")
+        if algorithm.use_kl_in_reward:
+            yield "kl_loss_type", algorithm.kl_penalty
+        taught = self.rl.distillation
+        if taught is not None and taught.loss != TOPK:
+            yield "kl_loss_type", taught.loss.removesuffix("+")
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """What reward and teacher are, and the model where round or reference start from it."""
+        from_model = "policy" not in given or (
+            self.rl.algorithm.needs_reference and "reference" not in given
+        )
+        return {
+            **reward_inputs(self.rl.reward),
+            **teacher_input(self.rl.distillation),
+            **(model_input(self.model) if from_model else {}),
+        }
+
+    def check(self) -> None:
+        """And the rules of RL."""
+        super().check()
+        check_structured_output(
+            "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout
+        )
+        adapter_travels(self.training, self.rollout)
+        check_sampling(self.rl)
+        check_algorithm(self.rl)
+        check_rl_order(self.rl)
+        check_critic(self.rl)
+        check_distillation(self.rl)
+        check_value_models(self.rl, self.training)
+        check_reward_models(self.rl.reward)
+        check_judge(self.rl.reward, self.rollout)
+        check_answer_length(
+            "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
+        )
+        # The unset mini-batch is the whole batch, which is what the user can change.
+        smaller = self.rl.prompts_per_update < self.rl.batch_size_prompts
+        field = "rl.mini_batch_size_prompts" if smaller else "rl.batch_size_prompts"
+        check_divides(field, self.rl.prompts_per_update, self.training)

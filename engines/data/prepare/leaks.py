@@ -1,0 +1,206 @@
+"""Training rows that share words with held-out ones: found, and removed or refused.
+
+Compared are texts, as `engines.data.prepare.decontamination` compares them. Of a held-out row its
+prompt; of a training row its prompt, and each later message or answer. System messages are left
+out, and so is the template of a prompt: the words that all prompts of one `data_source` begin or
+end with, where it has at least `MIN_TEMPLATE_ROWS` different ones, for problems with one
+instruction would all look alike.
+Promises: equal rows give equal reports; one entry per training row, so a report is no larger than
+the training splits.
+Does not promise: to look into ground truths, or into the answers of held-out rows.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from engines.config.data import DecontaminationConfig
+from engines.data.prepare.decontamination import EvaluationIndex, words_of
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from infra.errors import ConfigError
+
+MIN_TEMPLATE_ROWS = 8
+"""Fewer prompts may share words by chance, or since they are one problem."""
+Row = SFTRow | RLRow | PreferenceRow
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A training row and the first held-out row that it shares words with.
+
+    Attributes:
+        split: of the training row.
+        row: its number among the rows that were read, from 0.
+        kind: `exact` (all words of a text of both) or `run`.
+        words: that both have, as they were compared.
+        evaluation_split: of the held-out row.
+        evaluation_row: its number among the rows that were read, from 0.
+        num_evaluation_rows: held-out rows that share words with this one.
+    """
+
+    split: str
+    row: int
+    kind: Literal["exact", "run"]
+    words: str
+    evaluation_split: str
+    evaluation_row: int
+    num_evaluation_rows: int
+
+
+@dataclass(frozen=True)
+class LeakReport:
+    """What training splits and held-out ones share.
+
+    Attributes:
+        num_words: of a run.
+        min_words: the shortest held-out text that is looked for inside others.
+        num_rows: rows that were read, by split.
+        num_leaked: of them that share words, by training split.
+        leaks: by split and row.
+    """
+
+    num_words: int
+    min_words: int
+    num_rows: Mapping[str, int]
+    num_leaked: Mapping[str, int]
+    leaks: tuple[Leak, ...]
+
+    def to_json(self) -> str:
+        """Text of a file; equal reports give equal bytes."""
+        values = {"schema": _SCHEMA_VERSION, **asdict(self)}
+        return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+    def rows_of(self, split: str) -> frozenset[int]:
+        """Rows of a training split that share words."""
+        return frozenset(leak.row for leak in self.leaks if leak.split == split)
+
+
+def find_leaks(
+    training: Mapping[str, Sequence[Row]],
+    held_out: Mapping[str, Sequence[Row]],
+    config: DecontaminationConfig,
+) -> LeakReport:
+    """Compare every training row with every held-out one.
+
+    Args:
+        training: rows by split.
+        held_out: likewise.
+        config: lengths of what counts, and what is done.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: rows share words, and `data.decontamination.action` is `refuse`; or every row
+            of a split does.
+    """
+    prompts = {split: list(_prompts(rows)) for split, rows in held_out.items()}
+    index = EvaluationIndex(prompts, config.num_words, config.min_words)
+    leaks = tuple(
+        leak for split, rows in training.items() for leak in _leaks_of(split, rows, index)
+    )
+    report = LeakReport(
+        num_words=config.num_words,
+        min_words=config.min_words,
+        num_rows={split: len(rows) for split, rows in (*training.items(), *held_out.items())},
+        num_leaked={split: sum(leak.split == split for leak in leaks) for split in training},
+        leaks=leaks,
+    )
+    _check(report, config)
+    return report
+
+
+def _check(report: LeakReport, config: DecontaminationConfig) -> None:
+    if report.leaks and config.action == "refuse":
+        first = report.leaks[0]
+        raise ConfigError(
+            "data.decontamination",
+            f"got {len(report.leaks)} training rows that share words with held-out ones (first: "
+            f"{first.split} row {first.row} and {first.evaluation_split} row "
+            f"{first.evaluation_row}: {first.words!r:.200}); need none; remove them, or set "
+            "data.decontamination.action=remove",
+        )
+    for split, num_leaked in report.num_leaked.items():
+        if num_leaked and num_leaked == report.num_rows[split]:
+            raise ConfigError(
+                f"data.{split}",
+                f"got {num_leaked} rows, all of which share words with held-out ones; need at "
+                "least 1 other; use other data, or raise data.decontamination.num_words",
+            )
+
+
+def _leaks_of(split: str, rows: Sequence[Row], index: EvaluationIndex) -> Iterator[Leak]:
+    for number, (row, prompt) in enumerate(zip(rows, _prompts(rows), strict=True)):
+        texts = (prompt, *_answers(row))
+        found = [shared for text in texts for shared in index.shared(text)]
+        if not found:
+            continue
+        kind, words, places = next((each for each in found if each[0] == "exact"), found[0])
+        evaluation_split, evaluation_row = places[0]
+        num_rows = len({place for _, _, places in found for place in places})
+        yield Leak(split, number, kind, words, evaluation_split, evaluation_row, num_rows)
+
+
+def _answers(row: Row) -> Iterable[str]:
+    """What follows the prompt of a training row."""
+    if isinstance(row, PreferenceRow):
+        return row.chosen, row.rejected
+    if isinstance(row, SFTRow):
+        return (message.content for message in row.messages[len(row.prompt) :])
+    return ()
+
+
+def _prompts(rows: Sequence[Row]) -> Iterator[str]:
+    """The words of each prompt, without the template of its source."""
+    templates = _templates(rows)
+    for row in rows:
+        words = _words(row)
+        start, end = templates[row.data_source]
+        yield " ".join(words[start : len(words) - end])
+
+
+def _words(row: Row) -> list[str]:
+    texts = [message.content for message in row.prompt if message.role != "system"]
+    return words_of("\n".join(texts))
+
+
+def _templates(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """How many words all prompts of a source begin with, and end with."""
+    found: dict[str, _Template] = {}
+    for row in rows:
+        words = _words(row)
+        found.setdefault(row.data_source, _Template(words)).add(words)
+    return {source: template.lengths for source, template in found.items()}
+
+
+class _Template:
+    """What the prompts of one source share, in memory that does not grow with them."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._start, self._reversed_end, self._shortest = words, words[::-1], len(words)
+        self._different: set[tuple[str, ...]] = set()
+
+    def add(self, words: list[str]) -> None:
+        self._start = _common_start(self._start, words)
+        self._reversed_end = _common_start(self._reversed_end, words[::-1])
+        self._shortest = min(self._shortest, len(words))
+        if len(self._different) < MIN_TEMPLATE_ROWS:
+            self._different.add(tuple(words))
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Together no more than the shortest prompt has."""
+        if len(self._different) < MIN_TEMPLATE_ROWS:
+            return 0, 0
+        start = len(self._start)
+        return start, min(len(self._reversed_end), self._shortest - start)
+
+
+def _common_start(first: list[str], second: list[str]) -> list[str]:
+    """The words that both begin with."""
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return first[:place]
+    return min(first, second, key=len)

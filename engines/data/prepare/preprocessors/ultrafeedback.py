@@ -1,0 +1,46 @@
+"""UltraFeedback, binarized (arXiv:2310.01377): two answers of models, and what GPT-4 gave each.
+
+Columns `prompt`, `prompt_id`, `messages`, `score_chosen`, `score_rejected`, and `chosen` and
+`rejected`, which hold the question again as messages. Source: the card of
+HuggingFaceH4/ultrafeedback_binarized, whose splits are `train_prefs`, `test_prefs` and others. The
+rejected answer was drawn at random from the rest, so the scores of a pair may be equal.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.row_schema import number
+from engines.data.read.row_files import preference_row
+from engines.data.read.rows import PreferenceRow, RowError
+
+
+class UltraFeedbackOptions(StrictModel):
+    """What the pairs are called."""
+
+    data_source: str = "HuggingFaceH4/ultrafeedback_binarized"
+
+
+class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
+    """Pairs of answers with scores."""
+
+    # `prompt_id` is not read: pairs of other data sets have the rest too, under names of their own.
+    preference_columns = (
+        "prompt",
+        "prompt_id",
+        "chosen",
+        "rejected",
+        "score_chosen",
+        "score_rejected",
+    )
+
+    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+        """The pair, with the difference of its scores as the margin."""
+        names = ("score_chosen", "score_rejected")
+        chosen, rejected = (number(columns.get(name), name) for name in names)
+        if chosen < rejected:
+            raise RowError(f"score_chosen is {chosen}; need at least score_rejected {rejected}")
+        answers = {name: columns.get(name) for name in ("prompt", "chosen", "rejected")}
+        source = self.options.data_source
+        return preference_row({**answers, "data_source": source, "margin": chosen - rejected})

@@ -1,0 +1,127 @@
+"""Preference rows to token ids: what the losses over pairs consume.
+
+Promises: both answers of a pair fit, or the pair is left out and counted; ids and order are a pure
+function of rows and tokenizer. A policy reads pairs as SFT reads conversations; a reward model
+reads the whole of its chat template, as it does when it scores.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines.data.read.chat import RenderedConversation, render_conversations, render_whole
+from engines.data.read.examples import OnOverlong, within
+from engines.data.read.rows import PreferenceRow
+from engines.data.read.tokenizer import ChatTokenizer
+from infra.errors import ConfigError
+
+_LIMIT = ("model.max_length", "pairs")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two tokenized answers to one prompt.
+
+    Attributes:
+        index: of the row in its split.
+        chosen: the better one, with its prompt.
+        rejected: the other one.
+        margin: by how much it is better; 0 where nobody said so.
+        data_source: of the row.
+    """
+
+    index: int
+    chosen: RenderedConversation
+    rejected: RenderedConversation
+    margin: float
+    data_source: str
+
+
+Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
+"""Of each row in turn the chosen conversation and the rejected one."""
+
+
+def as_policy(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
+) -> Sequence[RenderedConversation]:
+    """As a policy reads pairs: the loss mask is on what the assistant writes last.
+
+    What the two have in common, earlier answers in the prompt among it, was not chosen.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+
+    Returns:
+        See `Render`.
+    """
+    both = [conversation for row in rows for conversation in row.conversations]
+    return [_last_answer(each) for each in render_conversations(tokenizer, both)]
+
+
+def as_reward_model(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
+) -> Sequence[RenderedConversation]:
+    """As a reward model reads them; the loss mask is 1 on the last token.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+
+    Returns:
+        See `Render`.
+
+    Raises:
+        ConfigError: a conversation is of less than two tokens.
+    """
+    both = [conversation for row in rows for conversation in row.conversations]
+    whole = render_whole(tokenizer, both)
+    shortest = min(range(len(whole)), key=lambda place: len(whole[place]))
+    if len(whole[shortest]) < 2:
+        raise ConfigError(
+            "model.chat_template",
+            f"renders row {shortest // 2} of the pairs to {len(whole[shortest])} tokens; need a "
+            "template that writes the messages; set another",
+        )
+    return [RenderedConversation(ids, (*([0] * (len(ids) - 1)), 1)) for ids in whole]
+
+
+def read_pairs(
+    rows: Sequence[PreferenceRow],
+    tokenizer: ChatTokenizer,
+    max_length: int,
+    render: Render,
+    on_overlong: OnOverlong = "error",
+) -> tuple[Pair, ...]:
+    """Tokenized pairs, of those both of whose conversations fit: one alone would be no pair.
+
+    Args:
+        rows: none, or some.
+        tokenizer: with a chat template.
+        max_length: most tokens of one conversation (`model.max_length`).
+        render: who reads them: `as_policy` or `as_reward_model`.
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        In row order.
+
+    Raises:
+        ConfigError: a conversation is too long, or no pair is left; or of `render`.
+    """
+    if not rows:
+        return ()
+    rendered = render(rows, tokenizer)
+    sides = list(zip(rendered[::2], rendered[1::2], strict=True))
+    longer = [max(len(chosen.input_ids), len(rejected.input_ids)) for chosen, rejected in sides]
+    return tuple(
+        Pair(index, *sides[index], rows[index].margin or 0.0, rows[index].data_source)
+        for index in within(longer, max_length, on_overlong, _LIMIT)
+    )
+
+
+def _last_answer(conversation: RenderedConversation) -> RenderedConversation:
+    """With the mask on the last run of trained tokens alone."""
+    mask = conversation.loss_mask
+    end = next((place for place in range(len(mask), 0, -1) if mask[place - 1]), 0)
+    start = next((place for place in range(end, 0, -1) if not mask[place - 1]), 0)
+    last = tuple(int(start <= place < end) for place in range(len(mask)))
+    return RenderedConversation(conversation.input_ids, last)

@@ -1,0 +1,151 @@
+"""Where a policy's files come from and where they go: the `policy` artifact.
+
+    checkpoint/    sharded weights and optimizer; below roles/ those of a critic
+    hf/            config.json, generation_config.json, tokenizer; no weights
+    trainer.json   which stage made it, after how many steps, how many it skipped last
+
+Promises: `hf/` names every token that ends an answer, so a rollout stops where the chat template
+ends the assistant's turn, although the base model may know another end token.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from engines.checkpoint.model_directory import (
+    check_finite,
+    check_model_directory,
+    create_random_model,
+    resolve_model,
+)
+from engines.config.model import ModelConfig
+from engines.data.read.chat import end_of_turn_id
+from engines.data.read.dataset import load_dataset
+from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.trainers.trained_steps import TrainedSteps
+from engines.training.roles import ModelSource
+from infra.errors import ConfigError
+from infra.store.canonical import canonical_json
+
+CHECKPOINT_DIR = "checkpoint"
+HF_DIR = "hf"
+TRAINER_NAME = "trainer.json"
+
+_HF_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def policy_source(policy_dir: Path) -> ModelSource:
+    """The weights of a `policy` artifact."""
+    return ModelSource(policy_dir / HF_DIR, policy_dir / CHECKPOINT_DIR)
+
+
+def initial_source(
+    model: ModelConfig, external: Path | None, dataset_dir: Path, seed: int, work_dir: Path
+) -> ModelSource:
+    """The weights a pipeline starts from: found, downloaded, or made from scratch.
+
+    Args:
+        model: says which.
+        external: the model as an input of the stage, if it is a local directory.
+        dataset_dir: holds the tokenizer of a model made from scratch.
+        seed: of a model made from scratch.
+        work_dir: where such a model is put; the same bytes in every attempt.
+
+    Returns:
+        A checked Hugging Face directory.
+
+    Raises:
+        ConfigError: the model cannot be used.
+    """
+    if model.init == "pretrained":
+        if external is not None:
+            check_model_directory(external, max_length=model.max_length)
+        directory = external or resolve_model(model, model.max_length)
+        check_finite(directory)
+        return ModelSource(directory)
+    tokenizer_dir = load_dataset(dataset_dir).tokenizer_dir
+    if tokenizer_dir is None:
+        raise ConfigError(
+            "model.init", "got random; need a dataset that was made with model.init: random"
+        )
+    made = work_dir / "initial_model"
+    shutil.rmtree(made, ignore_errors=True)
+    create_random_model(model.architecture, tokenizer_dir, model.max_length, seed, made)
+    return ModelSource(made)
+
+
+def write_hf_files(source: Path, target: Path, chat_template: str | None) -> None:
+    """Copy configuration and tokenizer, and complete the end tokens.
+
+    Args:
+        source: a model directory.
+        target: created; replaced if it exists.
+        chat_template: replaces the tokenizer's own.
+
+    Raises:
+        ConfigError: no token ends an answer.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for name in _HF_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    if chat_template is not None:
+        (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="")
+    path = target / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    known = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    turn_end = end_of_turn_id(DirectoryTokenizer.load(target))
+    if turn_end is not None and turn_end not in ends:
+        ends = [*ends, turn_end]
+    if not ends:
+        raise ConfigError(
+            "model.path",
+            f"{source} names no token that ends an answer: every one would go on to its limit; "
+            "need eos_token_id; set it in config.json or generation_config.json",
+        )
+    generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    text = json.dumps(generation, indent=2, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8", newline="")
+
+
+def write_policy(
+    output_dir: Path,
+    checkpoint: Path,
+    hf_dir: Path,
+    steps: TrainedSteps,
+) -> None:
+    """Lay out a `policy` artifact.
+
+    Args:
+        output_dir: an empty directory on the file system of the checkpoint.
+        checkpoint: the last step's files; they are linked, not copied, since neither changes.
+        hf_dir: what `write_hf_files` wrote.
+        steps: what is behind it.
+    """
+    shutil.copytree(checkpoint, output_dir / CHECKPOINT_DIR, copy_function=_link)
+    shutil.copytree(hf_dir, output_dir / HF_DIR, copy_function=shutil.copyfile)
+    (output_dir / TRAINER_NAME).write_bytes(canonical_json(steps.model_dump()) + b"\n")
+
+
+def trained_steps(policy_dir: Path) -> TrainedSteps:
+    """What is behind a `policy` artifact, over all rounds."""
+    return TrainedSteps.model_validate_json((policy_dir / TRAINER_NAME).read_bytes())
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)

@@ -1,0 +1,31 @@
+"""The teacher of a round: a frozen model beside the policy, checked against it."""
+
+from pathlib import Path
+
+from engines.checkpoint.model_directory import model_of_section, resolve_model
+from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
+from engines.config.distillation import DistillationConfig
+from engines.training.roles import ModelSource
+
+
+def teacher_source(
+    config: DistillationConfig, given: Path | None, policy: ModelSource, max_length: int
+) -> ModelSource:
+    """The teacher's weights.
+
+    Args:
+        config: names it.
+        given: its directory, where it was one of the user's; None: it is the hub's.
+        policy: that it teaches.
+        max_length: context of the policy.
+
+    Returns:
+        A Hugging Face directory.
+
+    Raises:
+        ConfigError: it cannot be used; names the field below `rl.distillation`.
+    """
+    with model_of_section(TEACHER_SECTION):
+        directory = given or resolve_model(config, max_length)
+    check_teacher(config, directory, policy.hf_dir, max_length)
+    return ModelSource(directory)

@@ -1,0 +1,30 @@
+"""Job `soup`: several models to one, whose weights are their mean."""
+
+from engines.checkpoint.models.export import write_model
+from engines.checkpoint.models.soup import mean_tensors
+from engines.config.stages.final import SoupStageConfig
+from engines.config.training import HardwareConfig
+from engines.jobs.merge import MERGE_DEADLINE_S
+from engines.jobs.policy.files import write_hf_files
+from engines.jobs.process.torch_setup import prepare_torch
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+
+
+def soup(context: JobContext[SoupStageConfig]) -> JobOutput:
+    """Average the weights of the models that the stage is given."""
+    config = context.config
+    # No device is asked: the same on every machine.
+    prepare_torch(HardwareConfig(platform="cpu"), 1, context.journal.log)
+    models = [context.input(config.input_name(place)) for place in range(config.num_models)]
+    hf_dir = context.attempt_dir / "hf"
+    write_hf_files(models[0], hf_dir, None)
+    context.heartbeat.enter("merge", MERGE_DEADLINE_S)
+    with context.clock("save"):
+        write_model(
+            mean_tensors(models), hf_dir, context.output_dir, config.dtype, config.max_shard_bytes
+        )
+    return JobOutput("model", {"num_models": float(config.num_models)})
+
+
+if __name__ == "__main__":
+    run_job(SoupStageConfig, soup)

@@ -1,0 +1,170 @@
+"""What the jobs share that train on given answers: where they start, their ranks, the whole job."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from engines.config.sections import SupervisedConfig
+from engines.config.stages.base import TrainingStageConfig
+from engines.controller.launch import launch_policy_group
+from engines.controller.model_worker import WorkerSpec
+from engines.controller.worker_group import WorkerGroup
+from engines.data.read.dataset import Dataset, load_dataset
+from engines.data.read.rows import PreferenceRow
+from engines.data.read.tokenizer import ChatTokenizer
+from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, write_hf_files
+from engines.jobs.policy_stage import policy_output, policy_tokenizer, queueing, stage_progress
+from engines.jobs.process.torch_setup import prepare_torch
+from engines.jobs.runtime import JobContext, JobOutput
+from engines.trainers.supervised.trainer import SupervisedTrainer
+from engines.trainers.supervised.training_set import TrainingSet
+from engines.trainers.trained_steps import TrainedSteps
+from engines.training.roles import POLICY, ModelSource, RoleName, RoleSpec
+from infra.errors import ConfigError
+
+Config = TypeVar("Config", bound=TrainingStageConfig)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a stage begins with.
+
+    Attributes:
+        dataset: its input.
+        source: weights of the policy that it is given, or of the pipeline's model.
+        hf_dir: their configuration and tokenizer, in the attempt's own directory.
+        tokenizer: with the recipe's chat template.
+    """
+
+    dataset: Dataset
+    source: ModelSource
+    hf_dir: Path
+    tokenizer: ChatTokenizer
+
+
+def start_of(context: JobContext[Config]) -> Start:
+    """Set torch up, and find data and weights.
+
+    Args:
+        context: of a job with the input `dataset`, and perhaps `policy`.
+
+    Returns:
+        Everything that needs no rank.
+
+    Raises:
+        ConfigError: the data or the model cannot be used.
+    """
+    config = context.config
+    prepare_torch(
+        config.hardware,
+        config.training.num_threads,
+        context.journal.log,
+        computes=config.training.num_workers == 1,
+    )
+    dataset = load_dataset(context.input("dataset"))
+    before = context.optional_input("policy")
+    source = (
+        policy_source(before)
+        if before is not None
+        else initial_source(
+            config.model,
+            context.optional_input("model"),
+            dataset.directory,
+            context.spec.seed,
+            context.attempt_dir,
+        )
+    )
+    hf_dir = context.attempt_dir / HF_DIR
+    write_hf_files(source.hf_dir, hf_dir, config.model.chat_template)
+    return Start(dataset, source, hf_dir, policy_tokenizer(hf_dir))
+
+
+def training_pairs(start: Start) -> tuple[PreferenceRow, ...]:
+    """The pairs to train on.
+
+    Args:
+        start: of a stage that needs some.
+
+    Returns:
+        At least one.
+
+    Raises:
+        ConfigError: the data have none.
+    """
+    rows = start.dataset.preference_rows()
+    if not rows:
+        raise ConfigError("data.preference", "got 0 pairs; the stage trains on them; add a source")
+    return rows
+
+
+def launched(
+    context: JobContext[Config],
+    stack: ExitStack,
+    hf_dir: Path,
+    roles: Mapping[RoleName, RoleSpec],
+) -> WorkerGroup:
+    """Start the ranks of a stage that samples nothing.
+
+    Args:
+        context: of the job.
+        stack: closes them.
+        hf_dir: configuration and tokenizer.
+        roles: that every rank holds.
+
+    Returns:
+        The group, its models loaded.
+    """
+    config = context.config
+    spec = WorkerSpec(
+        roles=roles,
+        serving_dir=hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=context.spec.seed,
+    )
+    group = launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
+    return stack.enter_context(closing(group))
+
+
+def train_policy(
+    context: JobContext[Config],
+    section: SupervisedConfig,
+    rows_per_step: int,
+    training_set: Callable[[Start], TrainingSet],
+) -> JobOutput:
+    """The whole job of a stage that trains a policy and needs no other model.
+
+    Args:
+        context: of the job.
+        section: of the stage.
+        rows_per_step: rows of one optimizer step, over all ranks.
+        training_set: makes what is trained on of the data.
+
+    Returns:
+        A `policy`, with what held-out rows said at the end.
+
+    Raises:
+        ConfigError: the data or the model cannot be used.
+    """
+    config = context.config
+    with ExitStack() as stack:
+        with context.clock("load"):
+            start = start_of(context)
+            trained_on = training_set(start)
+            policy = RoleSpec(
+                source=start.source,
+                training=config.training,
+                optimizer=section.optimizer,
+                total_num_steps=section.num_steps,
+            )
+            workers = launched(context, stack, start.hf_dir, {POLICY: policy})
+        progress = stage_progress(context, config.checkpoint, section.num_steps)
+        trained = SupervisedTrainer(
+            section, trained_on, rows_per_step, workers, progress, context.spec.seed, config.stage
+        ).run()
+        steps = TrainedSteps(stage=config.stage, num_steps=trained.num_steps)
+        return policy_output(context, progress, start.hf_dir, steps, trained.after)

@@ -1,0 +1,1 @@
+"""Training on given answers: SFT, preferences, reward models."""

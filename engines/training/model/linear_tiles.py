@@ -1,0 +1,250 @@
+"""Tiles of the logits of a head: what is computed of one at a time, and how they add up.
+
+Promises: equal inputs and tile shapes give equal logits and softmax statistics to the bit, whoever
+asks; statistics and sums of gradients in float32 (float64 for float64 inputs). A rank may hold no
+rows of the weights.
+Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines import collectives
+
+DEFAULT_CHUNK_ELEMENTS = 1 << 24
+"""Elements of a tile: 64 MiB in float32."""
+_UNLIMITED = 1 << 62
+
+_MIN_ROWS = 512
+"""A tile of fewer rows would read the weights faster than it computes; it takes fewer columns."""
+
+
+def tile_elements(*, chunked: bool) -> int:
+    """Elements of a tile under `training.chunked_logprobs`: without, one tile holds all logits."""
+    return DEFAULT_CHUNK_ELEMENTS if chunked else _UNLIMITED
+
+
+def check_inputs(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_elements: int
+) -> None:
+    """Refuse what no tile can be made of.
+
+    Args:
+        hidden_ND: (N, D).
+        weight_VD: (V, D).
+        bias_V: (V,).
+        chunk_elements: most logits of a tile.
+
+    Raises:
+        ValueError: dtypes differ, or `chunk_elements` is below 1.
+    """
+    dtypes = {x.dtype for x in (hidden_ND, weight_VD, bias_V) if x is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"hidden states, weights and bias: got {sorted(map(str, dtypes))}")
+    if chunk_elements < 1:
+        raise ValueError(f"chunk_elements: got {chunk_elements}; need at least 1")
+
+
+class RowStatistics:
+    """What the softmax of some rows needs, gathered tile by tile over the vocabulary.
+
+    Holds the largest logit m, sum of exp(z - m), sum of exp(z - m) * (z - m), sum of
+    exp(z - m)^2 and the logit of each row's token.
+
+    Args:
+        token_ids_R: (R,) int64, counted from this rank's first row; others are not looked for.
+        dtype: of the statistics.
+        entropy: gather what `entropy` needs.
+        squares: gather what `sum_pi_squared` needs.
+    """
+
+    def __init__(
+        self, token_ids_R: Tensor, dtype: torch.dtype, entropy: bool, squares: bool
+    ) -> None:
+        self._token_ids_R = token_ids_R
+        self._entropy, self._squares = entropy, squares
+        zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
+        self._largest_R = torch.full_like(zeros_R, -torch.inf)
+        self._sum_R, self._weighted_R, self._chosen_R = zeros_R, zeros_R, zeros_R
+        self._squared_R = zeros_R
+
+    def add(self, z_RC: Tensor, columns: slice) -> None:
+        """Take in the logits of some columns; overwrites them."""
+        place, inside = places(self._token_ids_R, columns)
+        self._chosen_R = torch.where(inside, z_RC.gather(1, place).squeeze(1), self._chosen_R)
+        largest_R = torch.maximum(self._largest_R, z_RC.amax(dim=1))
+        # exp(-inf) = 0 drops the empty sums of the first tile.
+        fallen_R = self._largest_R - largest_R
+        kept_R = fallen_R.exp()
+        z_RC.sub_(largest_R[:, None])
+        if self._entropy:
+            exponentials = z_RC.exp()
+            shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
+            weighted_R = exponentials.mul(z_RC).sum(dim=1)
+            self._weighted_R = (self._weighted_R + shift_R) * kept_R + weighted_R
+        else:
+            exponentials = z_RC.exp_()
+        self._sum_R = self._sum_R * kept_R + exponentials.sum(dim=1)
+        if self._squares:
+            squared_R = exponentials.square_().sum(dim=1)
+            self._squared_R = self._squared_R * kept_R.square() + squared_R
+        self._largest_R = largest_R
+
+    def take(self, parts: Sequence["RowStatistics"]) -> None:
+        """Lay the statistics of consecutive rows end to end; they are all of this object's."""
+        if parts:
+            self._largest_R = torch.cat([part._largest_R for part in parts])
+            self._sum_R = torch.cat([part._sum_R for part in parts])
+            self._weighted_R = torch.cat([part._weighted_R for part in parts])
+            self._chosen_R = torch.cat([part._chosen_R for part in parts])
+            self._squared_R = torch.cat([part._squared_R for part in parts])
+
+    def sum_over(self, group: dist.ProcessGroup) -> None:
+        """Take in the statistics of the other ranks' columns; the same on every rank then."""
+        largest_R = self._largest_R.clone()
+        collectives.all_reduce(largest_R, group, dist.ReduceOp.MAX)
+        fallen_R = self._largest_R - largest_R
+        kept_R = fallen_R.exp()
+        shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
+        own = [self._sum_R * kept_R, (self._weighted_R + shift_R) * kept_R, self._chosen_R]
+        if self._squares:
+            own.append(self._squared_R * kept_R.square())
+        sums = torch.stack(own)
+        collectives.all_reduce(sums, group)
+        self._largest_R = largest_R
+        self._sum_R, self._weighted_R, self._chosen_R = sums[:3].unbind()
+        self._squared_R = sums[-1] if self._squares else self._squared_R
+
+    def log_sum(self) -> Tensor:
+        """(R,) log of the sum of exp(z)."""
+        return self._largest_R + self._sum_R.log()
+
+    def logprobs(self) -> Tensor:
+        """(R,) log-probability of each row's token."""
+        return self._chosen_R - self.log_sum()
+
+    def sum_pi_squared(self) -> Tensor:
+        """(R,) sum of the squared probabilities."""
+        return self._squared_R / self._sum_R.square()
+
+    def entropy(self) -> Tensor:
+        """(R,) entropy: log of the sum minus the mean logit, both relative to the largest."""
+        return self._sum_R.log() - self._weighted_R / self._sum_R
+
+
+def no_statistics(hidden_RD: Tensor) -> RowStatistics:
+    """Statistics of no columns yet, which look for no token."""
+    no_token_R = torch.full((hidden_RD.shape[0],), -1, device=hidden_RD.device)
+    return RowStatistics(no_token_R, statistics_dtype(hidden_RD), entropy=False, squares=False)
+
+
+class GradientSums:
+    """Gradients of hidden states, weights and bias, of those that are asked for.
+
+    Args:
+        hidden_ND: (N, D).
+        weight_VD: (V, D).
+        bias_V: (V,).
+        needed: which of the three.
+    """
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]
+    ) -> None:
+        self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
+        self._sum_dtype = statistics_dtype(hidden_ND)
+        self._hidden_sum = self._zeros(hidden_ND.shape) if needed[0] else None
+        self._weight_grad = torch.empty_like(weight_VD) if needed[1] else None
+        self._bias_grad = torch.empty_like(bias_V) if needed[2] and bias_V is not None else None
+
+    def begin(self, columns: slice) -> None:
+        """Start with some columns of the vocabulary."""
+        self._columns = columns
+        width = columns.stop - columns.start
+        if self._weight_grad is not None:
+            self._weight_sum = self._zeros((width, self._hidden_ND.shape[1]))
+        if self._bias_grad is not None:
+            self._bias_sum = self._zeros((width,))
+
+    def add(self, grad_RC: Tensor, rows: slice) -> None:
+        """Take in the gradient of a tile of logits."""
+        if self._hidden_sum is not None:
+            self._accumulate(self._hidden_sum[rows], grad_RC, self._weight_VD[self._columns])
+        if self._weight_grad is not None:
+            self._accumulate(self._weight_sum, grad_RC.T, self._hidden_ND[rows])
+        if self._bias_grad is not None:
+            self._bias_sum += grad_RC.sum(dim=0, dtype=self._sum_dtype)
+
+    def end(self) -> None:
+        """Round the sums of these columns."""
+        if self._weight_grad is not None:
+            self._weight_grad[self._columns] = self._weight_sum.to(self._weight_grad.dtype)
+        if self._bias_grad is not None:
+            self._bias_grad[self._columns] = self._bias_sum.to(self._bias_grad.dtype)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden states, weights and bias; None of what was not asked for."""
+        hidden = self._hidden_sum
+        hidden = None if hidden is None else hidden.to(self._hidden_ND.dtype)
+        return hidden, self._weight_grad, self._bias_grad
+
+    def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        if total.dtype == left.dtype:
+            total.addmm_(left, right)
+        else:
+            total += left @ right
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return self._hidden_ND.new_zeros(shape, dtype=self._sum_dtype)
+
+
+def tile(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: slice, columns: slice,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Scaled logits of some rows and columns, in a tensor of their own."""
+    bias = None if bias_V is None else bias_V[columns]
+    logits = torch.nn.functional.linear(hidden_ND[rows], weight_VD[columns], bias)
+    logits = logits.to(statistics_dtype(hidden_ND))
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Place of each token among the columns (0 where it is not), and whether it is."""
+    inside_R = (token_ids_R >= columns.start) & (token_ids_R < columns.stop)
+    return torch.where(inside_R, token_ids_R - columns.start, 0)[:, None], inside_R
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Of softmax statistics and sums of gradients: float32, float64 where the inputs are."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def tile_shape(
+    hidden_ND: Tensor, weight_VD: Tensor, chunk_elements: int
+) -> tuple[int, int]:  # fmt: skip
+    """Rows and columns of a tile.
+
+    Whole rows while enough of them fit, else `_MIN_ROWS` of them and part of the vocabulary.
+
+    Args:
+        hidden_ND: (N, D).
+        weight_VD: (V, D), this rank's rows; it may have none, where the vocabulary is padded.
+        chunk_elements: most logits of a tile.
+
+    Returns:
+        Each at least 1.
+    """
+    num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
+    rows = min(max(1, num_rows), max(_MIN_ROWS, chunk_elements // vocabulary))
+    rows = min(rows, chunk_elements)
+    return rows, max(1, min(vocabulary, chunk_elements // rows))
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Consecutive parts of a range, each of `size` but for the last."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

@@ -1,0 +1,131 @@
+"""Log-probabilities of K tokens per position straight from hidden states; the logits never exist.
+
+What on-policy distillation asks of a student: those of its teacher's tokens, with gradient.
+Promises: what `linear_logprobs` does, by the same tiles; between forward and backward two numbers
+per row and the (N, K) tokens are kept. Of one token they are the numbers of `linear_logprobs`.
+The vocabulary may be cut over the ranks of a group, by rows of the weights; a rank may have none.
+Does not cover: soft-capped logits, second derivatives, entropies.
+Letters: N predicting positions, D model width, V vocabulary, K tokens of each position.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engines import collectives
+from engines.training.model.linear_tiles import (
+    DEFAULT_CHUNK_ELEMENTS,
+    GradientSums,
+    RowStatistics,
+    check_inputs,
+    no_statistics,
+    places,
+    slices,
+    statistics_dtype,
+    tile,
+    tile_shape,
+)
+
+
+def linear_logprobs_of(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    token_ids_NK: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    group: dist.ProcessGroup | None = None,
+    first_token: int = 0,
+) -> Tensor:
+    """Log-probability of K tokens per row under softmax((hidden @ weight.T + bias) / temperature).
+
+    Gradients flow to hidden states, weights and bias. With a group, the results are the same on
+    every rank, and so must be their gradients; the gradient of the hidden states is this rank's
+    part of a sum over the group.
+
+    Args:
+        hidden_ND: (N, D) float32, bfloat16, float16 or float64.
+        weight_VD: (V, D) of the same dtype.
+        token_ids_NK: (N, K) int64, each in [0, V); a row may name a token twice.
+        bias_V: (V,) of the same dtype, finite.
+        temperature: of the distribution, above 0.
+        chunk_elements: most logits of a tile; results do not depend on it beyond rounding.
+        group: ranks that hold the rows of the weights, each its own; hidden states and tokens
+            are the same on all of them. None: this rank holds all rows.
+        first_token: the token that this rank's first row stands for.
+
+    Returns:
+        (N, K) float32, float64 where the inputs are.
+
+    Raises:
+        ValueError: dtypes differ, or `chunk_elements` is below 1.
+    """
+    check_inputs(hidden_ND, weight_VD, bias_V, chunk_elements)
+    return cast(
+        Tensor,
+        _LinearLogprobs.apply(
+            hidden_ND, weight_VD, bias_V, token_ids_NK - first_token, 1.0 / temperature,
+            chunk_elements, group,
+        ),
+    )  # fmt: skip
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """As `linear_logprobs`, for K tokens: the gradient of a logit is sum_k g_k (1[k] - p)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
+        token_ids_NK: Tensor, scale: float, chunk_elements: int, group: dist.ProcessGroup | None,
+    ) -> Tensor:  # fmt: skip
+        rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
+        chosen_NK = hidden_ND.new_zeros(token_ids_NK.shape, dtype=statistics_dtype(hidden_ND))
+        parts: list[RowStatistics] = []
+        for rows in slices(hidden_ND.shape[0], rows_size):
+            part, chosen_RK = no_statistics(hidden_ND[rows]), chosen_NK[rows]
+            for columns in slices(weight_VD.shape[0], columns_size):
+                z_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns, scale)
+                place, inside = _places_of_all(token_ids_NK[rows], columns)
+                chosen_RK.copy_(torch.where(inside, z_RC.gather(1, place), chosen_RK))
+                part.add(z_RC, columns)
+            parts.append(part)
+        statistics = no_statistics(hidden_ND)
+        statistics.take(parts)
+        if group is not None:
+            statistics.sum_over(group)
+            collectives.all_reduce(chosen_NK, group)
+        log_sum_N = statistics.log_sum()
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N)
+        ctx.scale, ctx.tile_shape = scale, (rows_size, columns_size)
+        return chosen_NK.sub_(log_sum_N[:, None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N = ctx.saved_tensors
+        (grad_NK,) = grad_outputs
+        sum_N = grad_NK.sum(dim=1)
+        rows_size, columns_size = ctx.tile_shape
+        sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
+        for columns in slices(weight_VD.shape[0], columns_size):
+            sums.begin(columns)
+            for rows in slices(hidden_ND.shape[0], rows_size):
+                grad_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns, ctx.scale)
+                grad_RC.sub_(log_sum_N[rows, None]).exp_().mul_(-sum_N[rows, None])
+                place, inside = _places_of_all(token_ids_NK[rows], columns)
+                grad_RC.scatter_add_(1, place, grad_NK[rows] * inside)
+                sums.add(grad_RC.mul_(ctx.scale).to(hidden_ND.dtype), rows)
+            sums.end()
+        return *sums.gradients(), None, None, None, None
+
+
+def _places_of_all(token_ids_RK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(R, K) place of each token among the columns (0 where it is not), and whether it is."""
+    place, inside = places(token_ids_RK.flatten(), columns)
+    return place.view_as(token_ids_RK), inside.view_as(token_ids_RK)

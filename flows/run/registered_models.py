@@ -1,0 +1,58 @@
+"""Models that a recipe names by their alias in the registry: looked up once, before a run."""
+
+from functools import partial
+
+from flows.recipe.model_paths import registered_model, with_model_paths
+from flows.recipe.recipe import Recipe
+from flows.run.registry import open_tracker
+from infra.errors import ArtifactError, ConfigError, ServiceError
+from infra.redact import redact
+from infra.store.storage import Storage
+from infra.tracking.tracker import Tracker
+
+
+def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
+    """Put the directory of its files in the place of each model that is named by an alias.
+
+    What counts of it are its bytes: an alias that moves makes another run of it.
+
+    Args:
+        recipe: whose models.
+        storage: of the run, which has their files.
+
+    Returns:
+        The recipe that runs.
+
+    Raises:
+        ConfigError: nothing bears an alias, or the store does not have its files.
+        ServiceError: the registry does not answer.
+    """
+    return with_model_paths(recipe, partial(_directory, open_tracker(recipe), storage))
+
+
+def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> str:
+    asked = registered_model(setting, path)
+    if asked is None:
+        return path
+    try:
+        found = tracker.incumbent(asked.name, asked.alias)
+    except Exception as error:  # what a service that is away raises is its own affair
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say which model is {path} ({said}); run it again "
+            "once it answers"
+        ) from error
+    if found is None:
+        raise ConfigError(
+            setting,
+            f"got {path}, and nothing bears that alias in {redact(tracker.address)}; need a "
+            "registered model; run the recipe that promotes it, or name a directory or a hub id",
+        )
+    try:
+        return str(storage.local_copy(found.artifact))
+    except (ArtifactError, ValueError):  # the latter: a version that no pipeline registered
+        raise ConfigError(
+            setting,
+            f"got {path}, which is version {found.version} ({found.artifact.uri}); need its files "
+            f"in {storage.uri}; take the store that has them (location.store), or name a directory",
+        ) from None

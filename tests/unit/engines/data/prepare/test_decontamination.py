@@ -1,0 +1,173 @@
+"""What training and evaluation share is found where it was planted, and nowhere else."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.data.prepare.decontamination import EvaluationIndex, SharedText, words_of
+
+PROBLEM = "Natalia sold 48 clips to her friends in April and then half as many clips in May"
+SOLUTION = "A train leaves at noon and another one an hour later on the same track to the north"
+
+
+def words(prefix: str, num_words: int) -> list[str]:
+    return [f"{prefix}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(num_words)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello,  WORLD!\n", "hello world"),
+        ("It's x_1 (really).", "it s x 1 really"),
+        # An operator before a number and the point inside it tell problems apart.
+        ("3 + 4", "3 + 4"),
+        ("3*4 = 12.50.", "3 * 4 = 12.50"),
+        ("well-known - a dash", "well known a dash"),
+        ("(3,4) and 1,000", "3 4 and 1 000"),
+        # Width, ligatures, sharp s and dotted capital I: Unicode's own folding.
+        ("ＡＢＣ　１２", "abc 12"),
+        ("ﬁne STRASSE straße", "fine strasse strasse"),
+        # One letter or a letter and its mark.
+        ("Th\u00e9 The\u0301", "th\u00e9 th\u00e9"),
+        ("一共有5个苹果。", "一 共 有 5 个 苹 果"),
+        ("Сколько ЯБЛОК?", "сколько яблок"),
+        ("?!…", ""),
+    ],
+)
+def test_words_by_hand(text: str, expected: str) -> None:
+    assert words_of(text) == expected.split()
+
+
+def test_a_report_by_hand() -> None:
+    index = EvaluationIndex({"gsm8k": [SOLUTION, PROBLEM], "clean": ["something else"]})
+    training = ["nothing of it", f"So: {PROBLEM}, she said.", PROBLEM.upper() + "."]
+    report = index.report(iter(training))
+    first_run = " ".join(PROBLEM.lower().split()[:13])
+    gsm8k, clean = report.sources
+    assert (report.num_words, report.num_training_rows, report.num_shared_training_rows) == (
+        13,
+        3,
+        2,
+    )
+    assert (gsm8k.data_source, gsm8k.num_rows) == ("gsm8k", 2)
+    assert (gsm8k.num_exact, gsm8k.num_shared, gsm8k.num_training_rows) == (1, 1, 2)
+    assert gsm8k.first == (
+        SharedText(1, 1, "run", first_run),
+        SharedText(2, 1, "exact", PROBLEM.lower()),
+    )
+    assert (clean.num_rows, clean.num_shared, clean.num_training_rows, clean.first) == (1, 0, 0, ())
+    values = json.loads(report.to_json())
+    assert values["sources"][0]["first"][0] == {
+        "training_row": 1, "evaluation_row": 1, "kind": "run", "words": first_run,
+    }  # fmt: skip
+
+
+def test_a_report_shows_the_first_pairs_and_counts_all() -> None:
+    report = EvaluationIndex({"all": [PROBLEM, PROBLEM]}).report([PROBLEM] * 4, num_shown=3)
+    source = report.sources[0]
+    assert [(pair.training_row, pair.evaluation_row) for pair in source.first] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert (source.num_exact, source.num_shared, source.num_training_rows) == (2, 2, 4)
+
+
+def test_texts_shorter_than_a_run_count_by_all_of_their_words() -> None:
+    nine, three = words("w", 9), words("v", 3)
+    index = EvaluationIndex({"short": [" ".join(nine), " ".join(three)]})
+
+    def kinds(*text: str) -> list[str]:
+        return [kind for kind, _, _ in index.shared(" ".join(text))]
+
+    assert kinds("so", *nine, "then") == ["run"]
+    assert kinds(*nine) == ["exact", "run"]
+    assert kinds("so", *nine[:8], "then") == []
+    # Fewer than 8 words: only the same text.
+    assert kinds("so", *three, "then") == []
+    assert kinds(*three) == ["exact"]
+
+
+def test_the_same_words_with_another_operator_are_another_problem() -> None:
+    index = EvaluationIndex({"sums": ["What is 31 + 44?"]})
+    assert list(index.shared("what is 31+44"))
+    for other in ("What is 31 * 44?", "What is 31 - 44?", "What is 31 + 4.4?"):
+        assert not list(index.shared(other))
+
+
+def test_runs_of_a_script_without_spaces() -> None:
+    text = "娜塔莉亚四月份卖给了她的朋友四十八个夹子"
+    index = EvaluationIndex({"chinese": [text]})
+    assert [kind for kind, _, _ in index.shared(f"问题：{text[2:15]}吗")] == ["run"]
+    assert not list(index.shared(f"问题：{text[2:14]}吗"))
+
+
+def test_texts_without_words_are_never_found_and_training_is_read_once() -> None:
+    num_read = 0
+
+    def training() -> Iterator[str]:
+        nonlocal num_read
+        for text in ("", "?!", PROBLEM):
+            num_read += 1
+            yield text
+
+    report = EvaluationIndex({"none": ["...", ""]}).report(training())
+    assert (report.num_training_rows, num_read, report.num_shared_training_rows) == (3, 3, 0)
+
+
+def test_refuses_runs_of_no_word() -> None:
+    with pytest.raises(ValueError, match="num_words: got 0; need >= 1"):
+        EvaluationIndex({}, num_words=0)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_planted_run_is_always_found_and_a_shorter_one_never(data) -> None:
+    """Evaluation and training have no word in common but those of the planted run."""
+    num_words = data.draw(st.integers(1, 15))
+    length = data.draw(st.integers(num_words, 25))
+    evaluation = words("e", length)
+    start = data.draw(st.integers(0, length - num_words))
+    before, after = (words(p, data.draw(st.integers(1, 12))) for p in "xy")
+    noise = data.draw(st.sampled_from([" ", "  ", ", ", ".\n", " — ", "\u3000"]))
+    run = evaluation[start : start + num_words]
+    index = EvaluationIndex({"noise": ["zz"], "planted": [" ".join(evaluation)]}, num_words)
+    planted = noise.join([*before, *(word.upper() for word in run), *after])
+    assert list(index.shared(planted)) == [("run", " ".join(run), (("planted", 0),))]
+    assert not list(index.shared(noise.join([*before, *run[1:], *after])))
+    # The words in another place of the text are no run.
+    assert num_words == 1 or not list(index.shared(noise.join([*run[1:], *before, run[0]])))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text(max_size=40), max_size=6), st.lists(st.text(max_size=40), max_size=6))
+def test_any_text_equal_but_for_case_and_space_is_found(
+    evaluation: list[str], training: list[str]
+) -> None:
+    index = EvaluationIndex({"any": evaluation})
+    for row, text in enumerate(evaluation):
+        if words_of(text):
+            found = [places for kind, _, places in index.shared(f" {text}\n") if kind == "exact"]
+            assert ("any", row) in found[0]
+    report = index.report([*training, *evaluation])
+    assert report == index.report([*training, *evaluation])
+    assert report.sources[0].num_exact == sum(bool(words_of(text)) for text in evaluation)
+    assert json.loads(report.to_json())["num_training_rows"] == len(training) + len(evaluation)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from("abc"), max_size=20), st.lists(st.sampled_from("abc"), max_size=20))
+def test_a_run_is_found_where_a_search_of_all_pairs_finds_it(
+    evaluation: list[str], training: list[str]
+) -> None:
+    index = EvaluationIndex({"only": [" ".join(evaluation)]}, 4)
+    expected = any(
+        evaluation[i : i + 4] == training[j : j + 4]
+        for i in range(len(evaluation) - 3)
+        for j in range(len(training) - 3)
+    )
+    found = [kind for kind, _, _ in index.shared(" ".join(training))]
+    assert ("run" in found) == expected

@@ -1,0 +1,120 @@
+"""Curricula open what they say when they say it, lose no row, and depend on the step alone."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.data.read.curriculum import AscendingOrder, Band, BandedOrder
+from engines.data.read.order import permutation
+
+_DIFFICULTY = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=25).map(tuple)
+
+
+def stream(order: AscendingOrder | BandedOrder, first: int, last: int) -> list[int]:
+    return [row for step in range(first, last) for row in order.batch(step)]
+
+
+@settings(max_examples=60)
+@given(_DIFFICULTY, st.integers(1, 30), st.integers(0, 2**63))
+def test_every_epoch_goes_from_easy_to_difficult_and_holds_every_row_once(
+    difficulty: tuple[float, ...], batch_size: int, seed: int
+) -> None:
+    order = AscendingOrder(difficulty=difficulty, batch_size=batch_size, seed=seed)
+    rows = stream(order, 0, len(difficulty))
+    for epoch in range(batch_size):
+        chunk = rows[epoch * len(difficulty) : (epoch + 1) * len(difficulty)]
+        assert Counter(chunk) == Counter(range(len(difficulty)))
+        assert [difficulty[row] for row in chunk] == sorted(difficulty)
+
+
+def test_equally_difficult_rows_are_visited_in_another_order_in_every_epoch() -> None:
+    order = AscendingOrder(difficulty=(1.0,) * 30 + (0.0,), batch_size=31, seed=0)
+    first, second = order.batch(0), order.batch(1)
+    assert first[0] == second[0] == 30
+    assert first != second
+    assert order.epoch(1) == 1.0
+    other = AscendingOrder(difficulty=(1.0,) * 30 + (0.0,), batch_size=31, seed=1)
+    assert other.batch(0) != first
+
+
+def banded(batch_size: int, seed: int, difficulty: tuple[float, ...]) -> BandedOrder:
+    bands = (Band(min(difficulty), 0), Band(min(difficulty) + 1.5, 4), Band(9.0, 6))
+    return BandedOrder(difficulty=difficulty, bands=bands, batch_size=batch_size, seed=seed)
+
+
+@settings(max_examples=60)
+@given(_DIFFICULTY, st.integers(1, 12), st.integers(0, 2**63))
+def test_a_band_opens_with_its_step_and_no_row_is_lost_after_the_last(
+    difficulty: tuple[float, ...], batch_size: int, seed: int
+) -> None:
+    order = banded(batch_size, seed, difficulty)
+    for first, last, limit in ((0, 4, 0.0), (4, 6, 1.5), (6, 6 + len(difficulty), 9.0)):
+        rows = stream(order, first, last)
+        pool = [row for row, each in enumerate(difficulty) if each <= min(difficulty) + limit]
+        assert len(rows) == (last - first) * batch_size
+        for start in range(0, len(rows) - len(pool) + 1, len(pool)):
+            assert sorted(rows[start : start + len(pool)]) == pool
+        assert set(rows) <= set(pool)
+    assert set(rows) == set(range(len(difficulty)))
+
+
+@settings(max_examples=40)
+@given(_DIFFICULTY, st.integers(1, 12), st.integers(0, 2**63), st.integers(0, 9))
+def test_a_resumed_run_reads_what_the_uninterrupted_one_reads(
+    difficulty: tuple[float, ...], batch_size: int, seed: int, step: int
+) -> None:
+    def ascending() -> AscendingOrder:
+        return AscendingOrder(difficulty=difficulty, batch_size=batch_size, seed=seed)
+
+    for walked, resumed in (
+        (ascending(), ascending()),
+        (banded(batch_size, seed, difficulty), banded(batch_size, seed, difficulty)),
+    ):
+        batches = [walked.batch(i) for i in range(step + 1)]
+        permutation.cache_clear()
+        assert resumed.batch(step) == batches[step]
+
+
+def test_the_orders_never_change() -> None:
+    # Fixed numbers: a change here would silently change every recorded run.
+    difficulty = (2.0, 0.0, 1.0, 0.0, 2.0, 1.0)
+    assert AscendingOrder(difficulty=difficulty, batch_size=6, seed=0).batch(0) == ASCENDING
+    order = banded(3, 0, difficulty)
+    assert [order.batch(0), order.batch(4), order.batch(6)] == BANDED
+
+
+def test_refuses_impossible_fields() -> None:
+    for difficulty in ((), (float("nan"),), (1.0, float("inf"))):
+        with pytest.raises(ValueError, match="difficulty: got"):
+            AscendingOrder(difficulty=difficulty, batch_size=1, seed=0)
+    for sizes in ({"batch_size": 0, "seed": 0}, {"batch_size": 1, "seed": -1}):
+        with pytest.raises(ValueError, match="need batch_size >= 1, seed >= 0"):
+            AscendingOrder(difficulty=(1.0,), **sizes)
+    for order in (
+        AscendingOrder(difficulty=(1.0,), batch_size=1, seed=0),
+        banded(1, 0, (1.0,)),
+    ):
+        with pytest.raises(ValueError, match="step: got -1"):
+            order.batch(-1)
+
+
+@pytest.mark.parametrize(
+    ("bands", "words"),
+    [
+        ((), "need both to rise"),
+        ((Band(1.0, 1),), "the steps from 0"),
+        ((Band(1.0, 0), Band(3.0, 0)), "need both to rise"),
+        ((Band(2.0, 0), Band(1.0, 5)), "need both to rise"),
+        ((Band(0.5, 0), Band(3.0, 5)), "need a row in the first"),
+        ((Band(1.0, 0), Band(2.5, 5)), "every row in the last"),
+    ],
+)
+def test_refuses_bands_that_leave_rows_out(bands: tuple[Band, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BandedOrder(difficulty=(1.0, 3.0), bands=bands, batch_size=1, seed=0)
+
+
+ASCENDING = [3, 1, 2, 5, 0, 4]
+BANDED = [[1, 3, 1], [3, 2, 5], [2, 4, 0]]

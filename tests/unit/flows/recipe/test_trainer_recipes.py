@@ -1,0 +1,136 @@
+"""Recipes of the trainers around RL: their stages in order, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config.rules.pairs import check_reward_training
+from engines.config.sections import RewardTrainingConfig
+from engines.config.training import HardwareConfig, TrainingConfig
+from flows.plan import Planner
+from flows.recipe.recipe import load_recipe
+from flows.stage_order import run_stages
+from infra.errors import ConfigError
+from infra.store.storage import LocalStorage
+
+KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
+PAIRS = "data.arithmetic.num_preference=64"
+REWARD_MODEL = (PAIRS, "reward_model={}")
+ASKED = (*REWARD_MODEL, "rl.reward={function: model, model: {}}")
+END = ["merge", "evaluate", "promote"]
+
+
+def planned(name: str, root: Path, *overrides: str) -> list[Any]:
+    recipe = load_recipe(name, overrides).model_copy(update={"hardware": KNOWN})
+    planner = Planner(LocalStorage(root / "store"), recipe.seed, {})
+    run_stages(recipe, planner, lambda _: None)
+    return list(planner.stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "middle"),
+    [
+        ("sft", ["sft", "evaluate_sft"]),
+        ("dpo", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
+        ("kto", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
+        (
+            "distill",
+            [
+                "sft",
+                "evaluate_sft",
+                "rl_round_1",
+                "evaluate_rl_round_1",
+                "rl_round_2",
+                "evaluate_rl_round_2",
+            ],
+        ),
+    ],
+)
+def test_its_stages_in_order(name: str, middle: list[str], tmp_path: Path) -> None:
+    stages = planned(name, tmp_path)
+    assert [stage.label for stage in stages] == ["preprocess", *middle, *END]
+
+
+def test_preferences_alone_train_the_model_itself(tmp_path: Path) -> None:
+    stages = planned("quickstart", tmp_path, "sft=null", "rl.num_rounds=0", PAIRS, "preference={}")
+    labels = [stage.label for stage in stages]
+    assert labels == ["preprocess", "preference", "evaluate_preference", *END]
+
+
+def test_a_soup_is_of_the_last_policies(tmp_path: Path) -> None:
+    stages = planned("quickstart", tmp_path, "rl.num_rounds=2", "soup={num_policies: 2}")
+    labels = [stage.label for stage in stages]
+    merges = ["merge_rl_round_1", "merge_rl_round_2"]
+    assert labels[-5:] == [*merges, "soup", "evaluate", "promote"]
+
+
+def test_a_reward_model_that_nobody_asks_is_trained_all_the_same(tmp_path: Path) -> None:
+    stages = planned("quickstart", tmp_path, *REWARD_MODEL)
+    labels = [stage.label for stage in stages]
+    assert labels[:4] == ["preprocess", "sft", "reward_model", "evaluate_sft"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["preference={}"], r"data.arithmetic.num_preference: got 0; .*; raise it"),
+        (["reward_model={}"], r"data.arithmetic.num_preference: got 0"),
+        (["soup={num_policies: 5}"], r"soup.num_policies: got 5; need at most 4"),
+        ([PAIRS, "preference={loss: dpo}"], r"preference.loss: no 'dpo'; known: .*sigmoid"),
+        (
+            [PAIRS, "preference={options: {gamma: 1.0}}"],
+            r"preference.options.gamma: not an option of sigmoid",
+        ),
+        (
+            [PAIRS, "preference={loss: simpo, options: {beta: -1.0}}"],
+            r"preference.options.beta: ",
+        ),
+        (
+            [PAIRS, "preference={batch_size_pairs: 5}", "training.num_workers=2"],
+            r"preference.batch_size_pairs: 5 is not a multiple of the 2 data-parallel ranks",
+        ),
+        (
+            [PAIRS, "preference={num_steps: 5, optimizer: {num_warmup_steps: 5}}"],
+            r"preference.optimizer.num_warmup_steps: got 5; need less than the 5",
+        ),
+        (
+            [*REWARD_MODEL, "reward_model.options={margin: 1.0}"],
+            r"reward_model.options.margin: not an option of bradley_terry",
+        ),
+        (
+            ["rl.reward={function: model, model: {}}"],
+            r"rl.reward.model.path: missing, and no stage trains a reward model",
+        ),
+        (
+            ["rl.reward={function: judge, judge: {prompt: x}}"],
+            r"rl.reward.judge.path: missing",
+        ),
+        (["sft=null", "rl.num_rounds=0"], r"rl.num_rounds: got 0 with sft: null"),
+    ],
+)
+def test_what_could_not_run_is_refused(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_recipe("quickstart", overrides)
+
+
+def test_pairs_of_files_are_asked_for(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    names = ("sft", "rl", "evaluation")
+    files = ["data.arithmetic=null", *(f"data.{name}=[{{path: {rows}}}]" for name in names)]
+    with pytest.raises(ConfigError, match=r"data.preference: missing; the recipe has a stage"):
+        load_recipe("quickstart", [*files, "preference={}"])
+    files.append(f"data.preference=[{{path: {tmp_path}/nope.jsonl}}]")
+    with pytest.raises(ConfigError, match=r"data.preference.0.path: .*nope.jsonl does not exist"):
+        load_recipe("quickstart", [*files, "preference={}"])
+
+
+def test_a_backend_without_value_models_trains_no_reward_model() -> None:
+    with pytest.raises(ConfigError, match=r"reward_model: got one with training.backend torchtit"):
+        check_reward_training(RewardTrainingConfig(), TrainingConfig(backend="torchtitan"))
+
+
+def test_an_evaluation_waits_for_the_reward_model_that_it_asks(tmp_path: Path) -> None:
+    labels = [stage.label for stage in planned("quickstart", tmp_path, *ASKED)]
+    assert labels[1:5] == ["sft", "reward_model", "evaluate_sft", "rl_round_1"]
