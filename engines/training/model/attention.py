@@ -14,13 +14,13 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -29,6 +29,8 @@ from engines.training.model.ulysses import heads_for_tokens, repeated_kv, tokens
 from infra.errors import ConfigError
 
 ATTENTION_NAME = "rl_varlen"
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+"""What the installed kernel takes: its signature differs between torch releases."""
 _REFUSED = ("softcap", "s_aux", "position_bias", "cache")
 
 
@@ -142,38 +144,27 @@ def _varlen(
     rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     """The fused kernel of the GPU build; (T, heads, head_dim) in and out."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = _varlen_parameters()
     q, k, v = rows
     options: dict[str, Any] = {}
-    if "scale" in parameters:
+    if "scale" in _VARLEN_PARAMETERS:
         options["scale"] = scaling
     elif scaling is not None:
         # The kernel scales by 1 / sqrt(head_dim) itself; the rest goes into the queries.
         q = q * (scaling * math.sqrt(q.shape[-1]))
-    if "window_size" in parameters:
+    if "window_size" in _VARLEN_PARAMETERS:
         options["window_size"] = (window - 1 if window else -1, 0)
     elif window is None:
         options["is_causal"] = True
     else:
         raise ConfigError("model.path", "its sliding window needs torch >= 2.12; upgrade torch")
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in parameters:
+        if "enable_gqa" in _VARLEN_PARAMETERS:
             options["enable_gqa"] = True
         else:
             groups = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     bounds, longest = packing.cu_seqlens, packing.max_length
-    return cast(Tensor, varlen_attn(q, k, v, bounds, bounds, longest, longest, **options))
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    """Names the installed `varlen_attn` takes: its signature differs between torch releases."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return cast(Tensor, varlen.varlen_attn(q, k, v, bounds, bounds, longest, longest, **options))
 
 
 def register_packed_attention() -> None:

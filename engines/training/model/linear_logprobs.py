@@ -24,12 +24,13 @@ from engines.training.model.linear_tiles import (
     RowStatistics,
     check_inputs,
     places,
+    scale_of,
     slices,
-    statistics_dtype,
     tile,
     tile_shape,
 )
 from engines.training.model.logprobs import TokenReadouts
+from engines.training.model.tile_math import LogitSlopes, gradient_of_logits, statistics_dtype
 
 
 def linear_token_logprobs(
@@ -74,8 +75,8 @@ def linear_token_logprobs(
     logprobs_N, entropy_N, squares_N = cast(
         tuple[Tensor, Tensor, Tensor],
         _LinearTokenLogprobs.apply(
-            hidden_ND, weight_VD, bias_V, token_ids_N - first_token, 1.0 / temperature, entropy,
-            sum_pi_squared, chunk_elements, group,
+            hidden_ND, weight_VD, bias_V, token_ids_N - first_token,
+            scale_of(hidden_ND, temperature), entropy, sum_pi_squared, chunk_elements, group,
         ),
     )  # fmt: skip
     return TokenReadouts(
@@ -89,7 +90,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, token_ids_N: Tensor,
-        scale: float, entropy: bool, squares: bool, chunk_elements: int,
+        scale: Tensor | None, entropy: bool, squares: bool, chunk_elements: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         num_rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
@@ -99,7 +100,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         for rows in slices(num_rows, rows_size):
             part = RowStatistics(token_ids_N[rows], dtype, entropy, squares)
             for columns in slices(vocabulary, columns_size):
-                part.add(tile(hidden_ND, weight_VD, bias_V, rows, columns, scale), columns)
+                part.add(tile(hidden_ND, weight_VD, bias_V, rows, columns), scale, columns)
             parts.append(part)
         statistics = RowStatistics(token_ids_N, dtype, entropy, squares)
         statistics.take(parts)
@@ -107,8 +108,10 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             statistics.sum_over(group)
         log_sum_N, logprobs_N = statistics.log_sum(), statistics.logprobs()
         entropy_N = statistics.entropy() if entropy else logprobs_N.new_empty(0)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N)
-        ctx.scale, ctx.tile_shape = scale, (rows_size, columns_size)
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N, scale
+        )
+        ctx.tile_shape = rows_size, columns_size
         squares_N = statistics.sum_pi_squared() if squares else logprobs_N.new_empty(0)
         ctx.mark_non_differentiable(squares_N)
         ctx.set_materialize_grads(False)
@@ -119,26 +122,24 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N, scale = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N, _ = grad_outputs
         if grad_logprobs_N is None:  # a loss of the entropy alone
             grad_logprobs_N = torch.zeros_like(log_sum_N)
+        with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
         rows_size, columns_size = ctx.tile_shape
         sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
         # The vocabulary outside: then the float32 sum of the weights' gradient is one tile wide.
         for columns in slices(weight_VD.shape[0], columns_size):
             sums.begin(columns)
             for rows in slices(hidden_ND.shape[0], rows_size):
-                log_probs = tile(hidden_ND, weight_VD, bias_V, rows, columns, ctx.scale)
-                log_probs.sub_(log_sum_N[rows, None])
-                probs = log_probs.exp()
-                grad = probs * -grad_logprobs_N[rows, None]
-                place, inside = places(token_ids_N[rows], columns)
-                grad.scatter_add_(1, place, (grad_logprobs_N[rows] * inside)[:, None])
-                if grad_entropy_N is not None and entropy_N.numel():
-                    # dH/dz = -p * (log p + H)
-                    slope = log_probs.add_(entropy_N[rows, None]).mul_(probs)
-                    grad.sub_(slope.mul_(grad_entropy_N[rows, None]))
-                sums.add(grad.mul_(ctx.scale).to(hidden_ND.dtype), rows)
+                place_R1, inside_R = places(token_ids_N[rows], columns)
+                slopes = LogitSlopes(
+                    grad_logprobs_N[rows, None], place_R1, inside_R[:, None], log_sum_N[rows],
+                    entropy_N[rows] if with_entropy else None,
+                    grad_entropy_N[rows] if with_entropy else None,
+                )  # fmt: skip
+                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
+                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
             sums.end()
         return *sums.gradients(), None, None, None, None, None, None

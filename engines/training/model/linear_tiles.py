@@ -13,18 +13,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
+from engines.training.model.tile_math import (
+    SoftmaxSums,
+    add_columns,
+    is_fused,
+    statistics_dtype,
+)
 
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
+FUSED_CHUNK_ELEMENTS = 1 << 26
+"""Where nothing is held in float32 (see `tile_math`): 128 MiB, for a quarter of the launches."""
 _UNLIMITED = 1 << 62
 
 _MIN_ROWS = 512
 """A tile of fewer rows would read the weights faster than it computes; it takes fewer columns."""
+_MOST_COLUMNS = 1 << 15
+"""Of a tile with more rows than that: the float32 sum of the weights' gradient is as wide."""
 
 
-def tile_elements(*, chunked: bool) -> int:
+def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
     """Elements of a tile under `training.chunked_logprobs`: without, one tile holds all logits."""
-    return DEFAULT_CHUNK_ELEMENTS if chunked else _UNLIMITED
+    if not chunked:
+        return _UNLIMITED
+    return FUSED_CHUNK_ELEMENTS if is_fused(hidden_ND) else DEFAULT_CHUNK_ELEMENTS
 
 
 def check_inputs(
@@ -51,9 +63,6 @@ def check_inputs(
 class RowStatistics:
     """What the softmax of some rows needs, gathered tile by tile over the vocabulary.
 
-    Holds the largest logit m, sum of exp(z - m), sum of exp(z - m) * (z - m), sum of
-    exp(z - m)^2 and the logit of each row's token.
-
     Args:
         token_ids_R: (R,) int64, counted from this rank's first row; others are not looked for.
         dtype: of the statistics.
@@ -67,72 +76,56 @@ class RowStatistics:
         self._token_ids_R = token_ids_R
         self._entropy, self._squares = entropy, squares
         zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
-        self._largest_R = torch.full_like(zeros_R, -torch.inf)
-        self._sum_R, self._weighted_R, self._chosen_R = zeros_R, zeros_R, zeros_R
-        self._squared_R = zeros_R
+        largest_R = torch.full_like(zeros_R, -torch.inf)
+        # Each its own: what is compiled for four names of one tensor is not what later tiles need.
+        self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(4)))
 
-    def add(self, z_RC: Tensor, columns: slice) -> None:
-        """Take in the logits of some columns; overwrites them."""
-        place, inside = places(self._token_ids_R, columns)
-        self._chosen_R = torch.where(inside, z_RC.gather(1, place).squeeze(1), self._chosen_R)
-        largest_R = torch.maximum(self._largest_R, z_RC.amax(dim=1))
-        # exp(-inf) = 0 drops the empty sums of the first tile.
-        fallen_R = self._largest_R - largest_R
-        kept_R = fallen_R.exp()
-        z_RC.sub_(largest_R[:, None])
-        if self._entropy:
-            exponentials = z_RC.exp()
-            shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
-            weighted_R = exponentials.mul(z_RC).sum(dim=1)
-            self._weighted_R = (self._weighted_R + shift_R) * kept_R + weighted_R
-        else:
-            exponentials = z_RC.exp_()
-        self._sum_R = self._sum_R * kept_R + exponentials.sum(dim=1)
-        if self._squares:
-            squared_R = exponentials.square_().sum(dim=1)
-            self._squared_R = self._squared_R * kept_R.square() + squared_R
-        self._largest_R = largest_R
+    def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
+        """Take in the logits of some columns, see `tile`; overwrites them."""
+        place_R1, inside_R = places(self._token_ids_R, columns)
+        self._sums = add_columns(
+            self._sums, logits_RC, scale, place_R1, inside_R,
+            entropy=self._entropy, squares=self._squares,
+        )  # fmt: skip
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
         """Lay the statistics of consecutive rows end to end; they are all of this object's."""
         if parts:
-            self._largest_R = torch.cat([part._largest_R for part in parts])
-            self._sum_R = torch.cat([part._sum_R for part in parts])
-            self._weighted_R = torch.cat([part._weighted_R for part in parts])
-            self._chosen_R = torch.cat([part._chosen_R for part in parts])
-            self._squared_R = torch.cat([part._squared_R for part in parts])
+            each = zip(*(part._sums for part in parts), strict=True)
+            self._sums = SoftmaxSums(*(torch.cat(tensors) for tensors in each))
 
     def sum_over(self, group: dist.ProcessGroup) -> None:
         """Take in the statistics of the other ranks' columns; the same on every rank then."""
-        largest_R = self._largest_R.clone()
+        own = self._sums
+        largest_R = own.largest_R.clone()
         collectives.all_reduce(largest_R, group, dist.ReduceOp.MAX)
-        fallen_R = self._largest_R - largest_R
+        fallen_R = own.largest_R - largest_R
         kept_R = fallen_R.exp()
-        shift_R = torch.where(kept_R > 0, fallen_R * self._sum_R, 0.0)
-        own = [self._sum_R * kept_R, (self._weighted_R + shift_R) * kept_R, self._chosen_R]
+        shift_R = torch.where(kept_R > 0, fallen_R * own.sum_R, 0.0)
+        parts = [own.sum_R * kept_R, (own.weighted_R + shift_R) * kept_R, own.chosen_R]
         if self._squares:
-            own.append(self._squared_R * kept_R.square())
-        sums = torch.stack(own)
+            parts.append(own.squared_R * kept_R.square())
+        sums = torch.stack(parts)
         collectives.all_reduce(sums, group)
-        self._largest_R = largest_R
-        self._sum_R, self._weighted_R, self._chosen_R = sums[:3].unbind()
-        self._squared_R = sums[-1] if self._squares else self._squared_R
+        sum_R, weighted_R, chosen_R = sums[:3].unbind()
+        squared_R = sums[-1] if self._squares else own.squared_R
+        self._sums = SoftmaxSums(largest_R, sum_R, weighted_R, squared_R, chosen_R)
 
     def log_sum(self) -> Tensor:
         """(R,) log of the sum of exp(z)."""
-        return self._largest_R + self._sum_R.log()
+        return self._sums.largest_R + self._sums.sum_R.log()
 
     def logprobs(self) -> Tensor:
         """(R,) log-probability of each row's token."""
-        return self._chosen_R - self.log_sum()
+        return self._sums.chosen_R - self.log_sum()
 
     def sum_pi_squared(self) -> Tensor:
         """(R,) sum of the squared probabilities."""
-        return self._squared_R / self._sum_R.square()
+        return self._sums.squared_R / self._sums.sum_R.square()
 
     def entropy(self) -> Tensor:
         """(R,) entropy: log of the sum minus the mean logit, both relative to the largest."""
-        return self._sum_R.log() - self._weighted_R / self._sum_R
+        return self._sums.sum_R.log() - self._sums.weighted_R / self._sums.sum_R
 
 
 def no_statistics(hidden_RD: Tensor) -> RowStatistics:
@@ -194,6 +187,9 @@ class GradientSums:
     def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         if total.dtype == left.dtype:
             total.addmm_(left, right)
+        elif total.is_cuda and torch.version.cuda is not None:
+            # The product is added before it is rounded, without a pass of its own.
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
             total += left @ right
 
@@ -202,14 +198,19 @@ class GradientSums:
 
 
 def tile(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: slice, columns: slice,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """Scaled logits of some rows and columns, in a tensor of their own."""
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: slice, columns: slice
+) -> Tensor:
+    """Logits of some rows and columns before the temperature, in a tensor of their own."""
     bias = None if bias_V is None else bias_V[columns]
-    logits = torch.nn.functional.linear(hidden_ND[rows], weight_VD[columns], bias)
-    logits = logits.to(statistics_dtype(hidden_ND))
-    return logits if scale == 1.0 else logits.mul_(scale)
+    return torch.nn.functional.linear(hidden_ND[rows], weight_VD[columns], bias)
+
+
+def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
+    """One over the temperature as the functions of `tile_math` take it."""
+    if temperature == 1.0:
+        return None
+    dtype, device = statistics_dtype(hidden_ND), hidden_ND.device
+    return torch.full((), 1.0 / temperature, dtype=dtype, device=device)
 
 
 def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -218,17 +219,13 @@ def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return torch.where(inside_R, token_ids_R - columns.start, 0)[:, None], inside_R
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Of softmax statistics and sums of gradients: float32, float64 where the inputs are."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def tile_shape(
     hidden_ND: Tensor, weight_VD: Tensor, chunk_elements: int
 ) -> tuple[int, int]:  # fmt: skip
     """Rows and columns of a tile.
 
-    Whole rows while enough of them fit, else `_MIN_ROWS` of them and part of the vocabulary.
+    Whole rows while enough of them fit, else as many as `_MIN_ROWS` and `_MOST_COLUMNS` ask for
+    and part of the vocabulary.
 
     Args:
         hidden_ND: (N, D).
@@ -239,7 +236,8 @@ def tile_shape(
         Each at least 1.
     """
     num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
-    rows = min(max(1, num_rows), max(_MIN_ROWS, chunk_elements // vocabulary))
+    enough = max(_MIN_ROWS, chunk_elements // max(vocabulary, 1), chunk_elements // _MOST_COLUMNS)
+    rows = min(max(1, num_rows), enough)
     rows = min(rows, chunk_elements)
     return rows, max(1, min(vocabulary, chunk_elements // rows))
 

@@ -23,10 +23,16 @@ from engines.training.model.linear_tiles import (
     check_inputs,
     no_statistics,
     places,
+    scale_of,
     slices,
-    statistics_dtype,
     tile,
     tile_shape,
+)
+from engines.training.model.tile_math import (
+    LogitSlopes,
+    gradient_of_logits,
+    scaled,
+    statistics_dtype,
 )
 
 
@@ -68,8 +74,8 @@ def linear_logprobs_of(
     return cast(
         Tensor,
         _LinearLogprobs.apply(
-            hidden_ND, weight_VD, bias_V, token_ids_NK - first_token, 1.0 / temperature,
-            chunk_elements, group,
+            hidden_ND, weight_VD, bias_V, token_ids_NK - first_token,
+            scale_of(hidden_ND, temperature), chunk_elements, group,
         ),
     )  # fmt: skip
 
@@ -80,7 +86,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
-        token_ids_NK: Tensor, scale: float, chunk_elements: int, group: dist.ProcessGroup | None,
+        token_ids_NK: Tensor, scale: Tensor | None, chunk_elements: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:  # fmt: skip
         rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
         chosen_NK = hidden_ND.new_zeros(token_ids_NK.shape, dtype=statistics_dtype(hidden_ND))
@@ -88,10 +95,11 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in slices(hidden_ND.shape[0], rows_size):
             part, chosen_RK = no_statistics(hidden_ND[rows]), chosen_NK[rows]
             for columns in slices(weight_VD.shape[0], columns_size):
-                z_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns, scale)
+                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
                 place, inside = _places_of_all(token_ids_NK[rows], columns)
-                chosen_RK.copy_(torch.where(inside, z_RC.gather(1, place), chosen_RK))
-                part.add(z_RC, columns)
+                own_RK = scaled(logits_RC.gather(1, place), scale)
+                chosen_RK.copy_(torch.where(inside, own_RK, chosen_RK))
+                part.add(logits_RC, scale, columns)
             parts.append(part)
         statistics = no_statistics(hidden_ND)
         statistics.take(parts)
@@ -99,8 +107,8 @@ class _LinearLogprobs(torch.autograd.Function):
             statistics.sum_over(group)
             collectives.all_reduce(chosen_NK, group)
         log_sum_N = statistics.log_sum()
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N)
-        ctx.scale, ctx.tile_shape = scale, (rows_size, columns_size)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale)
+        ctx.tile_shape = rows_size, columns_size
         return chosen_NK.sub_(log_sum_N[:, None])
 
     @staticmethod
@@ -108,19 +116,17 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale = ctx.saved_tensors
         (grad_NK,) = grad_outputs
-        sum_N = grad_NK.sum(dim=1)
         rows_size, columns_size = ctx.tile_shape
         sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
         for columns in slices(weight_VD.shape[0], columns_size):
             sums.begin(columns)
             for rows in slices(hidden_ND.shape[0], rows_size):
-                grad_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns, ctx.scale)
-                grad_RC.sub_(log_sum_N[rows, None]).exp_().mul_(-sum_N[rows, None])
                 place, inside = _places_of_all(token_ids_NK[rows], columns)
-                grad_RC.scatter_add_(1, place, grad_NK[rows] * inside)
-                sums.add(grad_RC.mul_(ctx.scale).to(hidden_ND.dtype), rows)
+                slopes = LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
+                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
+                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
             sums.end()
         return *sums.gradients(), None, None, None, None
 

@@ -22,11 +22,12 @@ from engines.training.model.linear_tiles import (
     RowStatistics,
     check_inputs,
     no_statistics,
+    scale_of,
     slices,
-    statistics_dtype,
     tile,
     tile_shape,
 )
+from engines.training.model.tile_math import scaled, statistics_dtype
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
 """Fills the places of a rank with fewer than K tokens; behind every token of equal logit."""
@@ -83,18 +84,21 @@ def linear_topk_logprobs(
     if not 1 <= num_top <= below:
         raise ValueError(f"most likely tokens: got {num_top}; need 1 to {below}")
     rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
+    scale = scale_of(hidden_ND, temperature)
     statistics, best = no_statistics(hidden_ND), _unset_best(hidden_ND, num_top)
     parts: list[tuple[RowStatistics, _Best]] = []
     for rows in slices(hidden_ND.shape[0], rows_size):
         part, best_part = no_statistics(hidden_ND[rows]), _unset_best(hidden_ND[rows], 0)
         for columns in slices(weight_VD.shape[0], columns_size):
-            z_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns, 1.0 / temperature)
+            logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
+            z_RC = scaled(logits_RC, scale)
             first = first_token + columns.start
             candidates_RC = z_RC[:, : max(0, below - first)]
             if candidates_RC.shape[1]:
                 found = _best_of_tile(candidates_RC, num_top, first)
                 best_part = _best_of([best_part, found], num_top)
-            part.add(z_RC, columns)
+            # Scaled in place, or a tensor of its own beside the logits.
+            part.add(logits_RC, None if z_RC is logits_RC else scale, columns)
         parts.append((part, best_part))
     if parts:
         statistics.take([part for part, _ in parts])

@@ -30,6 +30,7 @@ from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.model.head_rows import Targets, head_rows
+from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.value_head import float32_linear
 from engines.training.spec import ModelType
 
@@ -44,7 +45,7 @@ class PackedRow:
         packing: sequences of the whole padded row.
         rows_N: (N,) int64, places in the slice whose hidden state predicts something.
         targets: what they predict, and what else is computed.
-        chunk_elements: logits held at a time.
+        chunked_logprobs: never hold all logits.
         routes: choices of experts to record or repeat; None leaves them to the routers.
         qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
         cp_group: the same for context parallelism.
@@ -55,7 +56,7 @@ class PackedRow:
     packing: Packing
     rows_N: Tensor
     targets: Targets
-    chunk_elements: int
+    chunked_logprobs: bool
     routes: RowRoutes | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
@@ -224,7 +225,7 @@ class PackedModel(GPTModel):
             row.targets,
             group=self._place.tensor_group,
             first_token=first,
-            chunk_elements=row.chunk_elements,
+            chunk_elements=tile_elements(hidden_ND, chunked=row.chunked_logprobs),
         )
 
     @property

@@ -21,7 +21,6 @@ from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.model.attention import Packing
 from engines.training.model.head_rows import targets_of
-from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.ulysses import slice_sequence
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -163,7 +162,7 @@ class Pipeline:
             ),
             read_N - 1 - part.start,
             targets_of(batch, read_N, self._spec.temperature, readouts),
-            tile_elements(chunked=self._spec.training.chunked_logprobs),
+            self._spec.training.chunked_logprobs,
         )
         return row, read_N
 

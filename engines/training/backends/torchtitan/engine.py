@@ -140,7 +140,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
             hidden[0, rows_N],
             weight,
             targets,
-            chunk_elements=tile_elements(chunked=self.spec.training.chunked_logprobs),
+            chunk_elements=tile_elements(hidden, chunked=self.spec.training.chunked_logprobs),
             group=group,
             first_token=first_token,
         )

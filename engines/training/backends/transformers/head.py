@@ -86,7 +86,7 @@ class LogprobHead:
             return linear(input, head.weight, head.bias)
         rows = head_rows(
             input.squeeze(0), head.weight, self._targets, bias_V=head.bias,
-            chunk_elements=tile_elements(chunked=True),
+            chunk_elements=tile_elements(input, chunked=True),
         )  # fmt: skip
         # Not a view: a sharded backend hangs its hooks on what the model returns.
         return rows.T[None].clone(memory_format=torch.contiguous_format)

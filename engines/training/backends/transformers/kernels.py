@@ -112,9 +112,11 @@ def _gated(module: Any, kernels: FusedKernels, x: Tensor) -> Tensor:
 def compile_layers(layers: list[nn.Module], backend: str) -> None:
     """Compile each layer by itself: they share one compiled graph, and sharding stays outside.
 
+    So does recomputation, which is put around it: traced into it, the layer would not be compiled.
+
     Args:
         layers: decoder layers; the lengths of their inputs may vary.
         backend: of torch.compile.
     """
     for layer in layers:
-        layer.compile(backend=backend, dynamic=True)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
