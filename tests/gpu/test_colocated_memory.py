@@ -3,6 +3,7 @@
 The bounds are those of `docs/guides/choose-a-layout.md`; the CPU half runs the same phases.
 """
 
+import gc
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -24,11 +25,16 @@ REQUESTS = [RolloutRequest("p", tuple(range(4, 40)), SamplingParams(16), tuple(r
 BATCH = TokenBatch.from_sequences([list(range(4, 40))] * 4, loss_mask=[[0] + [1] * 35] * 4)
 
 
-def _free_workspaces() -> None:
-    """cuBLAS keeps 32 MiB for each thread that multiplied: far more than this model, and no part
-    of what a phase holds."""
+def _settled_bytes(platform: PlatformBase) -> int:
+    """Allocated bytes without garbage and cuBLAS's workspaces.
+
+    Those are 32 MiB for each thread that multiplied: far more than this model, and no part of what
+    a phase holds.
+    """
+    gc.collect()
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
+    return platform.memory_allocated_bytes()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -50,6 +56,7 @@ def test_phases_hold_what_the_guide_says(
         platform=platform.vendor_name,
         seed=0,
     )
+    before_bytes = _settled_bytes(platform)
     with ExitStack() as stack:
         workers, rollout = launch_policy_with_rollout(spec, tmp_path)
         stack.enter_context(closing(workers))
@@ -61,8 +68,7 @@ def test_phases_hold_what_the_guide_says(
             rollout.sleep()
             asleep_bytes = platform.memory_allocated_bytes()
             workers.run(ModelWorker.train, BATCH, sft_loss_fn())
-            _free_workspaces()
-            trained_bytes = platform.memory_allocated_bytes()
+            trained_bytes = _settled_bytes(platform) - before_bytes
             rollout.publish(version)
             if platform.device_name != "cpu":
                 assert awake_bytes - asleep_bytes >= weights_bytes

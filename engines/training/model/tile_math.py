@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,9 @@ def add_columns(
     Returns:
         The sums with these columns in.
     """
-    function = _fused(_add_columns) if is_fused(logits_RC) else _add_columns
+    function = _add_columns
+    if is_fused(logits_RC):
+        function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
     return SoftmaxSums(
         *function(*sums, logits_RC, scale, place_R1, inside_R, entropy=entropy, squares=squares)
     )
@@ -101,7 +104,10 @@ def gradient_of_logits(logits_RC: Tensor, scale: Tensor | None, slopes: LogitSlo
 
     d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
     """
-    function = _fused(_gradient_of_logits) if is_fused(logits_RC) else _gradient_of_logits
+    function = _gradient_of_logits
+    if is_fused(logits_RC):
+        flags = slopes.entropy_R is None, scale is None, *_singles(logits_RC)
+        function = _fused(function, (*flags, *_singles(slopes.place_RK)))
     return function(logits_RC, scale, *slopes)
 
 
@@ -155,10 +161,20 @@ def _gradient_of_logits(
     return grad_RC.to(logits_RC.dtype)
 
 
+def _singles(x: Tensor) -> tuple[bool, ...]:
+    """Which sizes are 1: such a dimension is compiled apart from all others."""
+    return tuple(size == 1 for size in x.shape)
+
+
 @cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled once for tiles of all sizes."""
-    return torch.compile(function, dynamic=True)
+def _fused(function: Callable[..., Any], form: tuple[bool, ...]) -> Callable[..., Any]:
+    """A form of the function, compiled once for tiles of all sizes.
+
+    Each form has code of its own: torch gives up to compile a code that has too many forms.
+    """
+    name = f"{function.__name__}_{''.join(str(int(flag)) for flag in form)}"
+    own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    return torch.compile(own, dynamic=True)
 
 
 @cache

@@ -4,13 +4,14 @@ The compiler here is torch's tracing without code generation: what a function wr
 the branch that only compiled code takes, are what can differ. Generated code: tests/gpu/test_head.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import lookup_backend
 
 from engines.training.model import linear_tiles, tile_math
 from engines.training.model.linear_logprobs import linear_token_logprobs
@@ -20,26 +21,35 @@ from engines.training.model.linear_topk import linear_topk_logprobs
 N, D, V = 9, 6, 23
 
 
+@dataclass
+class Compiled:
+    """What was compiled: names of forms, and of the form of each graph that was made."""
+
+    forms: list[str] = field(default_factory=list)
+    graphs: list[str] = field(default_factory=list)
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions that were compiled, in the order of their calls."""
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     torch.compiler.reset()
-    calls: list[str] = []
+    found, torch_compile = Compiled(), torch.compile
 
-    @functools.cache
-    def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-        traced = torch.compile(function, dynamic=True, backend="aot_eager", fullgraph=True)
+    def traced(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        found.forms.append(function.__name__)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            calls.append(function.__name__)
-            return traced(*args, **kwargs)
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            found.graphs.append(function.__name__)
+            return lookup_backend("aot_eager")(graph, inputs)
 
-        return called
+        return torch_compile(function, dynamic=dynamic, backend=backend, fullgraph=True)
 
-    monkeypatch.setattr(tile_math, "_fused", fused)
+    monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(tile_math, "is_fused", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(linear_tiles, "_MIN_ROWS", 4)
-    return calls
+    tile_math._fused.cache_clear()
+    yield found
+    tile_math._fused.cache_clear()
+    torch.compiler.reset()
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -69,14 +79,18 @@ def results(temperature: float, entropy: bool) -> list[Tensor]:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_compiled_tiles_give_the_numbers_of_plain_ones(
-    compiled: list[str], monkeypatch: pytest.MonkeyPatch, temperature: float, entropy: bool
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, temperature: float, entropy: bool
 ) -> None:
     found = results(temperature, entropy)
-    assert {"_add_columns", "_gradient_of_logits"} <= set(compiled)
-    num_compiled = len(compiled)
+    # Rows end in tiles of one, and columns in narrower ones.
+    assert {name.rstrip("01") for name in compiled.forms} == {
+        "_add_columns_", "_gradient_of_logits_"
+    }  # fmt: skip
+    assert compiled.graphs == compiled.forms, "a form was compiled anew for another size"
+    num_compiled = len(compiled.forms)
     monkeypatch.setattr(tile_math, "is_fused", lambda x: False)
     plain = results(temperature, entropy)
-    assert len(compiled) == num_compiled
+    assert len(compiled.forms) == num_compiled
     for ours, expected in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
