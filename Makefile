@@ -21,6 +21,9 @@ FIGURES_ELSEWHERE := \
 	tests/e2e/test_ownership.py::test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit \
 	tests/e2e/test_secrets.py
 VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_answers_come_from_another_environment[vllm-disaggregated]"
+# Whole pipelines come first as they are collected: behind many small files, a last long one would
+# leave a core idle.
+SPREAD := --dist loadfile --no-loadscope-reorder
 # Empty adds what is for a night.
 FAULTS       ?= -m "not nightly"
 # Two ranks; empty adds four.
@@ -51,10 +54,10 @@ quickstart: $(STAMP)  ## the whole pipeline on CPU: data, SFT, RL, merge, evalua
 	$(BIN)/rlhf run quickstart $(ARGS)
 
 test: $(STAMP)  ## everything but the contracts and the tests marked slow
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts -m "not slow and not gpu and not stacks and not matrix" $(ARGS)
+	$(BIN)/python -m pytest -n auto $(SPREAD) --ignore tests/contracts -m "not slow and not gpu and not stacks and not matrix" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/contracts \
+	$(BIN)/python -m pytest -n auto $(SPREAD) --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS)
 	$(BIN)/python -m pytest --ignore tests/contracts -m "slow and exclusive and not nightly" $(ARGS)
 

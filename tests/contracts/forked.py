@@ -12,7 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -22,10 +22,21 @@ _PRELOADED = "rlhf.testing.preloaded"
 
 
 class Forked:
-    """Such a process, with the methods of `subprocess.Popen` that `launch` calls."""
+    """Such a process, with what tests use of `subprocess.Popen`."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, -N by signal N; None while it runs."""
+        return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
         """Its exit code, -N by signal N; raises `subprocess.TimeoutExpired`."""
@@ -34,24 +45,32 @@ class Forked:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
         return self._process.exitcode
 
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self._process.terminate()
+
     def kill(self) -> None:
         """End it, if it lives."""
         self._process.kill()
         self._process.join(KILL_DEADLINE_S)
 
 
-def start_python(arguments: Sequence[str], output: Path) -> Forked:
+def start_python(
+    arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
+) -> Forked:
     """Start what `python ARGUMENTS...` would run.
 
     Args:
         arguments: a file, or `-m` and a module, and arguments of it.
         output: what it prints, errors too.
+        environment: its whole environment; None: that of this process.
 
     Returns:
         The process; the caller waits for it.
     """
+    given = {**(os.environ if environment is None else environment)}
     process = _context().Process(
-        target=_run, args=(list(arguments), str(output), {**os.environ}), daemon=True
+        target=_run, args=(list(arguments), str(output), given), daemon=True
     )
     process.start()
     return Forked(process)

@@ -1,14 +1,20 @@
-"""Jobs as they are run: processes with a specification file, without Ray and Prefect."""
+"""Jobs as they are run: processes with a specification file, without Ray and Prefect.
+
+They are forks of a process that has loaded torch and transformers, which takes longer than most of
+these jobs.
+"""
 
 import hashlib
 import json
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rlhf.testing.forked import start_python
 
 from infra import env
 from infra.store.stage_log import Holder
@@ -19,6 +25,49 @@ from infra.waiting import wait_for
 
 JOB_DEADLINE_S = 240.0
 HOLDER = Holder(id="test", process="test", ray_job="sft-a0")
+
+
+class Job:
+    """The process of a job.
+
+    Args:
+        argv: options and arguments of its interpreter.
+        environment: beside this process's own.
+    """
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        # Not the directory of what is run, and nothing of the current one: `-P`.
+        arguments = argv[argv.index("-m") :]
+        self._output = Path(tempfile.mkstemp(suffix=".log")[1])
+        given = env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **environment)
+        self._process = start_python(arguments, self._output, given)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, -N by signal N; None while it runs."""
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it, if it lives."""
+        self._process.kill()
+
+    def ended(self, timeout_s: float) -> tuple[int, str]:
+        """Wait for its end; its exit code and what it printed."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return code, self._output.read_text(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -50,24 +99,18 @@ class Bench:
             store_uri=str(self.root / "store"),
         )
 
-    def start(self, spec: StageSpec) -> "subprocess.Popen[str]":
+    def start(self, spec: StageSpec) -> "Job":
         """The job's process."""
         store = open_storage(spec.store_uri)
         store.attempts.hold(spec.fingerprint, HOLDER, spec.attempt)
         store.channel(spec.fingerprint).write_specification(spec)
-        return subprocess.Popen(
-            [sys.executable, *spec.job_argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **self.environment),
-        )
+        return Job(spec.job_argv, self.environment)
 
     def run(self, spec: StageSpec) -> CommitRecord:
         """Run a job to its end."""
         process = self.start(spec)
-        output, _ = process.communicate(timeout=JOB_DEADLINE_S)
-        assert process.returncode == 0, output
+        code, output = process.ended(JOB_DEADLINE_S)
+        assert code == 0, output
         record = open_storage(spec.store_uri).lookup(spec.fingerprint)
         assert record is not None
         return record
@@ -77,15 +120,15 @@ class Bench:
         process = self.start(spec)
         try:
             wait_for(
-                lambda: process.poll() is not None or steps_done(spec) >= step,
+                lambda: process.returncode is not None or steps_done(spec) >= step,
                 f"step {step} of {spec.stage}",
                 JOB_DEADLINE_S,
                 poll_s=0.002,
             )
         finally:
             process.kill()
-            output, _ = process.communicate(timeout=30)
-        assert process.returncode == -signal.SIGKILL, output
+            code, output = process.ended(30.0)
+        assert code == -signal.SIGKILL, output
 
 
 def digest_of(text: str) -> str:

@@ -38,10 +38,8 @@ def half_train(home: Home, out: Path) -> None:
     assert process.wait(timeout=60) == 130, out.read_text()
 
 
-@pytest.mark.parametrize(
-    "num_workers",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.stacks)],
-)
+@pytest.mark.stacks
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_fault_row_26_half_trained_work_is_continued_after_an_edit(
     tmp_path: Path, num_workers: int
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from job_bench import HOLDER, JOB_DEADLINE_S, Bench, digest_of, metrics_of, steps_done
+from job_bench import HOLDER, JOB_DEADLINE_S, Bench, Job, digest_of, metrics_of, steps_done
 from tiny_stages import DATA, EVALUATE, MODEL, RL_ROUND, SFT
 
 from engines.config.stages.base import Runtime
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
-from infra import env
 from infra.identity.fingerprint import next_fingerprint
 from infra.ray.job_types import JobRequest
 from infra.store.heartbeat import Beat
@@ -126,12 +124,9 @@ class Processes:
     cluster_id = ""
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
-        settings = {**request.env, **self._bench.environment}
-        ended = subprocess.run(
-            request.argv, capture_output=True, text=True, timeout=JOB_DEADLINE_S, check=False,
-            env=env.child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **settings),
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
+        job = Job(request.argv, {**request.env, **self._bench.environment})
+        code, output = job.ended(JOB_DEADLINE_S)
+        assert code == 0, output
         return True
 
 
@@ -174,8 +169,8 @@ def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_ste
         process = psutil.Process(stopped.pid)
         wait_for(lambda: process.status() == psutil.STATUS_STOPPED, "the stop", JOB_DEADLINE_S)
         record = reference.bench.run(spec.model_copy(update={"attempt": 1}))
-        stopped.send_signal(signal.SIGCONT)
-        output, _ = stopped.communicate(timeout=60)
+        process.resume()
+        _, output = stopped.ended(60.0)
     finally:
         stopped.kill()
     assert "FencedError" in output
@@ -331,8 +326,8 @@ def test_an_evaluation_that_fails_after_training_leaves_the_policy(reference: Re
     after = _evaluation_after(bench, broken, inputs)
     spec = bench.spec("sft", {**SFT, "sft": {"num_steps": 1}}, inputs)
     process = bench.start(spec.model_copy(update={"then": after}))
-    output, _ = process.communicate(timeout=JOB_DEADLINE_S)
-    assert process.returncode == 2, output
+    code, output = process.ended(JOB_DEADLINE_S)
+    assert code == 2, output
     store = open_storage(spec.store_uri)
     trained = store.lookup(spec.fingerprint)
     assert trained is not None
@@ -352,8 +347,8 @@ def test_a_job_killed_between_the_claim_and_its_commit_leaves_an_attempt_that_is
     after = _evaluation_after(bench, {**EVALUATE, "backend": "fsdp2"}, inputs)
     spec = spec.model_copy(update={"then": after})
     process = bench.start(spec)
-    output, _ = process.communicate(timeout=JOB_DEADLINE_S)
-    assert process.returncode == -signal.SIGKILL, output
+    code, output = process.ended(JOB_DEADLINE_S)
+    assert code == -signal.SIGKILL, output
     again = reference.bench.run(spec.model_copy(update={"attempt": 1}))
     store, name = open_storage(spec.store_uri), next_fingerprint(after, again.artifact)
     [held] = store.attempts.entries(name)
@@ -392,8 +387,8 @@ def test_sigterm_ends_a_job_at_once_and_it_resumes(reference: Reference) -> None
     process = bench.start(spec)
     wait_for(lambda: steps_done(spec) >= 6, "step 6", JOB_DEADLINE_S, poll_s=0.002)
     process.terminate()
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 143, output
+    code, output = process.ended(20.0)
+    assert code == 143, output
     problem = open_storage(spec.store_uri).channel(spec.fingerprint).read_error(0)
     assert problem is not None
     assert problem.exit_code == 143

@@ -66,7 +66,7 @@ def all_stages(*names: str) -> dict[str, int]:
     return {name: len(STAGES[name]) for name in names}
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_night_computes_afresh_and_names_the_stage_that_fails(tmp_path: Path) -> None:
     nights = Nights(tmp_path, "supervised")
     first = nights.run()

@@ -15,7 +15,7 @@ PPO = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_killed_between_critic_and_policy_both_go_on_bitwise(tmp_path: Path) -> None:
     """The critic is in the policy's artifact, so the artifact's digest is that of both."""
     whole = Home(tmp_path / "whole")

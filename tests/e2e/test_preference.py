@@ -59,7 +59,7 @@ def test_every_stage_runs_and_the_reward_model_is_one_of_transformers(home: Home
     assert not [line for line in again if "  submitted" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_the_model_that_was_promoted_teaches(home: Home) -> None:
     """It is named by its alias, which costs nothing that is done already."""
     teacher = "rl.distillation={path: 'models:/tiny@champion', num_top: 4}"

@@ -57,7 +57,7 @@ class Gate:
         }
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_champion_is_beaten_only_by_a_better_one(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     first, decision = gate.run()

@@ -11,7 +11,7 @@ from namespaces import ALONE, environment_of_nodes, printed_by
 
 from infra.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.exclusive]
+pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 
 PROGRAM = Path(__file__).with_name("three_nodes.py")
 DEADLINE_S = 900.0
