@@ -8,7 +8,6 @@ Letters: R rows and C columns of the tile, K tokens of each row.
 """
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -180,7 +179,6 @@ def _fused(function: Callable[..., Any], form: tuple[bool, ...]) -> Callable[...
 @cache
 def _can_compile() -> bool:
     """Whether this process has what compiled GPU code takes: Triton and a C compiler."""
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
     return importlib.util.find_spec("triton") is not None and any(
-        shutil.which(compiler) for compiler in compilers if compiler
+        shutil.which(compiler) for compiler in ("cc", "gcc", "clang")
     )
