@@ -34,7 +34,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -134,6 +134,9 @@ bench: $(STAMP)  ## ours and the peer in one run, as ratios
 
 recipes: $(STAMP)  ## every CPU recipe with three seeds against its start; hours, goes on where it stopped
 	$(BIN)/python tests/benchmarks/recipes.py $(ARGS)
+
+trainers: $(STAMP)  ## preferences and distillation with three seeds against their start; likewise
+	$(BIN)/python tests/benchmarks/trainers.py $(ARGS)
 
 lock:  ## resolve pyproject.toml anew and rewrite the lock
 	$(PYTHON) -m venv .venv-lock

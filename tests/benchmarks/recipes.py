@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 from measure import machine
@@ -122,7 +123,18 @@ def kept_result(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -
 
 
 def run_recipe(home: Path, name: str, seed: int, changes: Sequence[str] = ()) -> Result:
-    """Run one recipe to its end and keep the result.
+    """Run one recipe to its end and keep the result; as `finished`."""
+    path, commit = result_path(home, name, seed, changes), commit_now()
+    report, wall_s = finished(home, name, seed, changes)
+    result = result_of(home, report, name, commit, wall_s)
+    path.write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+    return result
+
+
+def finished(
+    home: Path, name: str, seed: int, changes: Sequence[str] = ()
+) -> tuple[dict[str, Any], float]:
+    """Run one recipe to its end.
 
     Args:
         home: where runs and results are kept.
@@ -131,16 +143,14 @@ def run_recipe(home: Path, name: str, seed: int, changes: Sequence[str] = ()) ->
         changes: `key=value`, of the recipe.
 
     Returns:
-        The result.
+        `report.json` of the run, and the seconds that the command took.
 
     Raises:
         RuntimeError: the run did not reach its end; names its log.
     """
-    path = result_path(home, name, seed, changes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    started, commit = time.time(), commit_now()
-    before = time.monotonic()
-    log = path.with_suffix(".log")
+    log = result_path(home, name, seed, changes).with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started, before = time.time(), time.monotonic()
     command = ["run", name, "--seed", str(seed)]
     command += [word for change in changes for word in ("--set", change)]
     with log.open("wb") as file:
@@ -153,16 +163,13 @@ def run_recipe(home: Path, name: str, seed: int, changes: Sequence[str] = ()) ->
             timeout=DEADLINE_S,
             check=False,  # a model below its gate is a result, too
         )
-    wall_s = time.monotonic() - before
     report = report_since(home, load_recipe(name).name, seed, started)
     if report is None:
         raise RuntimeError(f"{name}, seed {seed}: no report; see {log}")
-    result = result_of(home, report, name, commit, wall_s)
-    path.write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
-    return result
+    return report, time.monotonic() - before
 
 
-def report_since(home: Path, name: str, seed: int, started: float) -> dict | None:
+def report_since(home: Path, name: str, seed: int, started: float) -> dict[str, Any] | None:
     """The newest report of a recipe and seed that was written after a time (`time.time`)."""
     paths = list((home / "runs").glob(f"{name}-seed{seed}-*/report.json"))
     newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)

@@ -5,15 +5,31 @@ chooses, except: float32 on the CPU, no gradient checkpointing, no logging, no s
 """
 
 import json
+import re
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from datasets import Dataset, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 ANSWER = "ANSWER "
 WARM_UP_STEPS = 1
@@ -91,6 +107,68 @@ def sft(request):
     return {"tokens_per_s": sum(timed) / request["steps"] / times.seconds_per_step()}
 
 
+def pairs(request):
+    """Prompt, chosen and rejected answers as text, and the settings of a step."""
+    with open(request["rows"], encoding="utf-8") as file:
+        prompts, chosen, rejected = zip(*json.load(file), strict=True)
+    settings = {
+        **shared_settings(request, request["steps"]),
+        "per_device_train_batch_size": request["pairs_per_pass"],
+        "gradient_accumulation_steps": request["pairs_per_step"] // request["pairs_per_pass"],
+        "max_length": None,
+    }
+    return prompts, chosen, rejected, settings
+
+
+def pairs_per_s(trainer, request, times):
+    trainer.train()
+    return {"pairs_per_s": request["pairs_per_step"] / times.seconds_per_step()}
+
+
+def dpo(request):
+    """Pairs per second of DPOTrainer, whose reference is the model as it was."""
+    model, tokenizer = load(request)
+    prompts, chosen, rejected, settings = pairs(request)
+    # The words of an answer follow those of the prompt.
+    rows = {
+        "prompt": list(prompts),
+        "chosen": [f" {text}" for text in chosen],
+        "rejected": [f" {text}" for text in rejected],
+    }
+    times = StepTimes()
+    trainer = DPOTrainer(
+        model,
+        ref_model=load(request)[0],
+        args=DPOConfig(**settings),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer,
+        callbacks=[times],
+    )
+    return pairs_per_s(trainer, request, times)
+
+
+def reward_model(request):
+    """Pairs per second of RewardTrainer."""
+    _, tokenizer = load(request)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        request["model"], num_labels=1, dtype=torch.float32
+    )
+    prompts, chosen, rejected, settings = pairs(request)
+    rows = {
+        name: [f"{prompt} {text}" for prompt, text in zip(prompts, answers, strict=True)]
+        for name, answers in (("chosen", chosen), ("rejected", rejected))
+    }
+    times = StepTimes()
+    trainer = RewardTrainer(
+        model,
+        args=RewardConfig(**settings),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer,
+        callbacks=[times],
+    )
+    return pairs_per_s(trainer, request, times)
+
+
 class DistinctWords:
     """The reward; also notes how many tokens each sampled completion has."""
 
@@ -130,9 +208,35 @@ def grpo(request):
     return {"seconds": times.seconds_per_step(), "mean_tokens": sum(timed) / len(timed)}
 
 
+def rl_row(columns):
+    """A row of GSM8K as an RL row."""
+    answer = columns["answer"].strip()
+    found = re.search(r"####\s*(-?[\d,]*\.?\d+)\s*$", answer)
+    asked = "Reason step by step and put the final answer in \\boxed{}."
+    prompt = [{"role": "user", "content": f"{columns['question'].strip()}\n{asked}"}]
+    truth = found.group(1).replace(",", "")
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": None,
+    }
+
+
+def preprocess(request):
+    """Rows per second of reading, mapping and writing."""
+    with tempfile.TemporaryDirectory() as cache:
+        start = time.perf_counter()
+        rows = load_dataset("json", data_files=request["source"], split="train", cache_dir=cache)
+        rows = rows.map(rl_row, remove_columns=["question", "answer"])
+        rows.to_parquet(str(Path(cache) / "rows.parquet"))
+        return {"rows_per_s": len(rows) / (time.perf_counter() - start)}
+
+
 def main():
     warnings.simplefilter("ignore", FutureWarning)  # TRL's own use of older settings
-    tasks = {"sft": sft, "grpo": grpo}
+    tasks = {task.__name__: task for task in (sft, dpo, reward_model, grpo, preprocess)}
     for line in sys.stdin:
         request = json.loads(line)
         print(ANSWER + json.dumps(tasks[request["task"]](request)), flush=True)

@@ -177,7 +177,7 @@ def test_an_added_round_runs_itself_and_what_follows(finished: tuple[Home, str])
     assert ran(report) == ["rl_round_2", "evaluate_rl_round_2", "merge", "evaluate", "promote"]
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_killed_run_is_continued_and_ends_bitwise_the_same(
     finished: tuple[Home, str], tmp_path: Path
 ) -> None:
