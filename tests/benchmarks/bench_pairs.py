@@ -63,9 +63,9 @@ def one_rank(hf_dir: Path, roles: dict[RoleName, RoleSpec]) -> WorkerGroup:
     spec = WorkerSpec(
         roles=roles, serving_dir=hf_dir, rollout=None, temperature=1.0, platform="cpu", seed=0
     )
-    workers = InProcessGroup(ModelWorker(spec))
-    workers.run(ModelWorker.initialize)
-    return workers
+    worker = ModelWorker(spec)
+    worker.initialize()
+    return InProcessGroup(worker)
 
 
 class Ours:
