@@ -6,7 +6,6 @@ epsilon) makes the difference of streamed weights the gradient, whatever the bac
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,14 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engines import collectives
-from engines.algorithms.parts import Gather
-from engines.algorithms.policy_objective import WITH_ENTROPY, PolicyObjective, policy_loss_fn
+from engines.algorithms.policy_objective import PolicyObjective, policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows.algorithm import POLICY_LOSSES
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
+from engines.training.spec import LossFn
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform
 
 EPS = 1e6
@@ -81,22 +80,18 @@ def with_old_logprobs(batch: TokenBatch, logprobs_T: Tensor) -> TokenBatch:
     return batch.with_columns(old_logprobs=old_T * mask_T, ref_logprobs=ref_T * mask_T)
 
 
-@dataclass
 class Counted:
-    """An objective that counts its micro-batches."""
+    """A loss function that counts its micro-batches; what it reads beside them is its own."""
 
-    loss: PolicyObjective
-    num_calls: int = 0
-    readouts: Readouts = WITH_ENTROPY
-
-    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Of the objective."""
-        return self.loss.extras(batch, gather)
+    def __init__(self, loss: LossFn) -> None:
+        self.loss, self.num_calls = loss, 0
+        for name in ("extras", "readouts"):
+            if hasattr(loss, name):
+                setattr(self, name, getattr(loss, name))
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """Its own."""
         self.num_calls += 1
         return self.loss(outputs, batch, counts)
 

@@ -4,7 +4,6 @@ The reference is transformers and torch alone in float64, one sequence at a time
 formulas in other words. Pairs have one trained token against many, none on a side, or none at all.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from loss_gradients import OPTIMIZER, SCALE
+from loss_gradients import OPTIMIZER, SCALE, Counted
+from plain_pairs import (
+    KTO,
+    LENGTH,
+    PAIR_LOSSES,
+    REWARD,
+    SIZES,
+    counted_units,
+    make_pairs,
+    plain_kto,
+    plain_loss_of_pairs,
+    plain_scores_loss,
+    reference_point,
+    sides_of,
+    with_reference,
+)
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,33 +35,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engines.algorithms.preference.answers import answers_of
 from engines.algorithms.preference.kto import KtoObjective
-from engines.algorithms.preference.mismatch import mismatched
-from engines.algorithms.preference.options import (
-    IpoOptions,
-    KtoOptions,
-    OrpoOptions,
-    RewardModelOptions,
-    SigmoidOptions,
-    SimpoOptions,
-)
-from engines.algorithms.preference.pair_losses import (
-    ipo_loss,
-    orpo_loss,
-    sigmoid_loss,
-    simpo_loss,
-)
 from engines.algorithms.preference.pair_objective import PairObjective
 from engines.algorithms.preference.reward_objective import RewardModelObjective
 from engines.config.training import TrainingConfig
 from engines.training.create import create_engine
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 
-LENGTH = 26
-"""Of both sequences of a pair together, so that a budget says how many pairs fit."""
-SIZES = [(2, 1, 17), (1, 19, 1), (3, 8, 8), (4, 0, 14), (9, 1, 3), (2, 1, 17), (11, 0, 0)]
 NUM_COUNTED_PAIRS, NUM_COUNTED_ANSWERS = 6, 11
 TOLERANCE = 1e-5
 MODEL = {
@@ -57,7 +51,6 @@ MODEL = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
-Side = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -82,113 +75,11 @@ def write(kind: Any, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pairs(make_pairs: Callable[..., TokenBatch], policy_dir: Path) -> TokenBatch:
+def pairs(policy_dir: Path) -> TokenBatch:
     """With a reference near the policy, and what an answer to another prompt has of both."""
     batch = make_pairs(SIZES, 5)
     assert batch.num_tokens == len(SIZES) * LENGTH
-    generator = torch.Generator().manual_seed(6)
-    model = AutoModelForCausalLM.from_pretrained(policy_dir).double()
-    with torch.no_grad():
-        logprobs_T = torch.cat([logprobs_of(model, ids) for ids in ids_of(batch)])
-        others = mismatched(batch, LENGTH)
-        policy_T = torch.cat([logprobs_of(model, ids) for ids in ids_of(others)])
-    noise_T = 0.5 * torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
-    shift_T = 0.1 * torch.randn(others.num_tokens, generator=generator, dtype=torch.float64) - 0.05
-    others = others.with_columns(ref_logprobs=policy_T + shift_T)
-    found = answers_of(policy_T, others, reference=True)
-    batch = batch.with_columns(ref_logprobs=(logprobs_T + noise_T).float())
-    return batch.with_rows(mismatch_log_ratio=found.log_ratio_N)
-
-
-def ids_of(batch: TokenBatch) -> list[Tensor]:
-    return list(batch.input_ids_T.split(batch.lengths_B.tolist()))
-
-
-def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """(T,) 0 at the first token."""
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    zero = torch.zeros(1, dtype=torch.float64)
-    return torch.cat([zero, -cross_entropy(logits, ids[1:], reduction="none")])
-
-
-def sides_of(model: PreTrainedModel, batch: TokenBatch, scores: bool) -> dict[int, dict[str, Side]]:
-    """By unit and side, what the plain loop sees of a sequence."""
-    bounds, found = batch.cu_seqlens.tolist(), {}
-    assert batch.unit_B is not None
-    for index, ids in enumerate(ids_of(batch)):
-        own = slice(bounds[index], bounds[index + 1])
-        on = batch.columns["loss_mask"][own] == 1
-        side = {"n": int(on.sum()), "row": index}
-        if scores:
-            side["score"] = model(input_ids=ids[None]).logits[0, 0]
-        else:
-            logprobs = logprobs_of(model, ids)
-            side["logprob"] = logprobs[on].sum()
-            side["ratio"] = (logprobs - batch.columns["ref_logprobs"][own])[on].sum()
-        name = "chosen" if batch.rows["chosen"][index] else "rejected"
-        found.setdefault(int(batch.unit_B[index]), {})[name] = side
-    return found
-
-
-def mean(side: Side, name: str) -> Tensor:
-    return side[name] / side["n"] if side["n"] else side[name] * 0
-
-
-def one() -> Tensor:
-    return torch.ones((), dtype=torch.float64)
-
-
-def plain_sigmoid(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
-    return binary_cross_entropy_with_logits(0.3 * (good["ratio"] - bad["ratio"]), 0.9 * one())
-
-
-def plain_ipo(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
-    return (mean(good, "ratio") - mean(bad, "ratio") - 1 / (2 * 0.2)) ** 2
-
-
-def plain_simpo(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
-    gap = 2.5 * mean(good, "logprob") - 2.5 * mean(bad, "logprob")
-    return binary_cross_entropy_with_logits(gap - 1.4, one())
-
-
-def plain_orpo(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
-    """-mean - 0.4 log(odds_w / (odds_w + odds_l)), in probabilities; 10,000 for certain odds."""
-    certain = math.exp(-1e-4) / -math.expm1(-1e-4) * math.exp(1 + 1e-4)
-    odds = [
-        (p := mean(side, "logprob").exp()) / (1 - p) if side["n"] else certain * one()
-        for side in (good, bad)
-    ]
-    return -mean(good, "logprob") - 0.4 * (odds[0] / (odds[0] + odds[1])).log()
-
-
-def plain_reward(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
-    gap = good["score"] - bad["score"] - 0.5 * batch.rows["margin"][good["row"]]
-    center = (good["score"] + bad["score"]) ** 2
-    return binary_cross_entropy_with_logits(gap, one()) + 0.1 * center
-
-
-PAIR_LOSSES = {
-    "sigmoid": (sigmoid_loss, SigmoidOptions(beta=0.3, label_smoothing=0.1), plain_sigmoid),
-    "ipo": (ipo_loss, IpoOptions(beta=0.2), plain_ipo),
-    "simpo": (simpo_loss, SimpoOptions(beta=2.5, gamma=1.4), plain_simpo),
-    "orpo": (orpo_loss, OrpoOptions(beta=0.4), plain_orpo),
-}
-
-
-class Counted:
-    """An objective that counts its micro-batches."""
-
-    def __init__(self, loss: Any) -> None:
-        self.loss, self.num_calls = loss, 0
-        for name in ("extras", "readouts"):
-            if hasattr(loss, name):
-                setattr(self, name, getattr(loss, name))
-
-    def __call__(
-        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
-    ) -> LossOutput:
-        self.num_calls += 1
-        return self.loss(outputs, batch, counts)
+    return with_reference(batch, AutoModelForCausalLM.from_pretrained(policy_dir).double())
 
 
 def check(
@@ -236,17 +127,11 @@ def check(
 @pytest.mark.parametrize("num_micro", [1, 7])
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_loss_over_pairs(name: str, num_micro: int, pairs: TokenBatch, policy_dir: Path) -> None:
-    loss, options, formula = PAIR_LOSSES[name]
+    loss, options, _ = PAIR_LOSSES[name]
 
     def plain(model: PreTrainedModel) -> Tensor:
-        units = sides_of(model, pairs, scores=False).values()
-        terms = [
-            formula(unit["chosen"], unit["rejected"], pairs)
-            for unit in units
-            if unit["chosen"]["n"] + unit["rejected"]["n"]
-        ]
-        assert len(terms) == NUM_COUNTED_PAIRS
-        return torch.stack(terms).mean()
+        assert len(counted_units(sides_of(model, pairs, scores=False))) == NUM_COUNTED_PAIRS
+        return plain_loss_of_pairs(name, model, pairs)
 
     objective = PairObjective(loss, options)
     metrics = check(objective, pairs, policy_dir, AutoModelForCausalLM, num_micro, plain)
@@ -257,50 +142,31 @@ def test_a_loss_over_pairs(name: str, num_micro: int, pairs: TokenBatch, policy_
 @pytest.mark.parametrize("num_micro", [1, 7])
 def test_kto(num_micro: int, with_units: bool, pairs: TokenBatch, policy_dir: Path) -> None:
     """Answers of pairs, and answers by themselves."""
-    options = KtoOptions(beta=0.4, desirable_weight=1.2, undesirable_weight=0.7)
-    log_ratios = [
-        pairs.rows["mismatch_log_ratio"][i].item()
-        for i, mask in enumerate(pairs.columns["loss_mask"].split(pairs.lengths_B.tolist()))
-        if mask.any()
-    ]
-    z0 = max(0.0, math.fsum(log_ratios) / NUM_COUNTED_ANSWERS)
+    z0 = reference_point(pairs)
     assert z0 > 0
 
     def plain(model: PreTrainedModel) -> Tensor:
-        terms = []
-        for unit in sides_of(model, pairs, scores=False).values():
-            for name, weight, sign in (("chosen", 1.2, 1), ("rejected", 0.7, -1)):
-                if unit[name]["n"]:
-                    value = torch.tanh(sign * 0.4 * (unit[name]["ratio"] - z0) / 2)
-                    terms.append(weight * (1 - (1 + value) / 2))
-        assert len(terms) == len(log_ratios) == NUM_COUNTED_ANSWERS
-        return torch.stack(terms).mean()
+        units = sides_of(model, pairs, scores=False).values()
+        assert sum(side["n"] > 0 for unit in units for side in unit.values()) == NUM_COUNTED_ANSWERS
+        return plain_kto(model, pairs, z0)
 
     batch = pairs if with_units else replace(pairs, unit_B=None)
-    metrics = check(
-        KtoObjective(options), batch, policy_dir, AutoModelForCausalLM, num_micro, plain
-    )
+    metrics = check(KtoObjective(KTO), batch, policy_dir, AutoModelForCausalLM, num_micro, plain)
     assert metrics["preference/kl"] == pytest.approx(z0)
 
 
 @pytest.mark.parametrize("num_micro", [1, 7])
 def test_a_reward_model(num_micro: int, pairs: TokenBatch, reward_dir: Path) -> None:
     """Its scores are those of transformers' sequence classification."""
-    options = RewardModelOptions(margin_coef=0.5, center_coef=0.1)
     gaps = []
 
     def plain(model: PreTrainedModel) -> Tensor:
-        units = [
-            (unit["chosen"], unit["rejected"])
-            for unit in sides_of(model, pairs, scores=True).values()
-            if unit["chosen"]["n"] + unit["rejected"]["n"]
-        ]
-        gaps.extend((good["score"] - bad["score"]).item() for good, bad in units)
-        return torch.stack([plain_reward(good, bad, pairs) for good, bad in units]).mean()
+        units = counted_units(sides_of(model, pairs, scores=True))
+        gaps.extend((unit["chosen"]["score"] - unit["rejected"]["score"]).item() for unit in units)
+        return plain_scores_loss(model, pairs)
 
-    objective = RewardModelObjective(options)
     kind = AutoModelForSequenceClassification
-    metrics = check(objective, pairs, reward_dir, kind, num_micro, plain)
+    metrics = check(RewardModelObjective(REWARD), pairs, reward_dir, kind, num_micro, plain)
     assert len(gaps) == NUM_COUNTED_PAIRS
     assert metrics["reward_model/margin"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(g > 0 for g in gaps) / len(gaps))
