@@ -182,7 +182,8 @@ def test_gdpo_knows_no_rewards_but_the_components(answers: list[Answer], payment
 @given(answers=APART)
 def test_the_tokens_of_a_step_have_mean_0_and_variance_1(name: str, answers: list[Answer]) -> None:
     tokens = [value for own in estimate_answers(name, answers).advantages for value in own]
-    assume(any(tokens))
+    # Scores that differ by rounding alone stay small: the divisor's epsilon is larger than they.
+    assume(any(abs(value) > 0.02 for value in tokens))
     assert statistics.fmean(tokens) == pytest.approx(0, abs=1e-5)
     assert statistics.variance(tokens) == pytest.approx(1, abs=1e-4)
 
