@@ -110,6 +110,31 @@ def gradients(
     }
 
 
+def relative_errors(
+    found: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, float]:
+    """How far the gradients of the ranks are from plain ones.
+
+    Args:
+        found: by `loss/number of micro-batches/weight`, of all weights.
+        plain: by loss and weight; no gradient may be nearly 0.
+
+    Returns:
+        By loss and number of micro-batches, the norm of the difference over that of the plain one.
+    """
+    errors = {}
+    for name, wanted in plain.items():
+        size = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
+        assert size > 1e-3, name
+        for num_micro in NUM_MICRO_BATCHES:
+            prefix = f"{name}/{num_micro}/"
+            ours = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+            assert ours.keys() == wanted.keys()
+            gaps = torch.stack([(ours[key] - wanted[key]).norm() for key in wanted])
+            errors[prefix] = float(gaps.norm() / size)
+    return errors
+
+
 def main() -> None:
     """Be one rank."""
     parser = rank_arguments()

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import torch
-from loss_gradients import OPTIMIZER, SCALE, Counted
+from loss_gradients import NUM_MICRO_BATCHES, OPTIMIZER, SCALE, Counted
 from plain_pairs import KTO, LENGTH, PAIR_LOSSES, REWARD, SIZES
 from rlhf.testing.launch import join_group, rank_arguments
 from safetensors.torch import load_file, save_file
@@ -26,7 +26,6 @@ from engines.training.spec import LossFn, ModelType
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 
-NUM_MICRO_BATCHES = (1, 7)
 REPEATS = 4
 """Of `SIZES`: on four ranks, too, each has a pair for every micro-batch."""
 NUM_PAIRS = REPEATS * len(SIZES)
