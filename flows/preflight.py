@@ -73,7 +73,13 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     judges = {"model": answer.look.reward_model, "judge": answer.look.judge}
     reward = recipe.rl.reward.model_copy(update=judges)
     rl = recipe.rl.model_copy(update={"reward": reward, "distillation": answer.look.teacher})
-    found = {"model": answer.look.model, "data": answer.look.data, "rl": rl}
+    found = {
+        "model": answer.look.model,
+        "against": answer.look.against,
+        "data": answer.look.data,
+        "suites": answer.look.suites,
+        "rl": rl,
+    }
     recipe = recipe.model_copy(update=found)
     if answer.look.checkpoint_bytes is not None:
         check_room(recipe, answer.look.checkpoint_bytes, force)
@@ -189,14 +195,24 @@ def _check_parts(recipe: Recipe) -> None:
 
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
-    own = {*recipe.rl.reward.functions} <= {row.name for row in REWARDS.rows}
+    ours = {row.name for row in REWARDS.rows}
+    own = {*recipe.rl.reward.functions} <= ours
     reward, teacher = recipe.rl.reward, recipe.rl.distillation
-    is_made = recipe.model.path is None and not reward.models and teacher is None
-    if own and is_made and recipe.data.arithmetic is not None:
+    read = (recipe.model.path, recipe.against, teacher, *reward.models)
+    is_made = all(each is None for each in read)
+    suites = recipe.suites.values()
+    all_own = own and all(
+        {*suite.reward.functions} <= ours for suite in suites if suite.reward is not None
+    )
+    data = (recipe.data, *(suite.data for suite in suites))
+    if all_own and is_made and all(each and each.arithmetic for each in data):
         return None
     return Look(
         model=recipe.model,
+        trains=recipe.trains,
+        against=recipe.against,
         data=recipe.data,
+        suites=recipe.suites,
         lora=recipe.training.lora,
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,

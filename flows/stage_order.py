@@ -1,18 +1,22 @@
 """What comes after what.
 
-preprocess, [SFT], [reward model], [preference], RL rounds, merge, [soup], evaluate, promote.
+preprocess, [SFT], [reward model], [preference], RL rounds, merge, [soup], evaluate, [suites],
+[compare], promote. A recipe that trains nothing has its model evaluated.
 
 Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from engines.config.stages.final import EvaluateStageConfig
 from flows.recipe.recipe import Recipe
 from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
 from tasks.runner.run import StageResult, StageRunner
 from tasks.stages import (
+    compare,
     evaluate,
     merge,
     preference,
@@ -32,6 +36,21 @@ def accept_all(trained: StageResult, evaluated: StageResult) -> bool:  # noqa: A
     return True
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training came to.
+
+    Attributes:
+        dataset: the recipe's own.
+        policies: by the stage that made them, in order; a rejected round has none.
+        judge: the reward model that the run trained, if answers are judged by it.
+    """
+
+    dataset: Artifact
+    policies: Mapping[str, Artifact]
+    judge: Artifact | None
+
+
 def run_stages(
     recipe: Recipe,
     run: StageRunner,
@@ -47,15 +66,31 @@ def run_stages(
         accepts: whether what follows takes the policy of a stage, by its evaluation too
             (`flows.run.round_gate`); else it takes the one before.
     """
-    data = preprocess(run, recipe.preprocess_stage()).artifact
+    data = preprocess(run, recipe.preprocess_stage()).artifact if recipe.data else None
+    if data is None or not recipe.trains:
+        _measure(recipe, run, data)
+        return
+    trained = _train(recipe, run, data, accepts)
+    model = _final_model(recipe, run, trained)
+    measured = _measure(recipe, run, data, model, trained.judge)
+    _promote(recipe, run, model, measured[recipe.promote.suite or OWN], find_incumbent)
+
+
+def _train(
+    recipe: Recipe,
+    run: StageRunner,
+    data: Artifact,
+    accepts: Callable[[StageResult, StageResult], bool],
+) -> Trained:
+    """SFT, the reward model, preferences and rounds, with an evaluation of each policy."""
     policy = judge = tuned = None
-    trained: dict[str, Artifact] = {}
+    policies: dict[str, Artifact] = {}
     if recipe.sft:
         scores = recipe.evaluate_stage("sft")
         # An evaluation that asks the reward model waits for it.
         after = None if recipe.asks_reward_model else scores
         tuned = sft(run, recipe.sft_stage(), dataset=data, then=after)
-        policy = trained["sft"] = tuned.artifact
+        policy = policies["sft"] = tuned.artifact
     if recipe.reward_model:
         made = reward_model(run, recipe.reward_model_stage(), dataset=data, policy=policy).artifact
         judge = made if recipe.asks_reward_model else None
@@ -65,7 +100,7 @@ def run_stages(
     if recipe.preference:
         scores = recipe.evaluate_stage("preference")
         tuned = preference(run, recipe.preference_stage(), policy=policy, then=scores, **given)
-        policy = trained["preference"] = tuned.artifact
+        policy = policies["preference"] = tuned.artifact
         accepts(tuned, evaluate(run, scores, policy=policy, **given))
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):
@@ -73,18 +108,81 @@ def run_stages(
         scores = recipe.evaluate_stage(stage.label)
         tuned = rl_round(run, stage, policy=policy, reference=reference, then=scores, **given)
         if accepts(tuned, evaluate(run, scores, policy=tuned.artifact, **given)):
-            policy = trained[stage.label] = tuned.artifact
-    if policy is None:
+            policy = policies[stage.label] = tuned.artifact
+    if not policies:
         raise SickRunError("every round was rejected (diagnosis.reject_round): nothing is trained")
-    final = recipe.evaluate_stage()
-    if recipe.soup:
-        last = list(trained.items())[-recipe.soup.num_policies :]
-        merges = [(recipe.merge_stage(label), each) for label, each in last]
-        models = [merge(run, stage, policy=each, **given).artifact for stage, each in merges]
-        model = soup(run, recipe.soup_stage(len(models)), models).artifact
-    else:
-        model = merge(run, recipe.merge_stage(), policy=policy, then=final, **given).artifact
-    evaluation = evaluate(run, final, model=model, **given).artifact
+    return Trained(data, policies, judge)
+
+
+def _final_model(recipe: Recipe, run: StageRunner, trained: Trained) -> Artifact:
+    """The last policy, or the mean of several, as a user would load it."""
+    given = {"dataset": trained.dataset, "reward_model": trained.judge}
+    policies = list(trained.policies.items())
+    if not recipe.soup:
+        final = recipe.evaluate_stage()
+        _, last = policies[-1]
+        return merge(run, recipe.merge_stage(), policy=last, then=final, **given).artifact
+    merges = [
+        (recipe.merge_stage(label), policy)
+        for label, policy in policies[-recipe.soup.num_policies :]
+    ]
+    models = [merge(run, stage, policy=policy, **given).artifact for stage, policy in merges]
+    return soup(run, recipe.soup_stage(len(models)), models).artifact
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model was measured on, and what came of it.
+
+    Attributes:
+        asked: the stage that measured.
+        problems: held out.
+        judge: the reward model that judged the answers, if the run trained one.
+        scores: the evaluation.
+    """
+
+    asked: EvaluateStageConfig
+    problems: Artifact
+    judge: Artifact | None
+    scores: Artifact
+
+
+OWN = ""
+"""In place of a suite's name: the recipe's own problems."""
+
+
+def _measure(
+    recipe: Recipe,
+    run: StageRunner,
+    data: Artifact | None,
+    model: Artifact | None = None,
+    judge: Artifact | None = None,
+) -> dict[str, Measured]:
+    """The final model, or else the recipe's own, on everything; by suite."""
+    asked = [(OWN, recipe.evaluate_stage(), data, judge)] if data else []
+    for name, suite in recipe.suites.items():
+        problems = preprocess(run, recipe.preprocess_suite_stage(name)).artifact
+        of_suite = None if suite.reward else judge
+        asked.append((name, recipe.evaluate_suite_stage(name), problems, of_suite))
+    found = {}
+    for name, stage, problems, of_suite in asked:
+        given = {"dataset": problems, "reward_model": of_suite}
+        scores = evaluate(run, stage, model=model, **given).artifact
+        found[name] = Measured(stage, problems, of_suite, scores)
+        if recipe.against:
+            theirs = evaluate(run, recipe.against_stage(stage), **given).artifact
+            compare(run, recipe.compare_stage(name), evaluation=scores, against=theirs)
+    return found
+
+
+def _promote(
+    recipe: Recipe,
+    run: StageRunner,
+    model: Artifact,
+    measured: Measured,
+    find_incumbent: Callable[[Artifact], Artifact | None],
+) -> None:
+    """Compare the model with the incumbent, by the evaluation that decides."""
     try:
         incumbent = find_incumbent(model)
     except ServiceError as error:  # without a comparison nothing is promoted; the rest stands
@@ -92,12 +190,17 @@ def run_stages(
         return
     scores = None
     if incumbent:
-        again = final.model_copy(update={"of": "incumbent"})
-        scores = evaluate(run, again, model=incumbent, **given).artifact
+        scores = evaluate(
+            run,
+            measured.asked.model_copy(update={"of": "incumbent"}),
+            dataset=measured.problems,
+            model=incumbent,
+            reward_model=measured.judge,
+        ).artifact
     promote(
         run,
         recipe.promote_stage(),
-        evaluation=evaluation,
+        evaluation=measured.scores,
         model=model,
         incumbent=incumbent,
         incumbent_evaluation=scores,

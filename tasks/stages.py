@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from engines.config.stages.data import PreprocessStageConfig
 from engines.config.stages.final import (
+    CompareStageConfig,
     EvaluateStageConfig,
     MergeStageConfig,
     PromoteStageConfig,
@@ -123,8 +124,18 @@ def evaluate(
     model: Artifact | None = None,
     reward_model: Artifact | None = None,
 ) -> StageResult:
-    """A policy, or a model as a user would load it, to an `evaluation`: every text, pass@k."""
+    """A policy, or a model as a user would load it, to an `evaluation`: every text, pass@k.
+
+    Without either it is the model that the configuration names.
+    """
     return run.run(_evaluation(run, config, dataset, reward_model, policy=policy, model=model))
+
+
+def compare(
+    run: StageRunner, config: CompareStageConfig, evaluation: Artifact, against: Artifact
+) -> StageResult:
+    """Evaluations of two models on the same problems, to a `comparison`: is the first better?"""
+    return run.run(stage_request(config, run.seed, evaluation=evaluation, against=against))
 
 
 def promote(

@@ -26,6 +26,7 @@ from infra.identity.hub import hub_snapshot
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CONTEXT = ("max_position_embeddings", "n_positions")
 _FIELD = "model.path"
 _INDEX = "model.safetensors.index.json"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -112,14 +113,14 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int) -> Path:
+def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int | None) -> Path:
     """The checked local directory of a pretrained model, downloaded when it is a hub id.
 
     Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
 
     Args:
         model: with a `path`.
-        max_length: context that will be needed.
+        max_length: context that will be needed; None: what it was built for.
 
     Returns:
         The directory; of a hub id, that of the planned commit in the hub's cache.
@@ -297,17 +298,38 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def stated_context(path: Path) -> int | None:
+    """Longest sequence that a model computes as it does any shorter one.
+
+    Args:
+        path: of a model directory.
+
+    Returns:
+        In tokens; None where its configuration names no limit.
+    """
+    config = _read_config(path)
+    limits = (_built_for(config), rotary_limit(_text_config(config)))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) and nested else config
+
+
+def _built_for(config: Mapping[str, Any]) -> int | None:
+    places = (config, _text_config(config))
+    found = next((place[name] for place in places for name in _CONTEXT if name in place), None)
+    return found if isinstance(found, int) else None
+
+
 def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -> None:
-    text_config = config.get("text_config")
-    nested = text_config if isinstance(text_config, dict) else {}
-    names = ("max_position_embeddings", "n_positions")
-    context = next((c[name] for c in (config, nested) for name in names if name in c), None)
-    if max_length is not None and isinstance(context, int) and max_length > context:
+    context, limit = _built_for(config), rotary_limit(_text_config(config))
+    if max_length is not None and context is not None and max_length > context:
         raise ConfigError(
             "model.max_length",
             f"got {max_length}; need at most {context}, the context of {path}; lower it",
         )
-    limit = rotary_limit(nested or config)
     if max_length is not None and limit is not None and max_length > limit:
         raise ConfigError(
             _FIELD,

@@ -42,8 +42,8 @@ class ArithmeticConfig(StrictModel):
     """Write every operand and answer with the same number of digits."""
     reverse_answer: bool = True
     """Least significant digit first, so that carries are known when a digit is written."""
-    num_sft: int = Field(default=4096, ge=1)
-    num_rl: int = Field(default=4096, ge=1)
+    num_sft: int = Field(default=4096, ge=0)
+    num_rl: int = Field(default=4096, ge=0)
     num_eval: int = Field(default=512, ge=1)
     num_preference: int = Field(default=0, ge=0)
     """Pairs of a right and a wrong answer, to the first prompts of the RL split."""

@@ -5,6 +5,7 @@ from engines.config.base import StrictModel
 from engines.config.data import DataConfig
 from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
+from engines.config.suite import SuiteConfig
 from engines.config.training import LoraConfig
 
 
@@ -12,7 +13,13 @@ class Look(StrictModel):
     """What is to be looked at."""
 
     model: ModelConfig
-    data: DataConfig
+    trains: bool = True
+    """Whether the model is trained; one that is only measured has the context that it was built
+    with, whatever `max_length` says."""
+    against: ModelConfig | None = None
+    """Only measured, too."""
+    data: DataConfig | None
+    suites: dict[str, SuiteConfig] = {}
     lora: LoraConfig | None = None
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""

@@ -235,6 +235,8 @@ class PromoteConfig(StrictModel):
     """Name of the registered model in MLflow."""
     alias: str = "champion"
     """A model takes it by beating the one that bears it; one that does not is `challenger`."""
+    suite: Annotated[str | None, NotIdentity] = None
+    """The suite whose evaluation decides; null: the recipe's own."""
     metric: str = "accuracy"
     """`accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`: what each problem has a value of."""
     min_value: float = Field(default=0.0)

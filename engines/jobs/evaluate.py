@@ -1,10 +1,9 @@
-"""Job `evaluate`: a policy or a model directory, and the held-out rows, to scores.
+"""Job `evaluate`: a policy or a model, and the held-out rows, to scores.
 
 Promises: a policy is read from its committed checkpoint, whatever backend and number of ranks
 wrote it, so it scores what the model merged from it scores.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -13,7 +12,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engines.checkpoint.model_directory import check_model_directory
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    resolve_model,
+    stated_context,
+)
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.launch import launch_served_model
@@ -21,7 +24,7 @@ from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
 from engines.jobs.judges import asked_judges, judge_source, reward_role, stored_tensors
-from engines.jobs.policy.files import HF_DIR, trained_steps
+from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
 from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput, run_job
@@ -40,7 +43,7 @@ from engines.trainers.scoring import CompletionScorer
 from engines.training.backends.merging import policy_weights
 from engines.training.roles import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
-from infra.errors import DeadlineError
+from infra.errors import ConfigError, DeadlineError
 
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
@@ -65,7 +68,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             prompts = prompts_within(
                 rows,
                 tokenizer,
-                context_length(served.hf_dir),
+                served.max_length,
                 config.evaluation.answer_length,
             )
             replica = ReplicaSpec(
@@ -138,24 +141,34 @@ class ServedModel:
     Attributes:
         hf_dir: its configuration and tokenizer.
         weights: by hub name, streamed; called again for an engine that starts late.
+        max_length: context in tokens, prompt and answer together.
         num_steps: trainer steps behind it; 0 of a model directory, which does not say.
     """
 
     hf_dir: Path
     weights: Callable[[], Iterator[tuple[str, Tensor]]]
-    num_steps: int
+    max_length: int
+    num_steps: int = 0
 
 
 def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
-    """The input `policy`, or else the input `model`."""
+    """The input `policy`, or the input `model`, or the model of nobody's making."""
     policy_dir = context.optional_input("policy")
     if policy_dir is not None:
         num_steps = trained_steps(policy_dir).num_steps
-        weights = partial(policy_weights, policy_dir)
-        return ServedModel(policy_dir / HF_DIR, weights, num_steps)
-    model_dir = context.input("model")
+        weights, hf_dir = partial(policy_weights, policy_dir), policy_dir / HF_DIR
+        return ServedModel(hf_dir, weights, context_length(hf_dir), num_steps)
+    model = context.config.model
+    if model is None:
+        model_dir = context.input("model")
+        check_model_directory(model_dir)
+        return ServedModel(model_dir, partial(stored_tensors, model_dir), context_length(model_dir))
+    model_dir = context.optional_input("model") or resolve_model(model, max_length=None)
     check_model_directory(model_dir)
-    return ServedModel(model_dir, partial(stored_tensors, model_dir), 0)
+    serving_dir = context.attempt_dir / HF_DIR
+    write_hf_files(model_dir, serving_dir, model.chat_template)
+    weights = partial(stored_tensors, model_dir)
+    return ServedModel(serving_dir, weights, context_length(model_dir))
 
 
 def _finished(
@@ -193,9 +206,15 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
 
 
 def context_length(model_dir: Path) -> int:
-    """Tokens that the model was built for."""
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["max_position_embeddings"])
+    """Tokens that the model was built for, prompt and answer together."""
+    length = stated_context(model_dir)
+    if length is None:
+        raise ConfigError(
+            "model.path",
+            f"{model_dir} does not say how many tokens it was built for; need "
+            "max_position_embeddings in its config.json; add it",
+        )
+    return length
 
 
 JOB = (EvaluateStageConfig, evaluate)

@@ -11,6 +11,8 @@ Does not promise that the rest of the rows is as good as the first.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,13 +66,19 @@ def look(at: Look) -> Look:
     Raises:
         ConfigError: names the field and what to do.
     """
-    tokenizer = look_at_model(at.model, at.lora)
+    tokenizer = look_at_model(at.model, at.lora, trains=at.trains)
+    if at.against is not None:
+        with _section("model", "against"):
+            look_at_model(at.against, None, trains=False)
     look_at_stop_tokens(at)
     look_at_rollout(at)
-    row = look_at_data(at.data)
-    if row is not None and tokenizer is not None:
-        look_at_prompt(row, tokenizer)
-    row = row or generated_row(at.data)
+    row = first_row(at.data, "data", tokenizer) if at.data else None
+    for name, suite in at.suites.items():
+        with _section("rl.reward", f"suites.{name}.reward"):
+            of_suite = first_row(suite.data, f"suites.{name}.data", tokenizer)
+            if suite.reward is not None:
+                look_at_reward(suite.reward, of_suite)
+        row = row or of_suite
     if at.reward_model is not None:
         look_at_reward_model(at.reward_model, row)
     if at.judge is not None:
@@ -81,6 +89,37 @@ def look(at: Look) -> Look:
         look_at_reward(at.reward, row)
     found = with_commits(at)
     return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
+
+
+def first_row(data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None) -> RLRow | None:
+    """A row with a prompt, read or generated, which the template can write.
+
+    Args:
+        data: of a recipe or a suite.
+        section: of it, for errors.
+        tokenizer: of the model; None looks at no template.
+
+    Returns:
+        The row; None if all of the data is on the hub.
+
+    Raises:
+        ConfigError: of `look_at_data` or `look_at_prompt`.
+    """
+    row = look_at_data(data, section)
+    if row is not None and tokenizer is not None:
+        look_at_prompt(row, tokenizer)
+    return row or generated_row(data)
+
+
+@contextmanager
+def _section(usual: str, actual: str) -> Iterator[None]:
+    """Errors about one section of a recipe, told of another that has the same fields."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.path.startswith(usual):
+            raise
+        raise ConfigError(actual + error.path.removeprefix(usual), error.problem) from None
 
 
 def with_commits(at: Look) -> Look:
@@ -105,15 +144,25 @@ def with_commits(at: Look) -> Look:
             known[key] = hub_commit(*key, section)
         return config.model_copy(update={"revision": known[key]})
 
-    sources = {
-        split: tuple(
-            resolved(source, "dataset", f"data.{split}.{place}")
-            for place, source in enumerate(getattr(at.data, split))
-        )
-        for split in SOURCE_SPLITS
+    def of_data(data: DataConfig, section: str) -> DataConfig:
+        sources = {
+            split: tuple(
+                resolved(source, "dataset", f"{section}.{split}.{place}")
+                for place, source in enumerate(getattr(data, split))
+            )
+            for split in SOURCE_SPLITS
+        }
+        return data.model_copy(update=sources)
+
+    found: dict[str, object] = {
+        "model": resolved(at.model, "model", "model"),
+        "against": resolved(at.against, "model", "against") if at.against else None,
+        "data": of_data(at.data, "data") if at.data else None,
+        "suites": {
+            name: suite.model_copy(update={"data": of_data(suite.data, f"suites.{name}.data")})
+            for name, suite in at.suites.items()
+        },
     }
-    data, model = at.data.model_copy(update=sources), resolved(at.model, "model", "model")
-    found = {"data": data, "model": model}
     if at.reward_model is not None:
         found["reward_model"] = resolved(at.reward_model, "model", "rl.reward.model")
     if at.judge is not None:
@@ -123,12 +172,15 @@ def with_commits(at: Look) -> Look:
     return at.model_copy(update=found)
 
 
-def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryTokenizer | None:
+def look_at_model(
+    model: ModelConfig, lora: LoraConfig | None, *, trains: bool = True
+) -> DirectoryTokenizer | None:
     """Check a local model directory by its headers.
 
     Args:
         model: of the recipe.
         lora: adapter that is to be trained, if any.
+        trains: whether the model has to have room for `model.max_length`.
 
     Returns:
         Its tokenizer; None for a hub id, a model made from scratch, or a slow tokenizer.
@@ -139,7 +191,7 @@ def look_at_model(model: ModelConfig, lora: LoraConfig | None) -> DirectoryToken
     directory = local_path(model.path)
     if directory is None:
         return None
-    check_model_directory(directory, max_length=model.max_length)
+    check_model_directory(directory, max_length=model.max_length if trains else None)
     names = stored_tensor_names(directory)
     if lora is not None and lora.target_modules != "all-linear":
         _check_targets(names, lora.target_modules)
@@ -241,10 +293,11 @@ def checkpoint_bytes(at: Look) -> int | None:
         at: what the recipe names.
 
     Returns:
-        Bytes; None for a model that is not here, and for an adapter, whose checkpoints are small.
+        Bytes; None for a model that is not here or is not trained, and for an adapter, whose
+        checkpoints are small.
     """
     directory = local_path(at.model.path)
-    if directory is None or at.lora is not None:
+    if directory is None or at.lora is not None or not at.trains:
         return None
     return num_parameters(directory) * BYTES_PER_PARAMETER
 
@@ -295,11 +348,12 @@ def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
         )
 
 
-def look_at_data(data: DataConfig) -> RLRow | None:
+def look_at_data(data: DataConfig, section: str = "data") -> RLRow | None:
     """Read the first usable row of every local source.
 
     Args:
-        data: of the recipe.
+        data: of the recipe, or of a suite.
+        section: of it, for errors.
 
     Returns:
         The first RL row, else evaluation row; None if no local source has one.
@@ -309,13 +363,13 @@ def look_at_data(data: DataConfig) -> RLRow | None:
     """
     for place, source in enumerate(data.sft):
         if local_path(source.path):
-            first_sft_row(source, f"data.sft.{place}")
+            first_sft_row(source, f"{section}.sft.{place}")
     for split in ("preference", "preference_evaluation"):
         for place, source in enumerate(getattr(data, split)):
             if local_path(source.path):
-                first_preference_row(source, f"data.{split}.{place}")
+                first_preference_row(source, f"{section}.{split}.{place}")
     rows = [
-        first_rl_row(source, f"data.{split}.{place}")
+        first_rl_row(source, f"{section}.{split}.{place}")
         for split in ("rl", "evaluation")
         for place, source in enumerate(getattr(data, split))
         if local_path(source.path)

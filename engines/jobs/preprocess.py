@@ -15,17 +15,16 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
     tokenizer = None
-    if config.model.init == "pretrained":
+    model = config.model
+    if model and model.init == "pretrained":
         with context.clock("load"):
-            model_dir = context.optional_input("model") or resolve_model(
-                config.model, config.model.max_length
-            )
-            check_model_directory(model_dir, max_length=config.model.max_length)
+            model_dir = context.optional_input("model") or resolve_model(model, model.max_length)
+            check_model_directory(model_dir, max_length=model.max_length)
             # A model without tokenizer.json needs transformers; the training stage counts then.
             if (model_dir / "tokenizer.json").exists():
-                tokenizer = DirectoryTokenizer.load(model_dir, config.model.chat_template)
+                tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
     with context.clock("preprocess"):
-        summary = build_dataset(config.data, config.model, spec.seed, context.output_dir, tokenizer)
+        summary = build_dataset(config.data, model, spec.seed, context.output_dir, tokenizer)
     counts = {
         "num_sft": summary.sft.num_rows,
         "num_rl": summary.rl.num_rows,

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from flows.recipe.source import suite_names
 from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
 from infra.host.signals import OrderlyEnd
@@ -137,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_nightly_arguments(
         add("nightly", "compute recipes afresh and say of each whether it was reproduced")
     )
+    _add_evaluate_arguments(add("evaluate", "measure a model on suites, by itself or with another"))
     merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
     merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
@@ -149,14 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="a recipe's name or a YAML file")
-    command.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="PATH=VALUE",
-        action="append",
-        default=[],
-        help="replace one value, e.g. rl.num_rounds=3; may be repeated",
-    )
+    _add_overrides(command, "rl.num_rounds=3")
     command.add_argument("--seed", type=int, help="replace the recipe's seed")
     command.add_argument(
         "--force",
@@ -171,6 +166,36 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
         dest="start_from",
         metavar="STAGE",
         help="reuse everything before a stage, which runs again; refused if some of it is not done",
+    )
+
+
+def _add_evaluate_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model", metavar="MODEL", help="a model directory, a hub id or models:/NAME@ALIAS"
+    )
+    command.add_argument(
+        "--suite",
+        dest="suites",
+        metavar="SUITE",
+        action="append",
+        required=True,
+        help=f"{', '.join(suite_names())}, or a YAML file; may be repeated",
+    )
+    command.add_argument("--against", metavar="MODEL", help="compare with it, problem by problem")
+    _add_overrides(command, "rollout.engine=vllm or suites.gsm8k.evaluation.num_samples=8")
+    command.add_argument("--seed", type=int, help="of sampled answers and generated problems")
+    command.add_argument("--json", action="store_true", help="for machines")
+    command.add_argument("--local", action="store_true", help="as of `run`")
+
+
+def _add_overrides(command: argparse.ArgumentParser, example: str) -> None:
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help=f"replace one value, e.g. {example}; may be repeated",
     )
 
 

@@ -16,18 +16,39 @@ from flows.asked_run import ask
 from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
 from flows.preflight import preflight
-from flows.recipe.recipe import load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.report.report import Report
 from infra.services.stack import worker_api_url
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run a recipe and print what came out."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    run(recipe, Console(), arguments)
+    sys.stdout.flush()
+    return 0
+
+
+def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Report:
+    """Run a recipe where the command says, and print what came out.
+
+    Args:
+        recipe: what to run.
+        console: where the run is shown.
+        arguments: of a command: `local`, `debug` and, if it has them, `force`, `adopt` and
+            `start_from`.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ConfigError: one line about what is wrong.
+    """
+    force, adopt = getattr(arguments, "force", []), getattr(arguments, "adopt", [])
+    start_from = getattr(arguments, "start_from", None)
     tell_broken_modules()
-    forced = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "look")
-    recipe = preflight(recipe, forced)
-    asked = ask(recipe, arguments.force, arguments.adopt, arguments.start_from)
-    console = Console()
+    recipe = preflight(recipe, dict.fromkeys(filter(None, (*force, start_from)), "look"))
+    asked = ask(recipe, force, adopt, start_from)
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
@@ -41,5 +62,4 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             report = served_run.run_served(asked, deployment, console)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
-    sys.stdout.flush()
-    return 0
+    return report

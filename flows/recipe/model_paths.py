@@ -14,7 +14,10 @@ from infra.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
 
-SETTINGS = ("model.path", "rl.reward.model.path", "rl.reward.judge.path", "rl.distillation.path")
+SETTINGS = (
+    "model.path", "rl.reward.model.path", "rl.reward.judge.path", "rl.distillation.path",
+    "against.path",
+)  # fmt: skip
 _SCHEME = "models:"
 _FORM = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
 

@@ -8,12 +8,13 @@ Does not promise: that data and models are well formed inside; the jobs check th
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
-from engines.config.data import SOURCE_SPLITS, DataConfig
+from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import (
@@ -29,6 +30,7 @@ from engines.config.sections import (
 from engines.config.stages.base import StageConfig
 from engines.config.stages.data import PreprocessStageConfig
 from engines.config.stages.final import (
+    CompareStageConfig,
     EvaluateStageConfig,
     MergeStageConfig,
     PromoteStageConfig,
@@ -40,9 +42,10 @@ from engines.config.stages.supervised import (
     RewardModelStageConfig,
     SFTStageConfig,
 )
+from engines.config.suite import SuiteConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe.diagnosis import DiagnosisConfig
-from flows.recipe.model_paths import with_model_paths
+from flows.recipe.local_paths import with_absolute_paths
 from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import read_recipe
 from flows.recipe.target import TargetConfig
@@ -52,6 +55,8 @@ from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
+AGAINST = "against"
+SUITE_NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 NOT_IDENTITY = {"diagnosis", "location", "progress_deadlines_s", "target"}
 """Sections that change no stage."""
 
@@ -117,7 +122,8 @@ class Recipe(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """All randomness of the run derives from it."""
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | None = None
+    """null, where nothing trains: the suites alone are measured."""
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
     sft: SFTConfig | None = SFTConfig()
@@ -129,6 +135,12 @@ class Recipe(StrictModel):
     """Train the policy on `data.preference` before RL (DPO and its family); null: not."""
     rl: RLConfig = RLConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    suites: dict[Annotated[str, Field(pattern=SUITE_NAME)], SuiteConfig] = {}
+    """Further held-out sets for the final model, by a name of your choice: each is spelled out, or
+    the name of one that ships (`rlhf evaluate --help` lists them), or a YAML file."""
+    against: ModelConfig | None = None
+    """A model that the final one is compared with, problem by problem, on all that it is measured
+    on; null: none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     merge: MergeConfig = MergeConfig()
     soup: SoupConfig | None = None
@@ -153,6 +165,11 @@ class Recipe(StrictModel):
         return self.rl.reward.model is not None and self.rl.reward.model.path is None
 
     @property
+    def trains(self) -> bool:
+        """Whether some stage trains a policy; else the model itself is measured."""
+        return bool(self.sft or self.preference or self.rl.num_rounds)
+
+    @property
     def home(self) -> Path:
         """Directory of everything a run keeps, absolute."""
         home = self.location.home
@@ -165,8 +182,14 @@ class Recipe(StrictModel):
         return store if "://" in store else str(env.absolute_home("location.store", store))
 
     def preprocess_stage(self) -> PreprocessStageConfig:
-        """Configuration of the stage `preprocess`."""
+        """Configuration of the stage `preprocess`; the recipe must have data."""
+        if self.data is None:
+            raise ValueError("the recipe has no data")
         return PreprocessStageConfig(data=self.data, model=self.model)
+
+    def preprocess_suite_stage(self, name: str) -> PreprocessStageConfig:
+        """Configuration of the stage `preprocess` of a suite: rows of any model."""
+        return PreprocessStageConfig(of=name, data=self.suites[name].data)
 
     def sft_stage(self) -> SFTStageConfig:
         """Configuration of the stage `sft`; the recipe must have one."""
@@ -244,27 +267,52 @@ class Recipe(StrictModel):
         )
 
     def evaluate_stage(self, of: str = "") -> EvaluateStageConfig:
-        """Configuration of the stage `evaluate`.
+        """Configuration of the stage `evaluate` on the recipe's own problems.
 
         Args:
-            of: label of the stage whose policy is evaluated; empty for the merged model.
+            of: label of the stage whose policy is evaluated; empty for the final model.
 
         Returns:
             The stage.
         """
+        return self._evaluate_stage(of, self.evaluation, self.rl.reward, made_by_stage=bool(of))
+
+    def against_stage(self, of_final: EvaluateStageConfig) -> EvaluateStageConfig:
+        """Configuration of the stage that asks the model `against` what the final one was asked."""
+        of = f"{of_final.of}_{AGAINST}".lstrip("_")
+        return of_final.model_copy(update={"of": of, "model": self.against})
+
+    def compare_stage(self, suite: str = "") -> CompareStageConfig:
+        """Configuration of the stage `compare`, of a suite or of the recipe's own problems."""
+        return CompareStageConfig(of=suite, confidence=self.evaluation.confidence)
+
+    def evaluate_suite_stage(self, name: str) -> EvaluateStageConfig:
+        """Configuration of the stage `evaluate` of the final model on a suite."""
+        suite = self.suites[name]
+        return self._evaluate_stage(name, suite.evaluation, suite.reward or self.rl.reward)
+
+    def _evaluate_stage(
+        self,
+        of: str,
+        evaluation: EvaluationConfig,
+        reward: RewardConfig,
+        *,
+        made_by_stage: bool = False,
+    ) -> EvaluateStageConfig:
         # A job sees no more of the recipe, so the length limit is spelled out.
-        given, sampling = self.evaluation, self.rl.sampling
+        sampling = self.rl.sampling
         names = ("max_new_tokens", "stop", "stop_token_ids")
-        missing = {name: getattr(sampling, name) for name in names if getattr(given, name) is None}
+        missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
         return EvaluateStageConfig(
             of=of,
             hardware=self.hardware,
             num_threads=self.training.num_threads,
             dtype=self.training.dtype,
-            backend=self.training.backend if of else None,
-            evaluation=given.model_copy(update=missing),
+            backend=self.training.backend if made_by_stage else None,
+            model=None if self.trains else self.model,
+            evaluation=evaluation.model_copy(update=missing),
             rollout=self.rollout,
-            reward=self.rl.reward,
+            reward=reward,
         )
 
     def promote_stage(self) -> PromoteStageConfig:
@@ -273,7 +321,8 @@ class Recipe(StrictModel):
 
     def stages(self) -> Iterator[StageConfig]:
         """Every stage that the recipe has, in order; of the rounds, which are alike, the first."""
-        yield self.preprocess_stage()
+        if self.data:
+            yield self.preprocess_stage()
         if self.sft:
             yield self.sft_stage()
         if self.reward_model:
@@ -282,11 +331,19 @@ class Recipe(StrictModel):
             yield self.preference_stage()
         if self.rl.num_rounds:
             yield self.rl_round_stage(1)
-        yield self.merge_stage()
+        if self.trains:
+            yield self.merge_stage()
         if self.soup:
             yield self.soup_stage(self.soup.num_policies)
-        yield self.evaluate_stage()
-        yield self.promote_stage()
+        if self.data:
+            yield self.evaluate_stage()
+        for name in self.suites:
+            yield self.preprocess_suite_stage(name)
+            yield self.evaluate_suite_stage(name)
+        if self.against:
+            yield self.compare_stage()
+        if self.trains:
+            yield self.promote_stage()
 
 
 def parse_recipe(data: Any) -> Recipe:
@@ -312,8 +369,6 @@ def parse_recipe(data: Any) -> Recipe:
 def prepare_recipe(recipe: Recipe) -> Recipe:
     """Check a recipe's fields against each other, and make its local paths absolute.
 
-    Jobs run in directories of their own, so a relative path is one of the caller's directory.
-
     Args:
         recipe: a recipe whose fields are valid one by one, as a Prefect parameter is.
 
@@ -324,31 +379,7 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
         ConfigError: one line about what is wrong.
     """
     check_recipe(recipe)
-    recipe = with_model_paths(recipe, lambda _, path: _absolute(path))
-    data = recipe.data.model_copy(
-        update={
-            split: tuple(
-                source.model_copy(update={"path": _absolute(source.path)})
-                for source in getattr(recipe.data, split)
-            )
-            for split in SOURCE_SPLITS
-        }
-    )
-    reward = recipe.rl.reward
-    files = {
-        path: f"{_absolute(str(part.file))}:{part.function_in_file}"
-        for path, part in reward.parts.items()
-        if part.file is not None
-    }
-    reward = reward.with_functions(files)
-    rl = recipe.rl.model_copy(update={"reward": reward})
-    return recipe.model_copy(update={"data": data, "rl": rl})
-
-
-def _absolute(path: str) -> str:
-    """An existing local path in full; anything else as it is."""
-    local = Path(path).expanduser()
-    return str(local.resolve()) if local.exists() else path
+    return with_absolute_paths(recipe)
 
 
 def load_recipe(

@@ -1,4 +1,4 @@
-"""Recipe files as plain data: strict YAML, `extends`, and dotted overlays.
+"""Recipe and suite files as plain data: strict YAML, `extends`, and dotted overlays.
 
 Promises: a duplicate key is refused with both line numbers, a tag or an oversized, over-deep or
 alias-bombed document is refused, nothing in a file can run code, and an overlay that names no
@@ -7,7 +7,8 @@ Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
 """
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infra.errors import ConfigError
 from infra.names import unknown_name
 
 RECIPES_DIR = Path(__file__).resolve().parents[1] / "recipes"
+SUITES_DIR = Path(__file__).resolve().parents[1] / "suites"
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 20
 MAX_NODES = 10_000
@@ -44,7 +46,16 @@ _Loader.add_implicit_resolver(
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with this project."""
-    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
+    return _names(RECIPES_DIR)
+
+
+def suite_names() -> list[str]:
+    """Names of the suites that ship with this project."""
+    return _names(SUITES_DIR)
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
 def find_recipe(name_or_path: str) -> Path:
@@ -59,15 +70,19 @@ def find_recipe(name_or_path: str) -> Path:
     Raises:
         ConfigError: neither a shipped name nor a file.
     """
+    return _find("recipe", RECIPES_DIR, name_or_path)
+
+
+def _find(what: str, directory: Path, name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         if not path.is_file():
-            raise ConfigError("recipe", f"{name_or_path} does not exist (cwd is {Path.cwd()})")
+            raise ConfigError(what, f"{name_or_path} does not exist (cwd is {Path.cwd()})")
         return path.resolve()
-    names = recipe_names()
+    names = _names(directory)
     if name_or_path not in names:
-        raise ConfigError("recipe", unknown_name(name_or_path, [*names, "path/to/recipe.yaml"]))
-    return RECIPES_DIR / f"{name_or_path}.yaml"
+        raise ConfigError(what, unknown_name(name_or_path, [*names, f"path/to/{what}.yaml"]))
+    return directory / f"{name_or_path}.yaml"
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -84,10 +99,54 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     Raises:
         ConfigError: the file, what it extends, or an overlay cannot be read.
     """
-    data = _read_with_bases(find_recipe(name_or_path), seen=())
+    data = with_suites(_read_with_bases(find_recipe(name_or_path), find_recipe))
+    return with_overrides(data, overrides)
+
+
+def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A recipe as plain data, with overlays on top.
+
+    Args:
+        data: of a recipe.
+        overrides: of `read_recipe`.
+
+    Returns:
+        The data with them.
+
+    Raises:
+        ConfigError: an overlay cannot be read, or a suite that it names.
+    """
     for override in overrides:
-        data = _overridden(data, override)
+        data = with_suites(_overridden(data, override))
     return data
+
+
+def read_suite(name_or_path: str) -> dict[str, Any]:
+    """A suite as plain data, with what it extends below it.
+
+    Args:
+        name_or_path: a shipped name (`gsm8k`) or a YAML file.
+
+    Returns:
+        Nested mappings, sequences and scalars.
+
+    Raises:
+        ConfigError: the file, or what it extends, cannot be read.
+    """
+    find = partial(_find, "suite", SUITES_DIR)
+    return _read_with_bases(find(name_or_path), find)
+
+
+def with_suites(data: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as plain data, with the files of those suites that it only names."""
+    suites = data.get("suites")
+    if not isinstance(suites, Mapping):
+        return data
+    read = {
+        name: read_suite(suite) if isinstance(suite, str) else suite
+        for name, suite in suites.items()
+    }
+    return {**data, "suites": read}
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -161,7 +220,22 @@ class _Builder:
         return data
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_bases(
+    path: Path, find: Callable[[str], Path], seen: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """A file as plain data, with what it extends below it.
+
+    Args:
+        path: of the file.
+        find: the file of a base that is not beside it.
+        seen: files that lead here.
+
+    Returns:
+        The data.
+
+    Raises:
+        ConfigError: a file cannot be read, or the chain has no end.
+    """
     if path in seen or len(seen) >= MAX_EXTENDS:
         chain = " -> ".join(each.name for each in (*seen, path))
         raise ConfigError(f"{path.name}: extends", f"a circle or too long a chain: {chain}")
@@ -179,7 +253,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: extends", f"got {base!r}; need a recipe name or a path")
     beside = path.parent / base
     below = _read_with_bases(
-        beside.resolve() if beside.is_file() else find_recipe(base), (*seen, path)
+        beside.resolve() if beside.is_file() else find(base), find, (*seen, path)
     )
     return overlay(below, data)
 

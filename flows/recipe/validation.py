@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.config.data import DATA_SUFFIXES, unpacked_suffix
+from engines.config.data import DATA_SUFFIXES, SOURCE_SPLITS, DataConfig, unpacked_suffix
 from engines.config.options import (
     check_backend,
     check_parts,
@@ -20,13 +20,18 @@ from engines.config.options import (
 )
 from engines.config.plugins import TRACKERS
 from engines.config.rules.sizes import check_answer_length
+from engines.config.sections import EvaluationConfig
 from flows.recipe.model_paths import model_paths, registered_model
 from infra.errors import ConfigError
+from infra.names import unknown_name
 
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
 
 NUM_SIMILAR_FILES = 3
+MEASURED_STAGES = ("sft", "preference", "incumbent", "against")
+ROUND = "rl_round_"
+"""What an evaluation may be called after, beside a suite."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -47,10 +52,8 @@ def check_recipe(recipe: Recipe) -> None:
     for setting, path in model_paths(recipe):
         if registered_model(setting, path) is None:
             _check_path(setting, path)
-    if recipe.sft is None and recipe.preference is None and recipe.rl.num_rounds == 0:
-        raise ConfigError(
-            "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
-        )
+    if not recipe.trains:
+        _check_measuring(recipe)
     num_trained = sum(each is not None for each in (recipe.sft, recipe.preference))
     num_trained += recipe.rl.num_rounds
     if recipe.soup and recipe.soup.num_policies > num_trained:
@@ -59,6 +62,10 @@ def check_recipe(recipe: Recipe) -> None:
             f"got {recipe.soup.num_policies}; need at most {num_trained}, the policies that this "
             "recipe trains; lower it, or raise rl.num_rounds",
         )
+    if recipe.against is not None and recipe.against.init == "random":
+        raise ConfigError("against.init", "got random; need a model that is there; name its path")
+    if recipe.promote.suite is not None and recipe.promote.suite not in recipe.suites:
+        raise ConfigError("promote.suite", unknown_name(recipe.promote.suite, [*recipe.suites]))
     if recipe.asks_reward_model and recipe.reward_model is None:
         raise ConfigError(
             "rl.reward.model.path",
@@ -67,12 +74,30 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
+def _check_measuring(recipe: Recipe) -> None:
+    """A recipe that trains nothing has a model, and something to measure it on."""
+    if recipe.model.init == "random":
+        raise ConfigError(
+            "rl.num_rounds",
+            "got 0 with sft: null; nothing would be trained; add one, or name a model to measure "
+            "(model.path)",
+        )
+    if recipe.reward_model is not None:
+        raise ConfigError(
+            "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
+        )
+    if recipe.data is None and not recipe.suites:
+        raise ConfigError("data", "missing, and there are no suites to measure; add one of them")
+
+
 def _check_plugins(recipe: Recipe) -> None:
     check_backend(recipe.training)
     check_rollout(recipe.rollout)
     check_parts(recipe.rl.algorithm)
     check_reward(recipe.rl.reward)
-    check_preprocessors(recipe.data)
+    for data in (recipe.data, *(suite.data for suite in recipe.suites.values())):
+        if data is not None:
+            check_preprocessors(data)
     TRACKERS.find(recipe.location.tracker)
     for name in recipe.location.mirrors:
         TRACKERS.find(name, "location.mirrors")
@@ -97,6 +122,8 @@ def _check_warmup(recipe: Recipe) -> None:
 
 def _check_lengths(recipe: Recipe) -> None:
     """As the stages do, with room for the longest prompt that the data may have."""
+    if recipe.data is None:
+        return
     prompt, limit = recipe.data.max_prompt_length, recipe.model.max_length
     for path, answer in (
         ("rl.sampling.max_new_tokens", recipe.rl.sampling.max_new_tokens),
@@ -106,33 +133,57 @@ def _check_lengths(recipe: Recipe) -> None:
 
 
 def _check_data(recipe: Recipe) -> None:
+    for name, suite in recipe.suites.items():
+        if name in MEASURED_STAGES or name.startswith(ROUND):
+            raise ConfigError(
+                f"suites.{name}", "the evaluation of a stage is called so; choose another name"
+            )
+        _check_paths(suite.data, f"suites.{name}.data")
+        _check_num_problems(suite.data, suite.evaluation, f"suites.{name}.")
     data = recipe.data
+    if data is None:
+        if recipe.trains:
+            raise ConfigError("data", "missing; need arithmetic, or sources; add a section")
+        return
     pairs = recipe.preference is not None or recipe.reward_model is not None
     if data.arithmetic is None:
-        for path, sources, needed in (
-            ("data.sft", data.sft, recipe.sft is not None),
-            ("data.rl", data.rl, recipe.rl.num_rounds > 0),
-            ("data.evaluation", data.evaluation, True),
-            ("data.preference", data.preference, pairs),
-            ("data.preference_evaluation", data.preference_evaluation, False),
+        for name, needed in (
+            ("sft", recipe.sft is not None),
+            ("rl", recipe.rl.num_rounds > 0),
+            ("evaluation", True),
+            ("preference", pairs),
         ):
-            if needed and not sources:
+            if needed and not getattr(data, name):
                 raise ConfigError(
-                    path, "missing; the recipe has a stage that reads it; add a source"
+                    f"data.{name}", "missing; the recipe has a stage that reads it; add a source"
                 )
-            for index, source in enumerate(sources):
-                _check_path(f"{path}.{index}.path", source.path)
-        return
-    if pairs and not data.arithmetic.num_preference:
+        _check_paths(data, "data")
+    else:
+        needs = {"sft": recipe.sft is not None, "rl": recipe.rl.num_rounds > 0, "preference": pairs}
+        for name, needed in needs.items():
+            if needed and not getattr(data.arithmetic, f"num_{name}"):
+                raise ConfigError(
+                    f"data.arithmetic.num_{name}",
+                    "got 0; the recipe has a stage that trains on these rows; need 1 or more; "
+                    "raise it",
+                )
+    _check_num_problems(data, recipe.evaluation, "")
+
+
+def _check_paths(data: DataConfig, section: str) -> None:
+    for split in SOURCE_SPLITS:
+        for index, source in enumerate(getattr(data, split)):
+            _check_path(f"{section}.{split}.{index}.path", source.path)
+
+
+def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section: str) -> None:
+    """Problems that are generated are as many as are asked for."""
+    asked = evaluation.num_problems or 0
+    if data.arithmetic is not None and data.arithmetic.num_eval < asked:
         raise ConfigError(
-            "data.arithmetic.num_preference",
-            "got 0; the recipe has a stage that trains on pairs; need 1 or more; raise it",
-        )
-    if data.arithmetic.num_eval < (recipe.evaluation.num_problems or 0):
-        raise ConfigError(
-            "evaluation.num_problems",
-            f"got {recipe.evaluation.num_problems}; data.arithmetic.num_eval makes "
-            f"{data.arithmetic.num_eval}; raise that or lower this",
+            f"{section}evaluation.num_problems",
+            f"got {asked}; {section}data.arithmetic.num_eval makes {data.arithmetic.num_eval}; "
+            "raise that or lower this",
         )
 
 

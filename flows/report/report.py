@@ -19,6 +19,7 @@ from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
+from flows.report.measured import measured_tables
 from flows.report.plots import Bar, Curve, PlotData, draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from flows.report.sources import source_table
@@ -298,6 +299,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
         "",
         *(f"`{s.name}` adopted {s.adopted}.\n" for s in report.stages if s.adopted),
         *(f"`{s.name}` was rejected: {s.rejected}.\n" for s in report.stages if s.rejected),
+        *measured_tables({stage.name: stage.metrics for stage in report.stages}),
         *(line for stage in report.stages for line in source_table(stage.name, stage.metrics)),
     ]
     diagnosis = directory / DIAGNOSIS_PAGE
@@ -315,8 +317,10 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
 def _verdict(report: Report) -> str:
     parts = [f"{name.replace('_', ' ')} {value:.1%}" for name, value in report.accuracy.items()]
     accuracy = f"Held-out accuracy: {', '.join(parts)}. " if parts else ""
-    promoted = "The model was promoted." if report.promoted else "The model was not promoted."
-    return f"{accuracy}{promoted} Wall time {report.seconds:.0f} s, seed {report.seed}."
+    promoted = "The model was promoted. " if report.promoted else "The model was not promoted. "
+    if all(stage.name != "promote" for stage in report.stages):
+        promoted = ""
+    return f"{accuracy}{promoted}Wall time {report.seconds:.0f} s, seed {report.seed}."
 
 
 def data_uri(path: Path) -> str:

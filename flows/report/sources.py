@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 PREFIX = "source/"
 """Of `source/<name>/<metric>`; the name may hold a `/`, the metric holds none."""
-_BOUNDS = ("_low", "_high")
+BOUNDS = ("_low", "_high")
+"""Behind the name of a metric: the ends of its interval."""
 
 
 def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
@@ -31,7 +32,7 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
     names = [
         name
         for name in sorted({name for found in sources.values() for name in found})
-        if name == "accuracy" or ("@" in name and not name.endswith(_BOUNDS))
+        if is_shown(name)
     ]
     return [
         f"`{stage}` by data source:",
@@ -40,17 +41,30 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
         "|---|---:" + "|---:" * len(names) + "|",
         *(
             f"| {source.replace('|', '&#124;')} | {found.get('num_problems', 0):.0f} | "
-            f"{' | '.join(_cell(found, name) for name in names)} |"
+            f"{' | '.join(shown_share(found, name) for name in names)} |"
             for source, found in sorted(sources.items())
         ),
         "",
     ]
 
 
-def _cell(found: Mapping[str, float], name: str) -> str:
-    """A value and its interval: a share in percent, the best of k scores as it is."""
+def is_shown(metric: str) -> bool:
+    """Whether a metric has a column of its own: the accuracy, and those at k."""
+    return metric == "accuracy" or ("@" in metric and not metric.endswith(BOUNDS))
+
+
+def shown_share(found: Mapping[str, float], name: str) -> str:
+    """A value and its interval: a share in percent, the best of k scores as it is.
+
+    Args:
+        found: metrics of an evaluation.
+        name: one of them, or of others.
+
+    Returns:
+        For a cell of a table; empty where there is no such metric.
+    """
     if name not in found:
         return ""
-    values = [found[name], *(found[name + bound] for bound in _BOUNDS if name + bound in found)]
+    values = [found[name], *(found[name + bound] for bound in BOUNDS if name + bound in found)]
     shown = [f"{value:.3g}" if name.startswith("best@") else f"{value:.1%}" for value in values]
     return f"{shown[0]} [{', '.join(shown[1:])}]" if len(shown) > 1 else shown[0]

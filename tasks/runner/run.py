@@ -5,9 +5,10 @@ from typing import Protocol
 
 from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import Adoption, Artifact
+from infra.tracking.comparison import GAIN, MARGIN, verdicts
 from tasks.runner.identity import StageRequest
 
-COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_steps", "size_bytes")
+COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_eval", "num_steps", "size_bytes")
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
@@ -17,11 +18,15 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
         if "gain" not in metrics:
             return verdict
         return f"{verdict}, gain {metrics['gain']:+.3g}, chance {metrics['gain_margin']:.3g}"
+    if found := verdicts(metrics):
+        metric = "accuracy" if "accuracy" in found else next(iter(found))
+        gain, margin = metrics[GAIN + metric], metrics[MARGIN + metric]
+        return f"{metric} {gain:+.3g}, chance {margin:.3g}: {found[metric]}"
     if "accuracy" in metrics:
         return f"accuracy {metrics['accuracy']:.1%}"
     if "pair_accuracy" in metrics:
         return f"pair accuracy {metrics['pair_accuracy']:.1%}"
-    return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if name in metrics), "")
+    return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if metrics.get(name)), "")
 
 
 class StageResult(FrozenModel):

@@ -1,8 +1,9 @@
 """The stage that makes a dataset."""
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated
 
-from engines.config.base import local_path
+from engines.config.base import NotIdentity, local_path
 from engines.config.data import AUTO, SOURCE_SPLITS, DataConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
@@ -17,8 +18,16 @@ class PreprocessStageConfig(StageConfig):
     """Raw data to rows, and the tokenizer of a model made from scratch."""
 
     stage = "preprocess"
+    of: Annotated[str, NotIdentity] = ""
+    """The suite whose rows they are; empty for the recipe's own."""
     data: DataConfig
-    model: ModelConfig
+    model: ModelConfig | None = None
+    """Whose tokens limit the rows' lengths; null: whoever reads the rows looks at their lengths."""
+
+    @property
+    def label(self) -> str:
+        """With the suite."""
+        return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """The preprocessors of the sources; each that `auto` may find."""
@@ -31,10 +40,11 @@ class PreprocessStageConfig(StageConfig):
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Every local source, and the model, for its tokenizer."""
         del given
+        section = f"suites.{self.of}.data" if self.of else "data"
         sources = {
-            f"data.{split}.{index}": ExternalInput(path, f"data.{split}.{index}.path")
+            f"data.{split}.{index}": ExternalInput(path, f"{section}.{split}.{index}.path")
             for split in SOURCE_SPLITS
             for index, source in enumerate(getattr(self.data, split))
             if (path := local_path(source.path))
         }
-        return {**sources, **model_input(self.model)}
+        return {**sources, **(model_input(self.model) if self.model else {})}

@@ -1,4 +1,4 @@
-"""The stages behind training: merge, soup, evaluate, promote."""
+"""The stages behind training: merge, soup, evaluate, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +9,7 @@ from pydantic import Field
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import job_interpreter
 from engines.config.base import NotIdentity
+from engines.config.model import ModelConfig
 from engines.config.plugins import (
     PluginKind,
     is_embedded,
@@ -21,7 +22,7 @@ from engines.config.sections import (
     PromoteConfig,
 )
 from engines.config.stages.base import ComputingStageConfig, StageConfig, interpreter_of
-from engines.config.stages.inputs import ExternalInput, reward_inputs
+from engines.config.stages.inputs import ExternalInput, model_input, reward_inputs
 from hardware.platforms import repair_modules
 
 
@@ -64,11 +65,14 @@ class SoupStageConfig(StageConfig):
 
 
 class EvaluateStageConfig(ComputingStageConfig):
-    """A policy or the merged model, and the evaluation rows, to scores."""
+    """A policy or a model, and the evaluation rows, to scores."""
 
     stage = "evaluate"
     of: Annotated[str, NotIdentity] = ""
-    """Label of the stage whose policy it is; empty for the merged model."""
+    """Label of the stage whose policy it is, or the suite; empty for the merged model and the
+    recipe's own problems."""
+    model: ModelConfig | None = None
+    """What is evaluated, where no stage made it."""
     backend: str | None = None
     """The training backend that wrote the policy's checkpoint; null for the merged model."""
     num_threads: int = Field(default=1, ge=1)
@@ -82,7 +86,7 @@ class EvaluateStageConfig(ComputingStageConfig):
 
     @property
     def label(self) -> str:
-        """With the label of the stage whose policy it is."""
+        """With the label of the stage whose policy it is, or the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     @property
@@ -114,9 +118,9 @@ class EvaluateStageConfig(ComputingStageConfig):
         return (*super().plugin_modules(), *repair_modules(self.hardware.platform, self.backend))
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """What the reward reads."""
+        """What the reward reads, and the model of nobody's making."""
         del given
-        return reward_inputs(self.reward)
+        return {**reward_inputs(self.reward), **(model_input(self.model) if self.model else {})}
 
     def check(self) -> None:
         """The rollout engine can keep answers to their form."""
@@ -125,6 +129,21 @@ class EvaluateStageConfig(ComputingStageConfig):
         )
         check_reward_models(self.reward)
         check_judge(self.reward, self.rollout)
+
+
+class CompareStageConfig(StageConfig):
+    """Two evaluations of the same problems, to what one model is better by."""
+
+    stage = "compare"
+    of: Annotated[str, NotIdentity] = ""
+    """The suite; empty for the recipe's own problems."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the interval, two-sided, that a gain has to lie beyond; in a recipe of `evaluation`."""
+
+    @property
+    def label(self) -> str:
+        """With the suite."""
+        return f"{self.stage}_{self.of}" if self.of else self.stage
 
 
 class PromoteStageConfig(StageConfig):

@@ -118,7 +118,7 @@ class Splits:
 
 def build_dataset(
     data: DataConfig,
-    model: ModelConfig,
+    model: ModelConfig | None,
     seed: int,
     out_dir: Path,
     tokenizer: ChatTokenizer | None = None,
@@ -127,7 +127,7 @@ def build_dataset(
 
     Args:
         data: where rows come from.
-        model: `init: random` gets a tokenizer trained on the data.
+        model: `init: random` gets a tokenizer trained on the data; None: of any.
         seed: of generation and sampling.
         out_dir: created if it does not exist.
         tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
@@ -142,7 +142,7 @@ def build_dataset(
     num_overlapping = _check_overlap(splits, data.allow_overlap)
     out_dir.mkdir(parents=True, exist_ok=True)
     vocab_size = None
-    if model.init == "random":
+    if model and model.init == "random":
         directory = train_tokenizer(
             model.tokenizer,
             _texts(splits),
@@ -152,7 +152,7 @@ def build_dataset(
         )
         trained = DirectoryTokenizer.load(directory)
         tokenizer, vocab_size = trained, len(trained)
-    kept = _drop_overlong(splits, data, model, tokenizer) if tokenizer else splits
+    kept = _drop_overlong(splits, data, model, tokenizer) if tokenizer and model else splits
     write_sft_rows(out_dir / SFT_FILE, kept.sft)
     write_rl_rows(out_dir / RL_FILE, kept.rl)
     write_rl_rows(out_dir / EVALUATION_FILE, kept.evaluation)

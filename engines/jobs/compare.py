@@ -1,0 +1,40 @@
+"""Job `compare`: is one model better than another on the same problems? Imports no torch."""
+
+import json
+
+from engines.config.stages.final import CompareStageConfig
+from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.trainers.evaluation.comparison import compared_metrics, comparison_json, metric_gain
+from infra.tracking.comparison import GAIN, MARGIN
+
+COMPARISON = "comparison"
+COMPARISON_NAME = "comparison.json"
+
+
+def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
+    """Compare every metric that both evaluations have, and write `comparison.json`.
+
+    Args:
+        context: of the job.
+
+    Returns:
+        A `comparison`; of each metric the gain and the margin of chance.
+
+    Raises:
+        ConfigError: the evaluations are of other problems, or no problem has a value in both.
+    """
+    ours, theirs = context.input("evaluation"), context.input("against")
+    gains = [
+        metric_gain(ours, theirs, metric, context.config.confidence, context.spec.seed)
+        for metric in compared_metrics(ours, theirs)
+    ]
+    text = json.dumps(comparison_json(gains, context.config.confidence), indent=2, sort_keys=True)
+    (context.output_dir / COMPARISON_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
+    context.journal.progress(1, 1, "; ".join(map(str, gains)))
+    metrics = {f"{GAIN}{each.metric}": each.gain for each in gains}
+    metrics |= {f"{MARGIN}{each.metric}": each.margin for each in gains}
+    return JobOutput(COMPARISON, metrics)
+
+
+if __name__ == "__main__":
+    run_job(CompareStageConfig, compare)

@@ -1,0 +1,118 @@
+"""Two models on the same problems, metric by metric. No torch.
+
+Promises: what is called better or worse lies beyond what chance gives at the stated confidence
+(`engines.trainers.evaluation.paired`), for each metric by itself.
+Does not promise anything of several metrics at once: of twenty, one may lie beyond by chance.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.trainers.evaluation.files import SUMMARY_NAME
+from engines.trainers.evaluation.paired import differences_of, paired_gain
+from infra.tracking.comparison import Verdict, verdict
+
+_OF_PROBLEMS = re.compile(r"accuracy|reward/mean|(pass|maj|avg)@[1-9][0-9]*")
+"""Metrics that are a mean over problems."""
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class MetricGain:
+    """One metric of two models.
+
+    Attributes:
+        metric: its name.
+        value: of the model.
+        other: of the one that it is compared with.
+        gain: mean difference over the problems that have a value in both.
+        margin: what chance alone gives, at the stated confidence.
+        num_problems: that were compared.
+    """
+
+    metric: str
+    value: float
+    other: float
+    gain: float
+    margin: float
+    num_problems: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """In a word; `alike` where chance could have done it."""
+        return verdict(self.gain, self.margin)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.metric} {self.value:.4g} against {self.other:.4g}: {self.verdict} "
+            f"({self.gain:+.4g}, chance {self.margin:.4g})"
+        )
+
+
+def compared_metrics(evaluation: Path, against: Path) -> list[str]:
+    """Metrics that two evaluations both have a value of for each problem.
+
+    Args:
+        evaluation: directory of an evaluation.
+        against: of the other.
+
+    Returns:
+        Their names, sorted.
+    """
+    names = _metrics(evaluation).keys() & _metrics(against).keys()
+    return sorted(filter(_OF_PROBLEMS.fullmatch, names))
+
+
+def metric_gain(
+    evaluation: Path, against: Path, metric: str, confidence: float, seed: int
+) -> MetricGain:
+    """Compare one metric.
+
+    Args:
+        evaluation: directory of the model's evaluation.
+        against: of the other's.
+        metric: one of `compared_metrics`.
+        confidence: two-sided, of the interval.
+        seed: of the signs that are drawn.
+
+    Returns:
+        The gain.
+
+    Raises:
+        ConfigError: the evaluations are of other problems, or no problem has a value in both.
+    """
+    gain = paired_gain(differences_of(evaluation, against, metric), confidence, seed)
+    value, other = (_metrics(each)[metric] for each in (evaluation, against))
+    return MetricGain(metric, value, other, gain.mean, gain.margin, gain.num_problems)
+
+
+def comparison_json(gains: Sequence[MetricGain], confidence: float) -> dict[str, Any]:
+    """What `comparison.json` says.
+
+    Args:
+        gains: by metric.
+        confidence: of their margins.
+
+    Returns:
+        Plain values.
+    """
+    found = {
+        each.metric: {
+            "value": each.value,
+            "against": each.other,
+            "gain": each.gain,
+            "margin": each.margin,
+            "num_problems": each.num_problems,
+            "verdict": each.verdict,
+        }
+        for each in gains
+    }
+    return {"schema": _SCHEMA_VERSION, "confidence": confidence, "metrics": found}
+
+
+def _metrics(evaluation: Path) -> dict[str, float]:
+    return json.loads((evaluation / SUMMARY_NAME).read_text(encoding="utf-8"))["metrics"]
