@@ -197,9 +197,11 @@ def open_run(
                 show_diagnosis(recipe.name, recipe.run_name, directory)
         raise
     finally:
-        # First the cluster: whoever waits for the end of the run waits for this.
-        cluster.release(stopped)
-        recorder.close()
+        try:
+            # First the cluster: whoever waits for the end of the run waits for this.
+            cluster.release(stopped)
+        finally:
+            recorder.close()
 
 
 def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:

@@ -29,6 +29,7 @@ from infra.host.processes import (
     stop_all,
 )
 from infra.host.records import file_lock, load_record, log_tail, save_record
+from infra.host.signals import uninterrupted
 from infra.waiting import wait_for
 
 START_DEADLINE_S = 240.0
@@ -235,9 +236,10 @@ def stop(home: Path, *records: ServerRecord) -> None:
         *records: of the servers; `STOP_DEADLINE_S` holds for all of them together.
     """
     processes = [record.process for record in records if record.process is not None]
-    stop_all(processes, STOP_DEADLINE_S, marks=[record.mark for record in records])
-    for record in records:
-        record_path(home, record.name).unlink(missing_ok=True)
+    with uninterrupted():  # without its guard, a dead server's record would be there for ever
+        stop_all(processes, STOP_DEADLINE_S, marks=[record.mark for record in records])
+        for record in records:
+            record_path(home, record.name).unlink(missing_ok=True)
 
 
 def wait_until_ready(

@@ -3,16 +3,18 @@
 Promises: Ctrl-C, SIGTERM and a closed terminal raise in the main thread from the first moment on,
 so that every `finally` runs; where a library swallows or replaces that exception, it is raised
 again; what comes after it does not interrupt the end, which has bounds of its own, and does not
-change the exit code that tells of the first.
+change the exit code that tells of the first. What is done under `uninterrupted` is done whole.
 Does not promise: anything after SIGKILL. Guards and records stand for that.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -24,6 +26,27 @@ END_LIMIT_S = 60.0
 LOOK_AGAIN_S = 0.05
 IMPORT_SYSTEM = "<frozen importlib"
 """Raised between two lines of it, an exception leaves its lock taken, and every import waits."""
+
+
+_scopes: list["OrderlyEnd"] = []
+"""Of this process, the innermost last."""
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Scope that has bounds of its own, and that half done is worse than late.
+
+    A signal that comes inside it raises at its end. Nothing happens to other threads, where no
+    signal raises, nor outside of `OrderlyEnd`.
+
+    Yields:
+        None: inside the scope.
+    """
+    if not _scopes or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _scopes[-1].held_back():
+        yield
 
 
 class OrderlyEnd:
@@ -39,9 +62,24 @@ class OrderlyEnd:
         self._asked_at = 0.0
         self._is_look = False
         self._over = False
+        self._num_holding = 0
+        self._is_late = False
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """What `uninterrupted` enters."""
+        self._num_holding += 1
+        try:
+            yield
+        finally:
+            self._num_holding -= 1
+            if self._is_late and not self._num_holding:
+                self._is_late = False
+                raise _end(self._asked_by)
 
     def __enter__(self) -> Self:
         """Handle from now on what ends a command; signals that are ignored stay so."""
+        _scopes.append(self)
         sys.unraisablehook = _without_our_own
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -58,6 +96,7 @@ class OrderlyEnd:
     ) -> None:
         """Tell of the signal, not of what a library made of its exception."""
         self._over = True
+        _scopes.remove(self)
         if self._asked_by and isinstance(error, Exception) and _tells_of_an_end(error):
             raise _end(self._asked_by) from error
 
@@ -75,8 +114,12 @@ class OrderlyEnd:
         timer.daemon = True
         timer.start()
         is_importing = frame is not None and frame.f_code.co_filename.startswith(IMPORT_SYSTEM)
-        if not is_importing and not (is_look and _tells_of_an_end(sys.exception())):
-            raise _end(self._asked_by)
+        if is_importing or (is_look and _tells_of_an_end(sys.exception())):
+            return
+        if self._num_holding:
+            self._is_late = True
+            return
+        raise _end(self._asked_by)
 
     def _look(self) -> None:
         """Have the main thread see whether it ends: only there it can be known."""

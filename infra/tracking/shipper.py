@@ -67,6 +67,7 @@ class Shipper:
         self._news: dict[str, None] = {}
         self._is_news = threading.Event()
         self._is_closing = threading.Event()
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._in_touch = False
         self._silent_until = 0.0
@@ -123,8 +124,8 @@ class Shipper:
             return
         self._is_closing.set()
         self._is_news.set()
-        self._thread.join(deadline_s)
-        if self._thread.is_alive():
+        # Not `join`: Ctrl-C in the middle of one has CPython 3.11 take the thread for dead.
+        if not self._has_ended.wait(deadline_s):
             _log.warning(
                 "tracking: %s did not take everything within %g s; the next run sends the rest",
                 redact(self._tracker.address),
@@ -134,8 +135,15 @@ class Shipper:
     def _wake(self) -> None:
         self._is_news.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="tracking", daemon=True)
+            self._has_ended.clear()
+            self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
             self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._has_ended.set()
 
     def _serve(self) -> None:
         while True:

@@ -123,8 +123,12 @@ class Recorder:
             self._shipper.put(self._run.model_copy(update={"state": status}))
 
     def close(self) -> None:
-        """Wait until everything is told, but not for ever."""
-        self._shipper.close(self._close_deadline_s)
+        """Wait until everything is told, but not for ever; in haste once somebody ends it."""
+        try:
+            self._shipper.close(self._close_deadline_s)
+        except (KeyboardInterrupt, SystemExit):
+            self._shipper.close(CLOSE_IN_HASTE_S)
+            raise
 
     def _key(self, request: StageRequest, generation: int) -> str:
         return sha256_json([self._store_uri, request.fingerprint, generation])

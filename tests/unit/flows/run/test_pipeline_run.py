@@ -5,6 +5,7 @@ A rejected round is told when it is rejected.
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from prefect import flow
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
+from flows.run.lazy_cluster import LazyCluster
 from flows.run.pipeline_run import SURROUNDINGS, SilentObserver, Surroundings, open_run
 from flows.stage_order import run_stages
 from infra.errors import JobFailedError
 from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
 from tasks.runner.identity import StageRequest
+from tasks.runner.recorder import Recorder
 from tasks.runner.run import StageResult
 from tests.unit.flows.run.test_round_gate import Training
 from tests.unit.flows.test_plan import RUN, Stages
@@ -93,6 +96,29 @@ def test_what_cannot_be_diagnosed_does_not_hide_the_error(recipe: Recipe) -> Non
     page.mkdir(parents=True)
     heard = end(recipe, JobFailedError("the cause"))
     assert heard.said["diagnosis"].startswith("none: ")
+
+
+class Interrupted(LazyCluster):
+    """Ctrl-C comes while it is released."""
+
+    def release(self, besides: Collection[str] = ()) -> None:
+        super().release(besides)
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_is_ended_at_its_very_end_is_told_as_finished(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Recorder] = []
+    close = Recorder.close
+    monkeypatch.setattr(Recorder, "close", lambda self: (close(self), closed.append(self)))
+    token = SURROUNDINGS.set(Surroundings(Heard(), Interrupted(recipe.home)))
+    try:
+        with pytest.raises(KeyboardInterrupt), open_run(recipe):
+            pass
+    finally:
+        SURROUNDINGS.reset(token)
+    assert len(closed) == 1
 
 
 class Watched(Training):

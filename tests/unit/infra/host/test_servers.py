@@ -1,6 +1,7 @@
 """Servers of a home, with real processes: killed starters, killed users, a full disk."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -68,10 +69,9 @@ def _start_elsewhere(
             record = servers.start(home, _command(home), persistent={persistent})
         servers.wait_until_ready(record)
         print("ready", flush=True)
-        {then}
     """
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", textwrap.dedent(code) + textwrap.dedent(then)],
         stdout=subprocess.PIPE,
         text=True,
         env=env.child_environment(**variables),
@@ -110,7 +110,7 @@ def test_a_server_ends_by_itself_when_its_users_were_killed(home: Path, point: s
 def test_two_users_share_a_server_and_the_last_one_ends_it(home: Path) -> None:
     then = (
         "while len(servers.load(home, record.name).living_users) < 2: time.sleep(0.05)\n"
-        "        print(servers.leave(home, record.name))"
+        "print(servers.leave(home, record.name))"
     )
     with _start_elsewhere(home, then) as starter:
         assert starter.stdout is not None
@@ -126,6 +126,30 @@ def test_two_users_share_a_server_and_the_last_one_ends_it(home: Path) -> None:
     assert servers.running(home, NAME) is not None
     assert servers.leave(home, NAME) is True
     assert _processes(home) == []
+
+
+def test_a_command_that_is_interrupted_while_it_ends_its_server_leaves_no_record(
+    home: Path,
+) -> None:
+    leaving = """
+    from infra.host.signals import OrderlyEnd
+
+    def slow_stop_all(*arguments, **named):
+        stop_all(*arguments, **named)
+        print("all dead", flush=True)  # nobody is left who would forget them
+        time.sleep(1)
+
+    stop_all, servers.stop_all = servers.stop_all, slow_stop_all
+    with OrderlyEnd():
+        servers.leave(home, record.name)
+    """
+    process = _start_elsewhere(home, leaving)
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert "all dead\n" in iter(out.readline, "")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) != 0
+    assert servers.recorded(home) == []
 
 
 def test_a_full_disk_holds_no_server_up(tmp_path: Path) -> None:

@@ -87,6 +87,33 @@ def test_a_slow_end_is_not_interrupted(number: signal.Signals, code: int) -> Non
         assert process.wait(timeout=10) == code
 
 
+HELD_BACK = """
+        from infra.host.signals import uninterrupted
+        with uninterrupted():
+            print("up", flush=True)
+            time.sleep(0.5)
+            print("done whole", flush=True)
+        print("not reached", flush=True)
+"""
+
+
+@ENDS
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_what_is_not_to_be_interrupted_is_done_whole_and_then_the_command_ends(
+    number: signal.Signals, code: int, num_signals: int
+) -> None:
+    process = _start(PROGRAM % HELD_BACK)
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert out.readline() == "up\n"
+        for _ in range(num_signals):
+            process.send_signal(number)
+            time.sleep(0.1)
+        assert out.readline() == "done whole\n"
+        assert process.wait(timeout=10) == code
+        assert out.read() == "finalizing\n"
+
+
 IMPORTING = """
 import sys, threading, time
 from infra.host.signals import OrderlyEnd

@@ -1,7 +1,10 @@
 """The recorder: one run per pipeline run, nothing opened in vain, stages below who made them."""
 
+import os
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import TrackerSettings
+from infra.tracking.tracker import RunState, TrackerSettings
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
 
@@ -93,6 +96,32 @@ def test_a_failed_run_is_continued_by_its_retry(
     assert [run["state"] for run in runs(tracker).values()] == ["FAILED", "FAILED"]
     whole_run(start, "one", tmp_path)
     assert [run["state"] for run in runs(tracker).values()] == ["FINISHED", "FINISHED"]
+
+
+class SlowTracker(JsonLinesTracker):
+    """Takes a while to note a state."""
+
+    def set_state(
+        self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> None:
+        time.sleep(0.5)
+        super().set_state(run_id, state, tags, metrics)
+
+
+def test_ctrl_c_while_the_end_is_told_does_not_lose_it(tmp_path: Path) -> None:
+    tracker = SlowTracker(TrackerSettings(tmp_path))
+    history = StageHistory(open_storage(str(tmp_path / "store")))
+    recorder = Recorder(
+        Shipper(Ledger(tmp_path, tracker.address, "s"), tracker, history, ship_every_s=0.01),
+        identity={"flow_run_id": "one"}, name="tiny", params={}, tags={}, store_uri="s",
+    )  # fmt: skip
+    recorder.stage_started(request("sft"))
+    recorder.stage_finished(request("sft"), record(request("sft")))
+    recorder.run_finished(tmp_path / "runs", {})
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        recorder.close()
+    assert {run["state"] for run in runs(tracker).values()} == {"FINISHED"}
 
 
 def test_another_run_gets_a_parent_and_the_id_of_what_it_reuses(
