@@ -155,9 +155,9 @@ def with_commits(at: Look) -> Look:
         return data.model_copy(update=sources)
 
     found: dict[str, object] = {
+        "data": of_data(at.data, "data") if at.data else None,
         "model": resolved(at.model, "model", "model"),
         "against": resolved(at.against, "model", "against") if at.against else None,
-        "data": of_data(at.data, "data") if at.data else None,
         "suites": {
             name: suite.model_copy(update={"data": of_data(suite.data, f"suites.{name}.data")})
             for name, suite in at.suites.items()

@@ -122,7 +122,7 @@ def _check_warmup(recipe: Recipe) -> None:
 
 def _check_lengths(recipe: Recipe) -> None:
     """As the stages do, with room for the longest prompt that the data may have."""
-    if recipe.data is None:
+    if recipe.data is None or not recipe.trains:
         return
     prompt, limit = recipe.data.max_prompt_length, recipe.model.max_length
     for path, answer in (

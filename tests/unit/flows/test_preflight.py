@@ -288,3 +288,39 @@ def test_models_and_adapters(directory: Path, model: Path) -> None:
 
 def test_bad_input_row_42_a_platform_that_is_not_here(directory: Path) -> None:
     assert problem(directory, "hardware.platform=huawei").startswith("hardware.platform: huawei ")
+
+
+def test_suites_are_looked_at_as_the_recipe_is(directory: Path) -> None:
+    (directory / "held_out.jsonl").write_text(json.dumps(ROW) + "\n")
+    (directory / "good.py").write_text("def compute_score(**_): return 1.0\n")
+    (directory / "bad.py").write_text("def compute_score(**_): return 'good'\n")
+    suite = f"suites.mine={{data: {{evaluation: [{{path: {directory}/held_out.jsonl}}]}}}}"
+    recipe = load_recipe(
+        str(directory / "recipe.yaml"),
+        [suite, f"suites.mine.reward.function={directory}/good.py:compute_score"],
+    )
+    assert preflight(recipe).suites == recipe.suites
+    text = problem(
+        directory, suite, f"suites.mine.reward.function={directory}/bad.py:compute_score"
+    )
+    assert text.startswith("suites.mine.reward.function: ")
+    (directory / "held_out.jsonl").write_text('{"a": 1}\n')
+    text = problem(directory, suite)
+    assert text.startswith("suites.mine.data.evaluation.0.format: got auto; columns of held_out")
+
+
+def test_what_is_only_measured_has_the_context_that_it_was_built_with(
+    directory: Path, model: Path
+) -> None:
+    measured = [
+        f"model={{init: pretrained, path: {model}, max_length: 4096}}",
+        "sft=null",
+        "rl.num_rounds=0",
+    ]
+    recipe = load_recipe(str(directory / "recipe.yaml"), measured)
+    assert preflight(recipe).model == recipe.model
+    text = problem(directory, *measured[:1])
+    assert text.startswith("model.max_length: got 4096; need at most 64")
+    text = problem(directory, f"against.path={directory}")
+    assert text.startswith("against.path: ")
+    assert "is not a model directory" in text

@@ -1,0 +1,106 @@
+"""Two evaluations, metric by metric, by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.config.sections import EvaluationConfig
+from engines.data.read.examples import RLPrompt
+from engines.data.read.rows import Message, RewardModel, RLRow
+from engines.trainers.evaluation.comparison import (
+    MetricGain,
+    compared_metrics,
+    comparison_json,
+    metric_gain,
+)
+from engines.trainers.evaluation.evaluator import (
+    Answer,
+    EvaluatedProblem,
+    Evaluation,
+    summarize,
+)
+from engines.trainers.evaluation.files import write_evaluation
+
+
+def evaluation(directory: Path, right: str, num_samples: int = 0) -> Path:
+    """Of one problem for each letter: `r`ight, `w`rong, or `u`nscored."""
+    directory.mkdir()
+
+    def answer(letter: str) -> Answer:
+        score = {"r": 1.0, "w": 0.0, "u": None}[letter]
+        return Answer("x", score, None if score is None else bool(score), "stop", 1, "x")
+
+    problems = tuple(
+        EvaluatedProblem(
+            RLPrompt(
+                index, RLRow("s", (Message("user", "q"),), "m", RewardModel("rule", "1"), {}), (1,)
+            ),
+            "q",
+            answer(letter),
+            (answer(letter),) * num_samples,
+        )
+        for index, letter in enumerate(right)
+    )
+    config = EvaluationConfig(num_samples=num_samples, pass_at=(1,))
+    write_evaluation(Evaluation(problems, summarize(problems, config, 0), {}), directory)
+    return directory
+
+
+def test_what_both_have_is_compared(tmp_path: Path) -> None:
+    ours = evaluation(tmp_path / "ours", "rw", num_samples=1)
+    theirs = evaluation(tmp_path / "theirs", "ww")
+    assert compared_metrics(ours, theirs) == ["accuracy", "reward/mean"]
+    assert compared_metrics(ours, ours) == [
+        "accuracy",
+        "avg@1",
+        "maj@1",
+        "pass@1",
+        "reward/mean",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict", "gain"),
+    [
+        # Six changed, all one way: chance 1/64, below 0.025; five: 1/32, above it.
+        ("rrrrrr" + "w" * 14, "wwwwww" + "w" * 14, "better", 0.3),
+        ("wwwwww" + "w" * 14, "rrrrrr" + "w" * 14, "worse", -0.3),
+        ("rrrrr" + "w" * 15, "wwwww" + "w" * 15, "alike", 0.25),
+        ("rw", "rw", "alike", 0.0),
+    ],
+)
+def test_the_verdict_is_the_sign_test_s(
+    ours: str, theirs: str, verdict: str, gain: float, tmp_path: Path
+) -> None:
+    found = metric_gain(
+        evaluation(tmp_path / "a", ours), evaluation(tmp_path / "b", theirs), "accuracy", 0.95, 0
+    )
+    assert (found.verdict, found.gain) == (verdict, pytest.approx(gain))
+    assert found.value - found.other == pytest.approx(gain)
+
+
+def test_a_problem_without_a_score_is_in_neither(tmp_path: Path) -> None:
+    found = metric_gain(
+        evaluation(tmp_path / "a", "rru"), evaluation(tmp_path / "b", "wur"), "accuracy", 0.95, 0
+    )
+    assert (found.num_problems, found.gain) == (1, 1.0)
+    assert (found.value, found.other) == (1.0, 0.5)
+
+
+def test_the_file() -> None:
+    gain = MetricGain("accuracy", 0.5, 0.25, 0.25, 0.1, 8)
+    assert comparison_json([gain], 0.95) == {
+        "schema": 1,
+        "confidence": 0.95,
+        "metrics": {
+            "accuracy": {
+                "value": 0.5,
+                "against": 0.25,
+                "gain": 0.25,
+                "margin": 0.1,
+                "num_problems": 8,
+                "verdict": "better",
+            }
+        },
+    }
+    assert str(gain) == "accuracy 0.5 against 0.25: better (+0.25, chance 0.1)"

@@ -1,0 +1,170 @@
+"""Suites of a recipe: named, spelled out or read from a file; what they cannot be is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config.training import HardwareConfig
+from flows.plan import Planner
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.recipe.source import suite_names
+from flows.stage_order import run_stages
+from infra.errors import ConfigError
+from infra.store.storage import LocalStorage
+
+KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
+ADDITION = "suites={addition: addition}"
+NOTHING_TRAINS = ("sft=null", "rl.num_rounds=0", "data=null")
+
+
+def measured(*overrides: str) -> Recipe:
+    """The quickstart's sizes, but for a model that is there and only measured."""
+    return load_recipe(
+        "quickstart",
+        ("model={init: pretrained, path: owner/name}", *NOTHING_TRAINS, *overrides),
+    )
+
+
+def planned(recipe: Recipe, root: Path) -> dict[str, Any]:
+    recipe = recipe.model_copy(update={"hardware": KNOWN})
+    planner = Planner(LocalStorage(root / "store"), recipe.seed, {})
+    run_stages(recipe, planner, lambda _: None)
+    return {stage.label: stage for stage in planner.stages}
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_shipped_suite_loads(name: str) -> None:
+    suite = load_recipe("quickstart", [f"suites={{{name}: {name}}}"]).suites[name]
+    assert suite.reward is not None
+    assert suite.evaluation.max_new_tokens is not None
+
+
+def test_a_suite_is_a_name_a_file_or_spelled_out_and_an_overlay_changes_any(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hard.yaml").write_text("extends: addition\ndata: {arithmetic: {num_digits: 4}}\n")
+    recipe = load_recipe(
+        "quickstart",
+        [
+            f"suites={{addition: addition, hard: {tmp_path}/hard.yaml}}",
+            "suites.own={data: {arithmetic: {num_eval: 8}}, reward: {function: exact}}",
+            "suites.hard.evaluation.num_problems=5",
+        ],
+    )
+    assert [*recipe.suites] == ["addition", "hard", "own"]
+    digits = [s.data.arithmetic.num_digits for s in recipe.suites.values() if s.data.arithmetic]
+    assert digits == [2, 4, 2]
+    assert recipe.suites["hard"].evaluation.num_problems == 5
+    assert recipe.suites["hard"].evaluation.max_new_tokens == 6
+
+
+def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        "quickstart",
+        [ADDITION, "against.path=owner/name", "rl.num_rounds=0", "promote.suite=addition"],
+    )
+    stages = planned(recipe, tmp_path)
+    assert [*stages] == [
+        "preprocess",
+        "sft",
+        "evaluate_sft",
+        "merge",
+        "preprocess_addition",
+        "evaluate",
+        "evaluate_against",
+        "compare",
+        "evaluate_addition",
+        "evaluate_addition_against",
+        "compare_addition",
+        "promote",
+    ]
+
+
+def test_the_incumbent_is_measured_on_the_suite_that_decides(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", [ADDITION, "promote.suite=addition", "rl.num_rounds=0"])
+    recipe = recipe.model_copy(update={"hardware": KNOWN})
+    asked: dict[str, Any] = {}
+
+    class Noting(Planner):
+        def run(self, request: Any) -> Any:
+            asked[request.label] = request
+            return super().run(request)
+
+    noting = Noting(LocalStorage(tmp_path / "store"), recipe.seed, {})
+    run_stages(recipe, noting, lambda model: model)
+    ours, theirs = asked["evaluate_addition"], asked["evaluate_incumbent"]
+    assert theirs.config.identity_values() == ours.config.identity_values()
+    assert theirs.inputs["dataset"] == ours.inputs["dataset"]
+    assert asked["promote"].inputs["evaluation"].uri == "evaluate_addition"
+
+
+def test_without_training_the_model_itself_is_measured(tmp_path: Path) -> None:
+    assert [*planned(measured(ADDITION), tmp_path)] == ["preprocess_addition", "evaluate_addition"]
+    own = measured("data={arithmetic: {num_sft: 0, num_rl: 0}}")
+    assert [*planned(own, tmp_path)] == ["preprocess", "evaluate"]
+
+
+def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
+    first, second = (
+        planned(measured(ADDITION, f"model.path=owner/{name}"), tmp_path) for name in "ab"
+    )
+    same = first["preprocess_addition"].fingerprint == second["preprocess_addition"].fingerprint
+    assert same
+    assert first["preprocess_addition"].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("suites={x: gsm9k}",), "suite: no 'gsm9k'; known: addition, aime_2024, gsm8k"),
+        (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
+        (("suites={sft: addition}",), "suites.sft: the evaluation of a stage is called so"),
+        (("suites={rl_round_7: addition}",), "suites.rl_round_7: the evaluation of a stage"),
+        (("suites={Big: addition}",), "suites.Big"),
+        (("suites={x: {reward: {function: exact}}}",), "suites.x.data"),
+        (
+            ("suites={x: {data: {sft: [{path: owner/name}], evaluation: [{path: owner/name}]}}}",),
+            "suites.x.data.sft: got a source; a suite only measures",
+        ),
+        (
+            ("suites={x: {data: {arithmetic: {}}, reward: {model: {path: owner/name}}}}",),
+            "suites.x.reward.model: got a model; need functions alone",
+        ),
+        (
+            ("suites={x: {data: {evaluation: [{path: ./absent.parquet}]}}}",),
+            "suites.x.data.evaluation.0.path: ./absent.parquet does not exist",
+        ),
+        (
+            (ADDITION, "suites.addition.evaluation.num_problems=513"),
+            "suites.addition.evaluation.num_problems: got 513; suites.addition.data.arithmetic."
+            "num_eval makes 512",
+        ),
+        ((ADDITION, "promote.suite=additon"), "promote.suite: no 'additon'; known: addition; did"),
+        (("against={init: random}",), "against.init: got random"),
+        (("sft=null", "rl.num_rounds=0"), "rl.num_rounds: got 0 with sft: null"),
+        (("data=null",), "data: missing; need arithmetic, or sources"),
+        (("data.arithmetic.num_rl=0",), "data.arithmetic.num_rl: got 0; the recipe has a stage"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    overrides: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", overrides)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "data: missing, and there are no suites to measure"),
+        ((ADDITION, "reward_model={}"), "reward_model: got a section"),
+    ],
+)
+def test_nothing_to_measure(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        measured(*overrides)
+    assert str(caught.value).startswith(said)
