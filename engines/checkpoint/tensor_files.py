@@ -8,10 +8,10 @@ damaged or an absent file would see it.
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,3 +70,11 @@ def disk_error(error: BaseException, path: Path) -> BaseException:
     if isinstance(error, FileNotFoundError) and named.exists():
         return OSError(errno.EIO, "cannot be opened", str(named))
     return error
+
+
+def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model directory, one at a time, by their names in the files."""
+    for shard in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)

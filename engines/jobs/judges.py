@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from engines.checkpoint.model_directory import (
@@ -16,6 +15,7 @@ from engines.checkpoint.model_directory import (
     model_of_section,
     resolve_model,
 )
+from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.training import TrainingConfig
@@ -24,7 +24,7 @@ from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
-from engines.jobs.policy_stage import policy_tokenizer
+from engines.jobs.policy.stage import policy_tokenizer
 from engines.jobs.runtime import JobContext
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.generative import GenerativeJudge
@@ -182,11 +182,3 @@ def _reward_model(
 def question_seed(seed: int, text: str) -> int:
     """Of what a judge is asked: the same whenever and beside whatever it is asked."""
     return derive_seed(seed, f"judge/{text}")
-
-
-def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory, one at a time, by their names in the files."""
-    for shard in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as file:
-            for name in sorted(file.keys()):
-                yield name, file.get_tensor(name)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from engines.config.stages.supervised import PreferenceStageConfig
 from engines.data.read.pairs import as_policy, read_pairs
-from engines.jobs.policy_stage import policy_output, stage_progress
+from engines.jobs.policy.stage import policy_output, stage_progress
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
 from engines.trainers.supervised.preference import PolicyPairs

@@ -19,8 +19,7 @@ from engines.jobs.policy.files import (
     trained_steps,
     write_hf_files,
 )
-from engines.jobs.policy.teacher_source import teacher_source
-from engines.jobs.policy_stage import (
+from engines.jobs.policy.stage import (
     local_reward,
     policy_output,
     policy_tokenizer,
@@ -28,6 +27,7 @@ from engines.jobs.policy_stage import (
     queueing,
     stage_progress,
 )
+from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.rewards.mixture import check_data_sources

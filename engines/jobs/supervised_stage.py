@@ -15,7 +15,7 @@ from engines.data.read.dataset import Dataset, load_dataset
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, write_hf_files
-from engines.jobs.policy_stage import policy_output, policy_tokenizer, queueing, stage_progress
+from engines.jobs.policy.stage import policy_output, policy_tokenizer, queueing, stage_progress
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.supervised.trainer import SupervisedTrainer

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engines.checkpoint.model_directory import create_random_model, load_tokenizer
+from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.model import ArchitectureConfig, JudgeConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
 from engines.controller.launch import launch_engines
@@ -16,7 +17,7 @@ from engines.controller.replica import ReplicaSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.judges import question_seed, stored_tensors
+from engines.jobs.judges import question_seed
 from engines.jobs.policy.files import write_hf_files
 from engines.rewards.base import ScoreRequest
 from engines.rewards.judges.judgement import score

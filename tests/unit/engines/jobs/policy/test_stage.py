@@ -7,7 +7,7 @@ import pytest
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.jobs.policy_stage import policy_tokenizer
+from engines.jobs.policy.stage import policy_tokenizer
 from infra.errors import ConfigError
 
 

@@ -1,0 +1,197 @@
+"""The answers of an evaluation: sampled once, and kept for whoever judges them otherwise.
+
+What they depend on is a part of the evaluation's identity, so they have a fingerprint of their own:
+the model, the requests, how they are sampled and served, the code that does it. The reward with its
+code, the models that judge, k and the confidence are no part of it. They are an artifact of kind
+`answers`, one for each call, committed under that fingerprint as the output of a stage is.
+Promises: what was asked of an equal model is found, by any evaluation over the same store, a
+repetition of one that was killed included; answers that are not there, or damaged, are sampled; a
+store that cannot take them ends no evaluation.
+Does not promise to keep them for ever: nothing names them but their fingerprint, and `rlhf gc` goes
+by their age.
+"""
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engines.config.algorithm import RewardConfig
+from engines.config.plugins import PluginKind, named_rows, plugin_modules
+from engines.config.sections import EvaluationConfig
+from engines.config.stages.final import EvaluateStageConfig
+from engines.jobs.runtime import JobContext
+from engines.types import Completion, RolloutRequest
+from infra import env
+from infra.errors import PipelineError
+from infra.identity.fingerprint import outside_code, source_closure
+from infra.store.canonical import sha256_json
+from infra.store.process_stamp import own_stamp
+from infra.store.stage_log import Holder
+from infra.store.stage_spec import CommitRecord
+from infra.store.storage import Storage
+
+ANSWERS = "answers"
+_FILE = "answers.parquet"
+_SCHEMA_VERSION = 1
+_JUDGES: tuple[PluginKind, ...] = ("reward",)
+_MODELS = ("policy", "model")
+"""Inputs of which one is evaluated."""
+_SAMPLING_CODE = "engines.jobs.evaluation.served_model"
+"""From it everything is reached that samples, but for what the configuration names."""
+_SCHEMA = pa.schema(
+    [
+        ("request_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float64())),
+        ("policy_versions", pa.list_(pa.int64())),
+        ("finish_reason", pa.string()),
+    ]
+)
+
+Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
+
+_log = logging.getLogger(__name__)
+
+
+class KeptAnswers:
+    """Samples requests whose answers the store does not have.
+
+    Args:
+        context: of the evaluation.
+        generate: samples; called only for what is not there.
+    """
+
+    def __init__(self, context: JobContext[EvaluateStageConfig], generate: Generate) -> None:
+        self._context = context
+        self._generate = generate
+        self._identity = sampling_identity(context)
+        self.num_found = self.num_sampled = 0
+
+    def __call__(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        """Answer every request.
+
+        Args:
+            requests: as `Generate` takes them.
+
+        Returns:
+            By request and seed.
+        """
+        asked = [dataclasses.asdict(request) for request in requests]
+        fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
+        found = find_answers(self._context.storage, fingerprint, requests)
+        if found is not None:
+            self.num_found += sum(map(len, found))
+            return found
+        answers = self._generate(requests)
+        self.num_sampled += sum(map(len, answers))
+        try:
+            self._keep(fingerprint, answers)
+        except (PipelineError, OSError) as error:
+            _log.warning("answers are not kept for another evaluation: %s", error)
+        return answers
+
+    def _keep(self, fingerprint: str, answers: Sequence[Sequence[Completion]]) -> None:
+        storage, spec = self._context.storage, self._context.spec
+        directory = self._context.attempt_dir / ANSWERS
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        write_answers(answers, directory / _FILE)
+        artifact = storage.publish(directory, ANSWERS)
+        log = storage.attempts.entries(fingerprint)
+        # Whoever held them before died between two calls, or is about to commit the same.
+        holder = Holder(id=spec.holder, process=own_stamp())
+        attempt = storage.attempts.hold(fingerprint, holder, len(log))
+        record = CommitRecord(
+            fingerprint=fingerprint,
+            stage=ANSWERS,
+            artifact=artifact,
+            attempt=attempt.number,
+            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        storage.commit(attempt, record)
+
+
+def sampling_identity(context: JobContext[EvaluateStageConfig]) -> dict[str, Any]:
+    """What the answers of an evaluation depend on, beside the requests.
+
+    Args:
+        context: of the evaluation.
+
+    Returns:
+        Plain JSON values.
+    """
+    spec, config = context.spec, context.config
+    # Sampling is in the requests; all else of these two judges.
+    asked = config.model_copy(update={"evaluation": EvaluationConfig(), "reward": RewardConfig()})
+    parts = [part for part in config.plugins() if part[0] not in _JUDGES]
+    roots = [_SAMPLING_CODE, *plugin_modules(parts)]
+    reached = source_closure(roots, counts=spec.sources.__contains__)
+    return {
+        "part": ANSWERS,
+        "schema": _SCHEMA_VERSION,
+        "config": asked.identity_values(),
+        "model": {
+            name: spec.inputs[name].digest for name in ("policy", "model") if name in spec.inputs
+        },
+        "sources": reached,
+        "parts": [row.counted for row in named_rows(parts)],
+        "outside": outside_code(named_rows(parts)),
+        "libraries": {**spec.libraries},
+        "rollout_libraries": {**spec.rollout_libraries},
+        "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
+    }
+
+
+def find_answers(
+    storage: Storage, fingerprint: str, requests: Sequence[RolloutRequest]
+) -> list[list[Completion]] | None:
+    """Answers that were kept.
+
+    Args:
+        storage: that may have them.
+        fingerprint: theirs.
+        requests: that they answer.
+
+    Returns:
+        By request and seed; None where they are not there, or not whole.
+    """
+    try:
+        record = storage.lookup(fingerprint)
+        if record is None:
+            return None
+        answers = read_answers(storage.local_copy(record.artifact) / _FILE)
+    except (PipelineError, OSError) as error:
+        _log.warning("answers that were kept cannot be used: %s", error)
+        return None
+    by_sample = {(each.request_id, each.sample_index): each for each in answers}
+    return [[by_sample[key] for key in request.sample_keys] for request in requests]
+
+
+def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
+    """Write completions as parquet; equal ones give equal bytes, for one version of pyarrow."""
+    rows = [dataclasses.asdict(each) for of_request in answers for each in of_request]
+    table = pa.Table.from_pylist(rows, _SCHEMA)
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+
+
+def read_answers(path: Path) -> list[Completion]:
+    """The completions of a file of `write_answers`, in its order."""
+    return [
+        Completion(
+            request_id=row["request_id"],
+            sample_index=row["sample_index"],
+            token_ids=tuple(row["token_ids"]),
+            logprobs=tuple(row["logprobs"]),
+            policy_versions=tuple(row["policy_versions"]),
+            finish_reason=row["finish_reason"],
+        )
+        for row in pq.read_table(path, schema=_SCHEMA).to_pylist()
+    ]
