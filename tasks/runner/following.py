@@ -100,7 +100,8 @@ class JobFollower:
         storage: where the log is.
         page: where a person looks.
         say: tells whoever watches the run what happens to the job.
-        on_stand: called when an attempt stands for the work, before it is waited for.
+        on_stand: called with the attempt that stands for the work, before it is waited for; it may
+            be committed by then.
         ours: whether a job that this run followed began the stage: what it did so far is news, its
             failure too.
     """
@@ -116,7 +117,7 @@ class JobFollower:
         storage: Storage,
         page: RunPage,
         say: Callable[[str], None],
-        on_stand: Callable[[], None],
+        on_stand: Callable[[int], None],
         ours: bool = False,
     ) -> None:
         self._label = label
@@ -189,7 +190,7 @@ class JobFollower:
             holder = self._storage.attempts.entries(self._fingerprint)[attempt].holder
             self.ray_job = holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
-            self._on_stand()
+            self._on_stand(attempt)
             is_here = holder.cluster == jobs.cluster_id
             return _Job(attempt, self.ray_job, attached, self._watch(attempt), is_here)
 

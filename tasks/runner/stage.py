@@ -23,12 +23,13 @@ from infra.ray.jobs import RayJobs
 from infra.store.stage_log import current_generation
 from infra.store.stage_spec import Adoption, CommitRecord
 from infra.store.storage import Storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.adoption import find_adoptable
 from tasks.runner.cancellation import stop_followed
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
-from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.recorder import EndStatus, Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
@@ -202,9 +203,9 @@ class StageContext:
             adopts=find_adoptable(self._storage, request) if asked else None,
         )
 
-        def on_stand() -> None:
+        def on_stand(attempt: int) -> None:
             nonlocal of
-            of, adopted = self._generation(request)
+            of, adopted = self._generation(request, attempt)
             self._recorder.stage_started(request, of, adopted)
             if asked and adopted is None:
                 self._observer.message(request.label, "its own work goes on; nothing was adopted")
@@ -231,7 +232,7 @@ class StageContext:
         except BaseException as error:
             if follower.ray_job and not follower.others_wait:
                 self.followed.add(follower.ray_job)
-            self._recorder.stage_ended(request, end_status(error), self._generation(request)[0])
+            self._tell_end(request, of, end_status(error))
             error.add_note(request.label)
             raise
         log = self._storage.attempts.entries(request.fingerprint)
@@ -240,18 +241,30 @@ class StageContext:
         page.close()
         return record
 
-    def _generation(
-        self, request: StageRequest, attempt: int | None = None
-    ) -> tuple[int, Adoption | None]:
+    def _tell_end(self, request: StageRequest, of: int, status: EndStatus) -> None:
+        """Tell that nobody here waits any more, or of a commit that nobody here saw.
+
+        Args:
+            request: the stage.
+            of: number of the first attempt of the generation that was waited for.
+            status: of a stage without a commit.
+        """
+        record = StageHistory(self._storage).commit(request.fingerprint, of)
+        if record is None:
+            self._recorder.stage_ended(request, status, of)
+        else:
+            self._recorder.stage_finished(request, record, of)
+
+    def _generation(self, request: StageRequest, attempt: int) -> tuple[int, Adoption | None]:
         """Number of the first attempt of a generation, and what that adopted.
 
         Args:
             request: the stage.
-            attempt: one of the generation; None: the one that is under way or would be next.
+            attempt: one of the generation, which may be committed.
 
         Returns:
-            Both; nothing was adopted by a generation that has no entry yet.
+            Both.
         """
         log = self._storage.attempts.entries(request.fingerprint)
-        of = current_generation(log if attempt is None else log[: attempt + 1])
-        return of, log[of].adopted if of < len(log) else None
+        of = current_generation(log[: attempt + 1])
+        return of, log[of].adopted

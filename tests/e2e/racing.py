@@ -87,7 +87,7 @@ def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> Job
         storage=store,
         page=RunPage(request.label),
         say=lambda text: None,
-        on_stand=lambda: None,
+        on_stand=lambda attempt: None,
     )
 
 

@@ -82,7 +82,7 @@ class Stage:
             storage=self.storage,
             page=RunPage("promote"),
             say=self.said.append,
-            on_stand=lambda: None,
+            on_stand=lambda attempt: None,
             ours=ours,
         ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 

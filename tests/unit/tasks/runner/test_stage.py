@@ -125,3 +125,29 @@ def test_the_end_of_a_run_stops_what_its_job_began_for_it(jobs: Jobs, tmp_path: 
     context.run(first)
     context.stop_jobs()
     assert jobs.stopped == [jobs.storage.attempts.entries(later.fingerprint)[0].holder.ray_job]
+
+
+@pytest.mark.parametrize("moment", ["before it is told", "after it is told"])
+def test_ctrl_c_right_behind_a_commit_finds_the_stage_finished(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It is one run of the tracker, and neither killed nor running for ever."""
+    start = Recorder.stage_started
+
+    def interrupted(*arguments: object, **named: object) -> None:
+        if moment == "after it is told":
+            start(*arguments, **named)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, "stage_started", interrupted)
+    context = new_context(jobs, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        context.run(requests()[0])
+    context._recorder.run_ended("KILLED")
+    context._recorder.close()
+    tracker = JsonLinesTracker(TrackerSettings(tmp_path))
+    runs = [tracker.run(line["key"]) for line in tracker._lines() if "key" in line]
+    assert sorted((bool(run["parent"]), run["state"]) for run in runs) == [
+        (False, "KILLED"),
+        (True, "FINISHED"),
+    ]
