@@ -1,5 +1,6 @@
 """Recipes of the trainers around RL: their stages in order, and what is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,36 @@ def planned(name: str, root: Path, *overrides: str) -> list[Any]:
 def test_its_stages_in_order(name: str, middle: list[str], tmp_path: Path) -> None:
     stages = planned(name, tmp_path)
     assert [stage.label for stage in stages] == ["preprocess", *middle, *END]
+
+
+@pytest.mark.parametrize(
+    ("name", "middle"),
+    [
+        ("sft_llama_7b", ["sft", "evaluate_sft"]),
+        ("dpo_zephyr_7b", ["preference", "evaluate_preference"]),
+        ("kto_zephyr_7b", ["preference", "evaluate_preference"]),
+        (
+            "distill_qwen3_8b",
+            ["sft", "evaluate_sft"]
+            + [f"{stage}rl_round_{n}" for n in (1, 2, 3) for stage in ("", "evaluate_")],
+        ),
+    ],
+)
+def test_a_published_size_names_its_source(name: str, middle: list[str], tmp_path: Path) -> None:
+    stages = planned(name, tmp_path)
+    assert [stage.label for stage in stages] == ["preprocess", *middle, *END]
+    target = load_recipe(name).target
+    assert target is not None
+    assert target.value is not None
+    assert re.match(r"arXiv:\d{4}\.\d{5} ", target.source)
+
+
+def test_a_pipeline_of_reinforcement_from_preferences_is_judged_by_a_rule_at_its_end(
+    tmp_path: Path,
+) -> None:
+    stages = {stage.label: stage for stage in planned("rm_ppo", tmp_path)}
+    assert [*stages][:5] == ["preprocess", "sft", "reward_model", "evaluate_sft", "rl_round_1"]
+    assert [*stages][-4:] == ["preprocess_addition", "evaluate", "evaluate_addition", "promote"]
 
 
 def test_preferences_alone_train_the_model_itself(tmp_path: Path) -> None:
