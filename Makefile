@@ -34,7 +34,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -137,6 +137,9 @@ recipes: $(STAMP)  ## every CPU recipe with three seeds against its start; hours
 
 trainers: $(STAMP)  ## preferences and distillation with three seeds against their start; likewise
 	$(BIN)/python tests/benchmarks/trainers.py $(ARGS)
+
+zoo: $(STAMP)  ## every family of causal LMs that transformers can build: docs/reference/models.md
+	$(BIN)/python tests/zoo/model_zoo.py $(ARGS)
 
 lock:  ## resolve pyproject.toml anew and rewrite the lock
 	$(PYTHON) -m venv .venv-lock

@@ -128,7 +128,7 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
         Slots by name on disk.
 
     Raises:
-        ConfigError: a tensor on disk is no regular part of one in memory.
+        ConfigError: a tensor on disk is no regular part of one in memory, or is joined of several.
     """
     slots: dict[str, Slot] = {}
     known: dict[tuple[int, ...], Tensor] = {}
@@ -145,6 +145,8 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
         if shape not in known:
             known[shape] = torch.arange(parameter.numel()).view(shape)
         for on_disk, index in revert_weight_conversion(model, {name: known[shape]}).items():
+            if on_disk in slots:
+                raise _joined(model, [on_disk])
             slots[on_disk] = _regular_slot(name, index, type(model).__name__)
     return slots
 
@@ -206,15 +208,20 @@ class HubNames:
         streamed: set[str] = set()
         for name, tensor in named:
             converted = revert_weight_conversion(self._model, {name: tensor})
+            if repeated := streamed & converted.keys():
+                raise _joined(self._model, repeated)
             streamed |= converted.keys()
             # Nothing is kept here beside the next one.
             del tensor
             for on_disk in list(converted):
                 yield on_disk, converted.pop(on_disk)
         if streamed != self._names:
-            wrong = ", ".join(sorted(streamed ^ self._names)[:3])
-            raise ConfigError(
-                "model.path",
-                f"{type(self._model).__name__} joins tensors when it is saved ({wrong}), which "
-                "cannot be streamed; choose another architecture",
-            )
+            raise _joined(self._model, streamed ^ self._names)
+
+
+def _joined(model: PreTrainedModel, names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        "model.path",
+        f"{type(model).__name__} joins tensors when it is saved ({', '.join(sorted(names)[:3])}), "
+        "which cannot be streamed; choose another architecture",
+    )

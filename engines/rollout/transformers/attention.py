@@ -24,6 +24,7 @@ from engines.rollout.transformers.kv_cache import KVCache
 
 ATTENTION_NAME = "rollout_kv_cache"
 """Name under which transformers finds `attend`."""
+_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class PrefillStep:
         packed_T: (T,) int64, the place in the padded form of each token.
         position_T: (T,) int64, position of each token in its sequence.
         last_P: (P,) int64, index of the last token of each sequence.
+        attended: layers that asked for their attention in this step.
     """
 
     cache: KVCache
@@ -48,6 +50,7 @@ class PrefillStep:
     packed_T: Tensor
     position_T: Tensor
     last_P: Tensor
+    attended: set[int] = field(default_factory=set)
 
     @staticmethod
     def build(
@@ -123,11 +126,13 @@ class DecodeStep:
         cache: holds the rows.
         position_B: (B,) int64, where the token stands in its row.
         length: the longest row, this token included.
+        attended: as of `PrefillStep`, where modules compute the step.
     """
 
     cache: KVCache
     position_B: Tensor
     length: int
+    attended: set[int] = field(default_factory=set)
     _slots: dict[int, Tensor] = field(default_factory=dict)
     _biases: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -188,7 +193,7 @@ def attend(
         query: (batch, H, tokens, D).
         key: (batch, G, tokens, D).
         value: (batch, G, tokens, D).
-        attention_mask: always None; the step knows what may be seen.
+        attention_mask: must be None; the step knows what may be seen.
         scaling: factor of the scores; None is `D ** -0.5`.
         rollout_step: the forward pass this call belongs to.
         sliding_window: positions that a token sees, its own included; None is all before it.
@@ -198,21 +203,28 @@ def attend(
         (batch, tokens, H, D) and no weights.
 
     Raises:
-        RolloutError: the model lost `rollout_step` or its window, or asks for attention we do
-            not have.
+        RolloutError: the model lost `rollout_step` or its window, asks for attention we do not
+            have, or has a layer that attends twice: it would overwrite its own keys.
     """
     if rollout_step is None:
         raise RolloutError(f"{type(module).__name__} does not pass rollout_step to its attention")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if extra.get(name) is not None:
-            raise RolloutError(
-                f"{type(module).__name__} needs attention with {name}: not supported"
-            )
+    lacking = [name for name in _REFUSED if extra.get(name) is not None]
+    if attention_mask is not None:
+        lacking.append("a mask")
+    if not getattr(module, "is_causal", True):
+        lacking.append("later tokens")
+    if lacking:
+        raise RolloutError(
+            f"{type(module).__name__} needs attention with {lacking[0]}: not supported"
+        )
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise RolloutError(f"{type(module).__name__} has no layer_idx")
     if sliding_window != declared_window(module, layer):
         raise RolloutError(f"{type(module).__name__} does not pass its window to its attention")
+    if layer in rollout_step.attended:
+        raise RolloutError(f"{type(module).__name__} attends twice in one layer: not supported")
+    rollout_step.attended.add(layer)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     return rollout_step.attend(layer, query, key, value, factor, sliding_window), None
 

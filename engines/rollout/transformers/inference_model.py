@@ -3,7 +3,8 @@
 Promises: built from a model directory's `config.json` alone, without drawing a random number;
 takes weights, persistent buffers among them, by the names that `save_pretrained` gives them, each
 exactly once, in the dtype that it holds them in, or raises; its digest is computed from what it
-really holds. Refuses at construction what its attention does not do: recurrent layers, soft caps.
+really holds. Refuses at construction what its attention does not do (recurrent layers, soft caps)
+and architectures with an attention of their own; and, at its first forward pass, a layer without.
 The context ends where rotary embeddings would begin to depend on the longest sequence of the batch.
 Does not promise support of every architecture; it needs one that takes its attention from
 transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from engines.architecture import class_refusal, model_class, position_refusal
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
-from engines.errors import WeightSyncError
+from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.kv_cache import KVCache
@@ -53,10 +55,9 @@ class InferenceModel:
                 f"{hf_dir} is a {sees}, which sees images; the rollout engine transformers "
                 "samples from text models; choose one",
             )
-        config = AutoConfig.from_pretrained(
-            hf_dir, trust_remote_code=False, local_files_only=True
-        ).get_text_config()
-        _check_supported(config)
+        whole = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False, local_files_only=True)
+        config = whole.get_text_config()
+        _check_supported(whole, hf_dir)
         self.device = device
         limit = rotary_limit(config.to_dict())
         self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
@@ -67,6 +68,7 @@ class InferenceModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
+        _refuse(position_refusal(model), hf_dir)
         model.tie_weights()
         keep_float32(model)
         self._model: nn.Module = model.to(device).eval().requires_grad_(False)
@@ -155,13 +157,20 @@ class InferenceModel:
         step: PrefillStep | DecodeStep,
         logits_to_keep: Tensor | int,
     ) -> Tensor:
-        return self._model(
+        logits = self._model(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=logits_to_keep,
             rollout_step=step,
         ).logits
+        if len(step.attended) != self.num_layers:
+            raise RolloutError(
+                f"{len(step.attended)} of {self.num_layers} layers of a "
+                f"{type(self._model).__name__} attend, the others keep a state of their own, which "
+                "the rollout engine transformers does not; choose another engine"
+            )
+        return logits
 
     def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         if name in self._tied:
@@ -180,11 +189,26 @@ class InferenceModel:
             raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {held}")
 
 
-def _check_supported(config: PretrainedConfig) -> None:
-    lacking = refusal(config.to_dict())
+def _check_supported(whole: PretrainedConfig, hf_dir: Path) -> None:
+    config = whole.get_text_config()
+    # Some configurations compute the types of their layers and keep them out of their dictionary.
+    layer_types = getattr(config, "layer_types", None)
+    lacking = refusal({**config.to_dict(), "layer_types": layer_types})
     if lacking:
         raise ConfigError(
             "rollout.engine",
             f"got transformers; the {config.model_type} model has {lacking}, which this engine "
             "does not compute; choose another engine",
+        )
+    _refuse(class_refusal(AutoModelForCausalLM, config), hf_dir)
+    if model_class(AutoModelForCausalLM, whole) is not model_class(AutoModelForCausalLM, config):
+        _refuse(f"is a {whole.model_type}, which is more than its language model", hf_dir)
+
+
+def _refuse(reason: str | None, hf_dir: Path) -> None:
+    if reason is not None:
+        raise ConfigError(
+            "model.path",
+            f"{hf_dir} {reason}; the rollout engine transformers cannot sample from it; choose "
+            "another model or engine",
         )

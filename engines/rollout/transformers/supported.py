@@ -25,6 +25,7 @@ def refusal(config: Mapping[str, Any]) -> str | None:
         return f"layers of type {', '.join(unknown)}"
     if config.get("attn_logit_softcapping"):
         return "attention scores with a soft cap"
-    if config.get("use_bidirectional_attention"):
+    # "vision": between the tokens of an image, of which a text model has none.
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         return "attention to later tokens"
     return None

@@ -67,7 +67,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -75,12 +75,12 @@ def packed_attention(
     """Attention function in transformers' sense.
 
     Args:
-        module: the calling attention layer; not used.
+        module: the calling attention layer; one that says it is not causal is refused.
         query: (1, heads, T, head_dim); T is the length of this rank's slice when there is a group.
         key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
         value: (1, kv_heads, T, head_dim).
         attention_mask: must be None; the layout is `packing`.
-        packing: the sequences of the row.
+        packing: the sequences of the row; a model that drops it is refused.
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
         sliding_window: each token sees at most so many, itself included.
         **kwargs: what else the model passes; refused where it would change the result.
@@ -91,7 +91,15 @@ def packed_attention(
     Raises:
         ConfigError: the architecture needs a feature of attention that is not there.
     """
+    if packing is None:
+        raise ConfigError(
+            "model.path",
+            f"its {type(module).__name__} is not told where packed sequences end; choose another "
+            "architecture",
+        )
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if not getattr(module, "is_causal", True):
+        refused.append("later tokens")
     if refused or attention_mask is not None or query.shape[0] != 1:
         raise ConfigError(
             "model.path",

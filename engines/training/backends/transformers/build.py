@@ -28,6 +28,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from engines.architecture import attention_refusal, class_refusal, position_refusal
 from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
 from engines.checkpoint.sharded import load_sharded
@@ -122,7 +123,7 @@ def build_on_meta(
     with torch.device("meta"):
         if architecture is not None:
             return _checked(architecture(config), hf_dir)
-        model = _auto_class(model_type, config).from_config(
+        model = _auto_class(model_type, config, hf_dir).from_config(
             config, dtype=torch.float32, attn_implementation=attention_names(config)
         )
     return _checked(model, hf_dir)
@@ -173,10 +174,23 @@ def _with_adapter_values(model: PreTrainedModel, spec: EngineSpec) -> PreTrained
     return model
 
 
-def _auto_class(model_type: ModelType, config: PretrainedConfig) -> Any:
+def _auto_class(model_type: ModelType, config: PretrainedConfig, hf_dir: Path) -> Any:
+    """The class of transformers that makes the model; refuses one whose attention is its own."""
     if model_type == "value_model":
-        return AutoModelForTokenClassification
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+        auto_class: Any = AutoModelForTokenClassification
+    else:
+        auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    _refuse(class_refusal(auto_class, config), hf_dir)
+    return auto_class
+
+
+def _refuse(refusal: str | None, hf_dir: Path) -> None:
+    if refusal is not None:
+        raise ConfigError(
+            "model.path",
+            f"{hf_dir} {refusal}, so it cannot train on packed sequences; choose another "
+            "architecture",
+        )
 
 
 def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -189,7 +203,7 @@ def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrained
 def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
     config = _config(hf_dir, model_type)
     with without_progress_bars():
-        loaded: Any = _auto_class(model_type, config).from_pretrained(
+        loaded: Any = _auto_class(model_type, config, hf_dir).from_pretrained(
             hf_dir,
             config=config,
             dtype=torch.float32,
@@ -217,13 +231,9 @@ def _is_value_head(name: str, model_type: ModelType) -> bool:
 
 
 def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
-    # Such a model ignores the registered attention and would let sequences see each other.
-    if not model._supports_attention_backend:
-        raise ConfigError(
-            "model.path",
-            f"{hf_dir} is a {type(model).__name__}, whose attention cannot be replaced, so it "
-            "cannot train on packed sequences; choose another architecture",
-        )
+    # It would ignore the registered attention and let sequences see each other.
+    _refuse(attention_refusal(type(model)), hf_dir)
+    _refuse(position_refusal(model), hf_dir)
     # For good: in training mode there is dropout, dropped layers, noise of routers.
     return model.eval()
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.hub_names import HubNames, hub_slots, named_state
 from infra.errors import ConfigError
 
 SHAPE = {
@@ -50,3 +50,12 @@ def test_an_incomplete_stream_is_refused() -> None:
     model = make("qwen3_moe")
     with pytest.raises(ConfigError, match="cannot be streamed"):
         list(HubNames(model).stream(iter(named_state(model)[:-1])))
+
+
+def test_tensors_that_are_joined_on_disk_are_refused() -> None:
+    """HRM's query, key, value and gate are one tensor there: each alone has its name."""
+    model = make("hrm_text")
+    with pytest.raises(ConfigError, match=r"HrmTextForCausalLM joins tensors .*gqkv_proj"):
+        list(HubNames(model).stream(iter(named_state(model))))
+    with pytest.raises(ConfigError, match=r"HrmTextForCausalLM joins tensors .*gqkv_proj"):
+        hub_slots(model)

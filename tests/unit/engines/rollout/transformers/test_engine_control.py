@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.testing.rollout_calls import generate_all, send_weights_async
+from transformers import FuyuConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.create import create_rollout_engine
+from engines.rollout.transformers.inference_model import InferenceModel
 from engines.types import RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, DeadlineError
@@ -334,12 +336,48 @@ def test_options_are_checked():
         ("qwen3_next", {}, "linear_attention"),
         ("gemma2", {}, "the gemma2 model has attention scores with a soft cap"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("openai-gpt", {}, "is a OpenAIGPTLMHeadModel, whose attention cannot be replaced"),
+        ("gptj", {"rotary_dim": 8}, "is a GPTJForCausalLM, whose attention cannot be replaced"),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
+        ("roberta", {"is_decoder": True}, "positions count from its padding token on"),
     ],
 )
 def test_architectures_it_cannot_compute_are_refused(build_lab, architecture, changes, what):
     lab = build_lab(architecture, **changes)
     with pytest.raises(ConfigError, match=what):
         lab.bare_engine()
+
+
+def test_a_model_that_is_more_than_its_language_model_is_refused(tmp_path):
+    FuyuConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is a fuyu, which is more than its language model"):
+        InferenceModel(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "what"),
+    [
+        ("diffllama", {}, "attends twice in one layer"),
+        ("doge", {}, "needs attention with a mask"),
+        ("bert", {}, "needs attention with later tokens"),
+    ],
+)
+def test_attention_it_has_not_ends_the_first_forward_pass(build_lab, architecture, changes, what):
+    lab = build_lab(architecture, **changes)
+    with pytest.raises(RolloutError, match=what):
+        generate_all(lab.engine(), lab.requests(1, 1))
+
+
+def test_a_layer_without_attention_ends_the_first_forward_pass(build_lab, monkeypatch):
+    class Recurrent(torch.nn.Module):
+        def forward(self, hidden_states, **others):
+            return hidden_states.cumsum(1), None
+
+    lab = build_lab("qwen2_moe", num_experts=4, num_experts_per_tok=2)
+    engine = lab.engine()
+    engine._model._model.model.layers[1].self_attn = Recurrent()
+    with pytest.raises(RolloutError, match="1 of 2 layers of a Qwen2MoeForCausalLM attend"):
+        generate_all(engine, lab.requests(1, 1))
 
 
 def test_the_context_ends_where_rotary_factors_change(build_lab):

@@ -74,6 +74,11 @@ def test_packed_equals_one_at_a_time(
     [
         ("gemma2", {}, "softcap"),
         ("bloom", {"n_head": 4}, "cannot be replaced"),
+        ("gptj", {"rotary_dim": 8}, "cannot be replaced"),
+        ("nemotron", {}, "NemotronAttention is not told where packed sequences end"),
+        ("roberta", {"is_decoder": True}, "positions count from its padding token on"),
+        ("bert", {}, "later tokens"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("qwen3_next", {"num_experts": 2}, "linear_attention"),
     ],
 )
