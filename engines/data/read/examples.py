@@ -67,7 +67,7 @@ def sft_examples(
         ConfigError: a conversation is too long, or none is left.
     """
     rendered = render_conversations(tokenizer, [row.messages for row in rows])
-    kept = within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
+    kept = fitting_conversations([len(r.input_ids) for r in rendered], max_length, on_overlong)
     return SFTExamples(
         tuple(rendered[i] for i in kept), tuple(kept), tuple(rows[i].data_source for i in kept)
     )
@@ -94,19 +94,40 @@ def rl_prompts(
         ConfigError: a prompt has no token, is too long, or none is left.
     """
     prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
-    lengths = [len(ids) for ids in prompt_ids]
+    kept = fitting_prompts([len(ids) for ids in prompt_ids], max_prompt_length, on_overlong)
+    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
+
+
+def fitting_conversations(
+    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong
+) -> list[int]:
+    """Which supervised rows fit; see `within`."""
+    return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
+
+
+def fitting_prompts(
+    lengths: Sequence[int], max_prompt_length: int, on_overlong: OnOverlong
+) -> list[int]:
+    """Which prompts fit; see `within`.
+
+    Args:
+        lengths: of each, in tokens.
+        max_prompt_length: most tokens of one.
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        Their places, ascending.
+
+    Raises:
+        ConfigError: a prompt has no token, one does not fit, or none does.
+    """
     if 0 in lengths:
         raise ConfigError(
             "model.chat_template",
             f"renders {lengths.count(0)} of {len(lengths)} prompts to 0 tokens (first row "
             f"{lengths.index(0)}); need a template that writes the messages; set another",
         )
-    kept = within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
-    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
-
-
-_SFT_LIMIT = ("model.max_length", "conversations")
-_PROMPT_LIMIT = ("data.max_prompt_length", "prompts")
+    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
 
 
 def within(
