@@ -27,7 +27,7 @@ from engines.data.read.row_files import BATCH_ROWS, RowFormat, RowT
 from engines.data.read.rows import Message
 
 _DIGEST_BYTES = 16
-_MIN_RUN_ROWS = 8 * BATCH_ROWS
+_MIN_RUN_ROWS = 16 * BATCH_ROWS
 _MAX_RUNS = 128
 """Files that are open at a time."""
 
@@ -222,8 +222,12 @@ def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordB
         for batch in rows.batches():
             of_batch = runs[start : start + batch.num_rows]
             start += batch.num_rows
-            for run in map(int, np.unique(of_batch[of_batch >= 0])):
-                writers[run].write_batch(batch.take(pa.array(np.flatnonzero(of_batch == run))))
+            places = np.argsort(of_batch, kind="stable")
+            by_run = batch.take(pa.array(places))
+            ends = np.searchsorted(of_batch[places], np.arange(-1, len(paths)), side="right")
+            for writer, begin, end in zip(writers, ends[:-1], ends[1:], strict=True):
+                if begin < end:
+                    writer.write_batch(by_run.slice(begin, end - begin))
     for run, path in enumerate(paths):
         with _reading(path) as reader:
             table = reader.read_all()

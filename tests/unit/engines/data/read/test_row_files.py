@@ -1,15 +1,19 @@
 """Rows written are rows read; equal rows are equal bytes."""
 
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines.data.read import row_files
 from engines.data.read.raw_rows import rl_row
 from engines.data.read.row_files import (
     RL_FORMAT,
@@ -73,6 +77,67 @@ def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
     }
     assert len(digests) == 1
     assert pq.read_metadata(tmp_path / "a.parquet").metadata is None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@given(st.lists(rl_rows, max_size=12), st.data())
+def test_batches_of_any_size_are_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[RLRow], draw: st.DataObject
+) -> None:
+    """Against pyarrow alone: a table of Python objects, written at once."""
+    monkeypatch.setattr(row_files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(row_files, "_ROW_GROUP_ROWS", 4)
+    cuts = sorted(draw.draw(st.lists(st.integers(0, len(rows)), max_size=5)))
+    parts = zip([0, *cuts], [*cuts, len(rows)], strict=True)
+    batches = [RL_FORMAT.batch(rows[start:end]) for start, end in parts]
+    write_batches(tmp_path / "batches", RL_FORMAT.schema, batches)
+    table = pa.Table.from_pylist([columns_of(row) for row in rows], RL_FORMAT.schema)
+    pq.write_table(
+        table,
+        tmp_path / "table",
+        row_group_size=4,
+        compression="zstd",
+        store_schema=False,
+        data_page_version="2.0",
+    )
+    assert (tmp_path / "batches").read_bytes() == (tmp_path / "table").read_bytes()
+
+
+def columns_of(row: RLRow) -> dict[str, Any]:
+    """As they are documented."""
+    answer = row.reward_model.ground_truth
+    is_text = isinstance(answer, str)
+    return {
+        "data_source": row.data_source,
+        "prompt": [asdict(message) for message in row.prompt],
+        "ability": row.ability,
+        "reward_model": {
+            "style": row.reward_model.style,
+            "ground_truth": answer if is_text else None,
+            "ground_truth_json": None if is_text else plain_json(answer),
+        },
+        "extra_info": plain_json(row.extra_info),
+    }
+
+
+def plain_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def test_a_row_group_of_long_texts_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(row_files, "_ROW_GROUP_BYTES", 100)
+    rows = [SFTRow((Message("user", "q"), Message("assistant", "a" * n)), "d") for n in [1, 90] * 4]
+    for name, size in (("one", 8), ("many", 3)):
+        starts = range(0, len(rows), size)
+        batches = [SFT_FORMAT.batch(rows[start : start + size]) for start in starts]
+        write_batches(tmp_path / name, SFT_FORMAT.schema, batches)
+        metadata = pq.read_metadata(tmp_path / name)
+        assert [metadata.row_group(n).num_rows for n in range(4)] == [2, 2, 2, 2]
+        assert read_rows(tmp_path / name, SFT_FORMAT) == tuple(rows)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "many").read_bytes()
 
 
 def test_the_columns_other_tools_see(tmp_path: Path) -> None:
