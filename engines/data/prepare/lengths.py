@@ -8,7 +8,6 @@ batch is in memory, of the rows their lengths.
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from engines.data.prepare.stored_rows import StoredRows
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.examples import OnOverlong, fitting_conversations, fitting_prompts
 from engines.data.read.pairs import as_policy, fitting_pairs, longer_sides
-from engines.data.read.row_files import BATCH_ROWS, RowT
+from engines.data.read.row_files import RowT, in_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 
@@ -50,8 +49,7 @@ def without_overlong(
         if not len(rows):
             return rows
         all_lengths = array("q")
-        each = iter(rows)
-        while batch := list(islice(each, BATCH_ROWS)):
+        for batch in in_batches(rows):
             all_lengths.extend(lengths(batch, tokenizer))
         chosen = np.zeros(len(all_lengths), bool)
         chosen[choose(all_lengths, limit, data.on_overlong)] = True

@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engines.config.data import PACKED_SUFFIX, unpacked_suffix
 from engines.data.prepare.separated import SEPARATORS, read_records
+from engines.data.read.row_files import BATCH_ROWS, open_parquet
 from infra.errors import ConfigError
 
-_PARQUET_BATCH_ROWS = 1024
-_PARQUET_BUFFER_BYTES = 2**20
-"""Read at a time of each column; a row group may be as large as its file."""
 _SHOWN_CHARACTERS = 40
 
 
@@ -97,17 +94,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ConfigError(str(path), f"not a whole gzip file ({error}); copy it again") from None
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(str(path), f"not a parquet file ({error})") from None
-
-
 def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
-    with _open_parquet(path) as file:
+    with open_parquet(path) as file:
         number = 0
-        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+        for batch in file.iter_batches(BATCH_ROWS):
             for columns in _batch_rows(batch):
                 place = f"{path.name} row {number}"
                 number += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, read_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -31,9 +31,9 @@ class Dataset:
 
     directory: Path
 
-    def sft_rows(self) -> tuple[SFTRow, ...]:
-        """Rows of the supervised split."""
-        return read_rows(self.directory / SFT_FILE, SFT_FORMAT)
+    def sft_rows(self) -> RowFile[SFTRow]:
+        """Rows of the supervised split, read as they are iterated."""
+        return RowFile(self.directory / SFT_FILE, SFT_FORMAT)
 
     def rl_rows(self) -> tuple[RLRow, ...]:
         """Rows of the RL split."""

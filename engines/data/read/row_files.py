@@ -18,6 +18,7 @@ the format records; a writer holds one row group.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +46,7 @@ BATCH_ROWS = 1024
 _ROW_GROUP_ROWS = 64 * BATCH_ROWS
 _ROW_GROUP_BYTES = 128 * 2**20
 """Of columns in memory, where so many rows would be more."""
+_BUFFER_BYTES = 2**20
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _REWARD_MODEL = pa.struct(
     [("style", pa.string()), ("ground_truth", pa.string()), ("ground_truth_json", pa.string())]
@@ -88,6 +90,45 @@ def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatc
             writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
 
 
+@dataclass(frozen=True)
+class RowFile(Generic[RowT]):
+    """The rows of a file, read whenever they are iterated, some at a time.
+
+    Attributes:
+        path: of what `write_batches` wrote.
+        format: of its rows.
+    """
+
+    path: Path
+    format: RowFormat[RowT]
+
+    def __len__(self) -> int:
+        with self._opened() as file:
+            return file.metadata.num_rows
+
+    def __iter__(self) -> Iterator[RowT]:
+        for number, columns in enumerate(self._columns()):
+            try:
+                yield self.format.parse(columns)
+            except RowError as error:
+                raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+
+    def _columns(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._opened() as file:
+                for batch in file.iter_batches(BATCH_ROWS):
+                    yield from batch.to_pylist()
+        except pa.ArrowInvalid as error:
+            raise ConfigError(str(self.path), f"not a parquet file ({error})") from None
+
+    def _opened(self) -> pq.ParquetFile:
+        try:
+            return open_parquet(self.path)
+        except FileNotFoundError:
+            problem = "does not exist; need a dataset directory"
+            raise ConfigError(str(self.path), problem) from None
+
+
 def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
     """Read what `write_batches` wrote.
 
@@ -101,28 +142,33 @@ def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
     Raises:
         ConfigError: the file holds something else.
     """
-    return tuple(_read(path, format))
+    return tuple(RowFile(path, format))
 
 
-def _read(path: Path, format: RowFormat[RowT]) -> Iterator[RowT]:
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a file whose row groups may be as large as it: each column is read by the buffer.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The file, for `iter_batches`.
+
+    Raises:
+        ConfigError: it is no parquet.
+        FileNotFoundError: there is none.
+    """
     try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(BATCH_ROWS):
-                for columns in batch.to_pylist():
-                    yield _parsed(format, columns, path, number)
-                    number += 1
-    except FileNotFoundError:
-        raise ConfigError(str(path), "does not exist; need a dataset directory") from None
+        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
         raise ConfigError(str(path), f"not a parquet file ({error})") from None
 
 
-def _parsed(format: RowFormat[RowT], columns: Mapping[str, Any], path: Path, number: int) -> RowT:
-    try:
-        return format.parse(columns)
-    except RowError as error:
-        raise ConfigError(f"{path.name} row {number}", str(error)) from None
+def in_batches(rows: Iterable[RowT]) -> Iterator[list[RowT]]:
+    """Rows by `BATCH_ROWS`, the last ones by fewer."""
+    each = iter(rows)
+    while batch := list(islice(each, BATCH_ROWS)):
+        yield batch
 
 
 def _row_groups(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
@@ -135,8 +181,9 @@ def _row_groups(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterato
         num_rows += block.num_rows
         num_bytes += sum(map(_text_bytes, block.columns))
         if num_rows == _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
-            yield pa.concat_tables(waiting).combine_chunks()
+            group = pa.concat_tables(waiting).combine_chunks()
             waiting, num_rows, num_bytes, written = [], 0, 0, True
+            yield group
     if num_rows or not written:
         yield pa.concat_tables(waiting).combine_chunks()
 
