@@ -61,16 +61,14 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            dataset = load_dataset(context.input("dataset"))
-            check_data_sources(rl.reward, (row.data_source for row in dataset.rl_rows()))
+            rows = load_dataset(context.input("dataset")).rl_rows()
+            check_data_sources(rl.reward, (row.data_source for row in rows))
             roles = _roles(context)
             hf_dir = context.attempt_dir / "hf"
             write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
-            prompts = prompts_within(
-                dataset.rl_rows(), tokenizer, config.model.max_length, num_new_tokens
-            )
+            prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
             worker_spec = WorkerSpec(
                 roles=roles,
                 serving_dir=hf_dir,

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pytest
 import yaml
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.options import check_preprocessors
 from engines.config.plugins import recognised_layouts
-from engines.data.prepare.sources import load_preference_rows, load_rl_rows, load_sft_rows
 from engines.rewards.base import SampledTokens, ScoreRequest
 from infra import env
 
@@ -101,7 +101,6 @@ def test_the_guide_to_a_data_set(tmp_path: Path) -> None:
     text = guide("add-a-data-set.md")
     table = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
     (samples,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    loaders = {"rl": load_rl_rows, "sft": load_sft_rows, "preference": load_preference_rows}
     assert sorted(name for name, _, _ in table) == sorted(recognised_layouts())
     for (name, columns, kinds), sample in zip(table, samples.splitlines(), strict=True):
         assert {*re.findall(r"`(\w+)`", columns)} <= {*json.loads(sample)}
@@ -109,7 +108,7 @@ def test_the_guide_to_a_data_set(tmp_path: Path) -> None:
         path.write_text(sample)
         source = SourceConfig(path=str(path))
         for kind in kinds.split(", "):
-            loaded = loaders[kind]((source,), kind, DataConfig(rl=(source,)), 0)
+            loaded = loaded_rows.load(kind, source)
             assert loaded.reports[0].format == name
     for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         check_preprocessors(DataConfig.model_validate(yaml.safe_load(block)["data"]))

@@ -54,7 +54,9 @@ transformers writes one; 250 with leaks that are looked for, orders that a secti
 UltraFeedback; 120 with votes among the answers that rewards read; 350 with a teacher in the rounds
 of RL, models that a recipe names by their alias, means of models, and declarations of stages in
 files of their own, each with its imports; 30 with architectures that both engines would compute
-wrongly, which are refused by name.
+wrongly, which are refused by name; 260 with data sets larger than memory: their rows on disk,
+samples of them in another order, row groups, and conversations that lie packed; 450 with suites,
+models that are compared, answers that are kept, and `rlhf evaluate`.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

@@ -231,6 +231,9 @@ def words_of(text: str) -> list[str]:
     Returns:
         Its words, compatible forms and case folded (Unicode's NFKC and casefold).
     """
+    if text.isascii():
+        # Each is compatible with itself alone, and none is a mark.
+        return _WORD.findall(text.lower())
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     # Marks are no letters to `re` and would cut words; letters that hold theirs are untouched.
     letters = "".join(each for each in folded if not unicodedata.category(each).startswith("M"))

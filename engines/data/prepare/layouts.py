@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from engines.config.data import AUTO, SourceConfig
 from engines.config.plugins import recognised_layouts
@@ -19,10 +19,16 @@ from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file
+from engines.data.read.row_files import (
+    PREFERENCE_FORMAT,
+    RL_FORMAT,
+    SFT_FORMAT,
+    RowFormat,
+    RowT,
+)
 from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 
-RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
 LOOK_ROWS = 100
 """Rows of a file that say what it holds."""
 
@@ -36,12 +42,14 @@ class RowKind(Generic[RowT]):
         parse: its function that makes one.
         identity: what equal rows have in common.
         refusal: of a layout that makes none.
+        format: of their files.
     """
 
     columns: Callable[[Preprocessor[Any]], tuple[str, ...] | None]
     parse: Callable[[Preprocessor[Any]], Callable[[Mapping[str, Any]], RowT]]
     identity: Callable[[RowT], tuple[Message, ...]]
     refusal: str
+    format: RowFormat[RowT]
 
 
 RL_ROWS: RowKind[RLRow] = RowKind(
@@ -49,18 +57,21 @@ RL_ROWS: RowKind[RLRow] = RowKind(
     lambda layout: layout.rl_row,
     lambda row: row.prompt,
     "this layout has no answers to check; need another",
+    RL_FORMAT,
 )
 SFT_ROWS: RowKind[SFTRow] = RowKind(
     lambda layout: layout.sft_columns,
     lambda layout: layout.sft_row,
     lambda row: row.messages,
     "this layout has no answers to imitate; need messages or another",
+    SFT_FORMAT,
 )
 PREFERENCE_ROWS: RowKind[PreferenceRow] = RowKind(
     lambda layout: layout.preference_columns,
     lambda layout: layout.preference_row,
     lambda row: (*row.conversations[0], *row.conversations[1]),
     "this layout has no pairs; need pairs or another",
+    PREFERENCE_FORMAT,
 )
 
 

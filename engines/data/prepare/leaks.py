@@ -11,9 +11,9 @@ Does not promise: to look into ground truths, or into the answers of held-out ro
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from engines.config.data import DecontaminationConfig
 from engines.data.prepare.decontamination import EvaluationIndex, words_of
@@ -24,6 +24,14 @@ MIN_TEMPLATE_ROWS = 8
 """Fewer prompts may share words by chance, or since they are one problem."""
 Row = SFTRow | RLRow | PreferenceRow
 _SCHEMA_VERSION = 1
+
+
+class Rows(Protocol):
+    """Rows of one split, of which not all need be in memory; they are read twice."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class LeakReport:
 
 
 def find_leaks(
-    training: Mapping[str, Sequence[Row]],
-    held_out: Mapping[str, Sequence[Row]],
+    training: Mapping[str, Rows],
+    held_out: Mapping[str, Rows],
     config: DecontaminationConfig,
 ) -> LeakReport:
     """Compare every training row with every held-out one.
@@ -96,7 +104,7 @@ def find_leaks(
         ConfigError: rows share words, and `data.decontamination.action` is `refuse`; or every row
             of a split does.
     """
-    prompts = {split: list(_prompts(rows)) for split, rows in held_out.items()}
+    prompts = {split: [text for _, text in _prompts(rows)] for split, rows in held_out.items()}
     index = EvaluationIndex(prompts, config.num_words, config.min_words)
     leaks = tuple(
         leak for split, rows in training.items() for leak in _leaks_of(split, rows, index)
@@ -131,8 +139,8 @@ def _check(report: LeakReport, config: DecontaminationConfig) -> None:
             )
 
 
-def _leaks_of(split: str, rows: Sequence[Row], index: EvaluationIndex) -> Iterator[Leak]:
-    for number, (row, prompt) in enumerate(zip(rows, _prompts(rows), strict=True)):
+def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
+    for number, (row, prompt) in enumerate(_prompts(rows)):
         texts = (prompt, *_answers(row))
         found = [shared for text in texts for shared in index.shared(text)]
         if not found:
@@ -152,13 +160,13 @@ def _answers(row: Row) -> Iterable[str]:
     return ()
 
 
-def _prompts(rows: Sequence[Row]) -> Iterator[str]:
-    """The words of each prompt, without the template of its source."""
+def _prompts(rows: Rows) -> Iterator[tuple[Row, str]]:
+    """Each row, and the words of its prompt without the template of its source."""
     templates = _templates(rows)
     for row in rows:
         words = _words(row)
         start, end = templates[row.data_source]
-        yield " ".join(words[start : len(words) - end])
+        yield row, " ".join(words[start : len(words) - end])
 
 
 def _words(row: Row) -> list[str]:
@@ -166,7 +174,7 @@ def _words(row: Row) -> list[str]:
     return words_of("\n".join(texts))
 
 
-def _templates(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+def _templates(rows: Rows) -> dict[str, tuple[int, int]]:
     """How many words all prompts of a source begin with, and end with."""
     found: dict[str, _Template] = {}
     for row in rows:

@@ -7,6 +7,8 @@ Does not promise: that a row has the fields anybody needs.
 A file whose name ends with .gz is unpacked as it is read; a part of one is an error.
 A .json file may hold a list of objects, one object, or one object per line; a .csv or .tsv file has
 a header (`engines.data.prepare.separated`).
+In memory are some rows at a time, of a .json file all: whether it holds a list that is whole shows
+at its end, and the standard library parses no part of one. Large data belong in the other forms.
 """
 
 import codecs
@@ -20,13 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engines.config.data import PACKED_SUFFIX, unpacked_suffix
 from engines.data.prepare.separated import SEPARATORS, read_records
+from engines.data.read.row_files import BATCH_ROWS, open_parquet
 from infra.errors import ConfigError
 
-_PARQUET_BATCH_ROWS = 1024
 _SHOWN_CHARACTERS = 40
 
 
@@ -93,17 +94,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ConfigError(str(path), f"not a whole gzip file ({error}); copy it again") from None
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(str(path), f"not a parquet file ({error})") from None
-
-
 def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
-    with _open_parquet(path) as file:
+    with open_parquet(path) as file:
         number = 0
-        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+        for batch in file.iter_batches(BATCH_ROWS):
             for columns in _batch_rows(batch):
                 place = f"{path.name} row {number}"
                 number += 1
@@ -136,7 +130,7 @@ def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
         line = raw[: int(text.place)].count(b"\n") + 1
         raise ConfigError(f"{path.name}:{line}", text.problem)
     try:
-        value = _loads(text)
+        value = _JSON.decode(text)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Extra data"):
             yield from _read_json_lines(path)
@@ -164,7 +158,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
                 yield BadRow(place, text.problem, unreadable=True)
                 continue
             try:
-                value = _loads(text)
+                value = _JSON.decode(text)
             except json.JSONDecodeError as error:
                 yield BadRow(place, _not_json(error, text), unreadable=True)
             except (ValueError, RecursionError) as error:
@@ -197,12 +191,12 @@ def decode_utf8(raw: bytes) -> str | BadRow:
         return BadRow(str(error.start), problem, unreadable=True)
 
 
-def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+"""`json.loads` would make one for each text."""
 
 
 def _object_row(value: object, place: str) -> RawRow | BadRow:

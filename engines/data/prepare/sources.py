@@ -1,5 +1,6 @@
 """A data source to validated rows: read, preprocess, count what is dropped, shuffle, limit.
 
+Rows go to disk as they are read (`engines.data.prepare.stored_rows`).
 Promises: a row that cannot be used either stops everything with its file and number, or
 (`on_bad_row: drop`) is counted; a source without a usable row is an error; rows keep the order
 of their files unless `limit` asks for a seeded sample.
@@ -7,10 +8,12 @@ of their files unless `limit` asks for a seeded sample.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Generic
+
+import numpy as np
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.files import SourceFiles, resolve_source
@@ -21,13 +24,14 @@ from engines.data.prepare.layouts import (
     SFT_ROWS,
     Layout,
     RowKind,
-    RowT,
     layout_of,
     layouts_with,
 )
 from engines.data.prepare.readers import BadRow, read_file
+from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of
 from engines.data.read.order import permutation
-from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
+from engines.data.read.row_files import RowT
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 _MAX_REASONS = 20
@@ -60,12 +64,12 @@ class SourceReport:
 class LoadedRows(Generic[RowT]):
     """Rows of one split, from all its sources, and what became of the rest."""
 
-    rows: tuple[RowT, ...]
+    rows: StoredRows[RowT]
     reports: tuple[SourceReport, ...]
 
 
 def load_rl_rows(
-    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[RLRow]:
     """RL or evaluation rows of every source, in order.
 
@@ -74,6 +78,7 @@ def load_rl_rows(
         name: of the field, for errors (`rl`).
         data: `on_bad_row`.
         seed: of the sample that `limit` takes.
+        scratch: a directory for the rows; they are there for as long as it is.
 
     Returns:
         The rows, and what became of the others.
@@ -81,21 +86,21 @@ def load_rl_rows(
     Raises:
         ConfigError: with the place and the remedy.
     """
-    return _load(sources, name, data, seed, RL_ROWS)
+    return _load(sources, name, data, seed, scratch, RL_ROWS)
 
 
 def load_sft_rows(
-    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[SFTRow]:
     """Supervised rows of every source, in order; see `load_rl_rows`."""
-    return _load(sources, name, data, seed, SFT_ROWS)
+    return _load(sources, name, data, seed, scratch, SFT_ROWS)
 
 
 def load_preference_rows(
-    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int
+    sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[PreferenceRow]:
     """Pairs of every source, in order; see `load_rl_rows`."""
-    return _load(sources, name, data, seed, PREFERENCE_ROWS)
+    return _load(sources, name, data, seed, scratch, PREFERENCE_ROWS)
 
 
 def first_rl_row(source: SourceConfig, path: str) -> RLRow:
@@ -175,54 +180,67 @@ def _load(
     name: str,
     data: DataConfig,
     seed: int,
+    scratch: Path,
     kind: RowKind[RowT],
 ) -> LoadedRows[RowT]:
-    rows: list[RowT] = []
     reports = []
-    for place, source in enumerate(sources):
-        path = f"data.{name}.{place}"
-        kept, report = _load_source(source, path, data, seed, layout_of(source, path, kind))
-        rows += kept
-        reports.append(report)
-    return LoadedRows(tuple(rows), tuple(reports))
+    with RowWriter(scratch / f"{name}.arrow", kind.format) as writer:
+        for place, source in enumerate(sources):
+            path = f"data.{name}.{place}"
+            layout = layout_of(source, path, kind)
+            if source.limit is None:
+                reports.append(_load_source(source, path, data, layout, writer))
+                continue
+            with RowWriter(scratch / f"{name}.{place}.arrow", kind.format) as whole:
+                report = _load_source(source, path, data, layout, whole)
+            num_rows = min(source.limit, report.num_rows)
+            writer.add_sample(whole.stored(), _sample(report.num_rows, num_rows, seed))
+            num_over_limit = report.num_rows - num_rows
+            reports.append(replace(report, num_rows=num_rows, num_over_limit=num_over_limit))
+    return LoadedRows(writer.stored(), tuple(reports))
+
+
+def _sample(num_rows: int, limit: int, seed: int) -> np.ndarray:
+    """Numbers of the rows that a limit leaves; where it leaves all, in their order."""
+    return permutation(num_rows, seed)[:limit] if limit < num_rows else np.arange(num_rows)
 
 
 def _load_source(
     source: SourceConfig,
     path: str,
     data: DataConfig,
-    seed: int,
     layout: Layout[RowT],
-) -> tuple[list[RowT], SourceReport]:
+    writer: RowWriter[RowT],
+) -> SourceReport:
     files = resolve_source(source, path, layout.preprocessor.default_subset)
     bad = _BadRows(data.on_bad_row == "drop")
-    usable: list[RowT] = []
-    seen: set[tuple[Message, ...]] = set()
-    num_usable = 0
+    seen: set[bytes] = set()
+    num_usable = num_rows = 0
     for file in files.files:
         for row in _parse_file(file, files, source, path, layout, bad):
             num_usable += 1
-            # While reading: a file may repeat each of its rows a hundred times.
-            if layout.preprocessor.drop_duplicates and layout.kind.identity(row) in seen:
-                continue
-            seen.add(layout.kind.identity(row))
-            usable.append(row)
+            if layout.preprocessor.drop_duplicates:
+                identity = layout.kind.identity(row)
+                digest = digest_of(part for m in identity for part in (m.role, m.content))
+                # While reading: a file may repeat each of its rows a hundred times.
+                if digest in seen:
+                    continue
+                seen.add(digest)
+            num_rows += 1
+            writer.add(row)
     bad.raise_if_any()
     num_read = num_usable + bad.num_rows
-    if not usable:
+    if not num_rows:
         dropped = f" of {num_read} are usable" if num_read else ""
         raise ConfigError(f"{path}.path", f"{source.path}: 0 rows{dropped}; need at least 1")
-    kept = _limit(usable, source.limit, seed)
-    report = SourceReport(
+    return SourceReport(
         format=layout.name,
         revision=files.revision,
         num_read=num_read,
-        num_rows=len(kept),
-        num_duplicates=num_usable - len(usable),
-        num_over_limit=len(usable) - len(kept),
+        num_rows=num_rows,
+        num_duplicates=num_usable - num_rows,
         num_bad=dict(sorted(bad.reasons.items())),
     )
-    return kept, report
 
 
 class _BadRows:
@@ -240,7 +258,7 @@ class _BadRows:
         self._first = self._first or row
         self.num_rows += 1
         reason = "unreadable" if row.unreadable else row.problem
-        known = reason in self.reasons or len(self.reasons) < _MAX_REASONS
+        known = row.unreadable or reason in self.reasons or len(self.reasons) < _MAX_REASONS
         self.reasons[reason if known else "other"] += 1
 
     def raise_if_any(self) -> None:
@@ -267,7 +285,6 @@ def _parse_file(
     missing: Counter[str] = Counter()
     seen: dict[str, None] = {}
     num_rows = 0
-    problems = []
     for raw in read_file(file):
         if isinstance(raw, BadRow):
             bad.add(raw)
@@ -277,21 +294,13 @@ def _parse_file(
         if absent:
             missing.update(absent)
             seen.update(dict.fromkeys(raw.columns))
-            problems.append(BadRow(raw.place, f"{absent[0]} is missing"))
+            bad.add(BadRow(raw.place, f"{absent[0]} is missing"))
             continue
         row = layout.row(raw)
         if isinstance(row, BadRow):
-            problems.append(row)
+            bad.add(row)
         else:
             yield row
     for name, count in missing.items():
         if count == num_rows:
             raise _absent_column(name, seen, _found(file, seen, files), source, path, layout)
-    for problem in problems:
-        bad.add(problem)
-
-
-def _limit(rows: list[RowT], limit: int | None, seed: int) -> list[RowT]:
-    if limit is None or limit >= len(rows):
-        return rows
-    return [rows[index] for index in permutation(len(rows), seed)[:limit].tolist()]

@@ -6,8 +6,9 @@ Promises: equal texts give byte-equal files; decoding is exact for every text ma
 characters (`bpe`: for every text); the ids of the special tokens are the first ones.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import (
@@ -46,7 +47,8 @@ def train_tokenizer(
 
     Args:
         config: kind and size.
-        texts: everything the model will read or write, without the chat template.
+        texts: everything the model will read or write, without the chat template; read once, and
+            not kept, though of each different one a digest is for `bpe`.
         out_dir: created if it does not exist.
         max_length: context in tokens, recorded for other tools.
         chat_template: replaces the default one.
@@ -105,9 +107,21 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Sorted: the trainer's ties must not depend on the order of the rows.
-    tokenizer.train_from_iterator(sorted(set(texts)), trainer)
+    tokenizer.train_from_iterator(_distinct(texts), trainer)
     return tokenizer
+
+
+def _distinct(texts: Iterable[str]) -> Iterator[str]:
+    """Each text once: what data sets repeat is no more frequent in the language for that.
+
+    The trainer counts words and orders ties by them: the order of the texts does not matter to it.
+    """
+    seen: set[bytes] = set()
+    for text in texts:
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield text
 
 
 def _added_tokens() -> list[AddedToken]:

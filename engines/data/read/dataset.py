@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.read.row_files import read_preference_rows, read_rl_rows, read_sft_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -31,17 +31,17 @@ class Dataset:
 
     directory: Path
 
-    def sft_rows(self) -> tuple[SFTRow, ...]:
-        """Rows of the supervised split."""
-        return read_sft_rows(self.directory / SFT_FILE)
+    def sft_rows(self) -> RowFile[SFTRow]:
+        """Rows of the supervised split, read as they are iterated."""
+        return RowFile(self.directory / SFT_FILE, SFT_FORMAT)
 
     def rl_rows(self) -> tuple[RLRow, ...]:
         """Rows of the RL split."""
-        return read_rl_rows(self.directory / RL_FILE)
+        return read_rows(self.directory / RL_FILE, RL_FORMAT)
 
     def evaluation_rows(self) -> tuple[RLRow, ...]:
         """Rows of the held-out split."""
-        return read_rl_rows(self.directory / EVALUATION_FILE)
+        return read_rows(self.directory / EVALUATION_FILE, RL_FORMAT)
 
     def preference_rows(self) -> tuple[PreferenceRow, ...]:
         """Pairs to train on; none where the data had none."""
@@ -53,7 +53,7 @@ class Dataset:
 
     def _pairs(self, name: str) -> tuple[PreferenceRow, ...]:
         path = self.directory / name
-        return read_preference_rows(path) if path.exists() else ()
+        return read_rows(path, PREFERENCE_FORMAT) if path.exists() else ()
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -4,16 +4,66 @@ Promises: no sequence longer than its limit gets through, none is cut, and every
 counted; ids and order are a pure function of rows and tokenizer.
 """
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
+from engines.data.read.row_files import in_batches
 from engines.data.read.rows import RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
+
+
+class PackedConversations(Sequence[RenderedConversation]):
+    """Conversations laid end to end, 5 bytes a token; each is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._input_ids = array("i")
+        self._loss_mask = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, conversation: RenderedConversation) -> None:
+        """The next one."""
+        self._input_ids.extend(conversation.input_ids)
+        self._loss_mask.extend(conversation.loss_mask)
+        self._ends.append(len(self._input_ids))
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Of each, in tokens."""
+        return array("q", map(int.__sub__, self._ends[1:], self._ends))
+
+    def only(self, places: Sequence[int]) -> "PackedConversations":
+        """Those at these places, ascending; this one where they are all."""
+        if len(places) == len(self):
+            return self
+        chosen = PackedConversations()
+        for place in places:
+            chosen.append(self[place])
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> RenderedConversation: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[RenderedConversation]: ...
+
+    def __getitem__(
+        self, place: int | slice
+    ) -> RenderedConversation | Sequence[RenderedConversation]:
+        places = range(len(self))[place]
+        if isinstance(places, range):
+            return [self[each] for each in places]
+        tokens = slice(self._ends[places], self._ends[places + 1])
+        return RenderedConversation(tuple(self._input_ids[tokens]), tuple(self._loss_mask[tokens]))
 
 
 @dataclass(frozen=True)
@@ -26,7 +76,7 @@ class SFTExamples:
         data_sources: of each example.
     """
 
-    examples: tuple[RenderedConversation, ...]
+    examples: Sequence[RenderedConversation]
     indices: tuple[int, ...]
     data_sources: tuple[str, ...]
 
@@ -47,7 +97,7 @@ class RLPrompt:
 
 
 def sft_examples(
-    rows: Sequence[SFTRow],
+    rows: Iterable[SFTRow],
     tokenizer: ChatTokenizer,
     max_length: int,
     on_overlong: OnOverlong = "error",
@@ -55,7 +105,7 @@ def sft_examples(
     """Tokenize supervised rows.
 
     Args:
-        rows: at least one.
+        rows: at least one; read once.
         tokenizer: with a chat template.
         max_length: most tokens of one conversation (`model.max_length`).
         on_overlong: `error`, or `drop` and count.
@@ -66,11 +116,14 @@ def sft_examples(
     Raises:
         ConfigError: a conversation is too long, or none is left.
     """
-    rendered = render_conversations(tokenizer, [row.messages for row in rows])
-    kept = within([len(r.input_ids) for r in rendered], max_length, on_overlong, _SFT_LIMIT)
-    return SFTExamples(
-        tuple(rendered[i] for i in kept), tuple(kept), tuple(rows[i].data_source for i in kept)
-    )
+    packed = PackedConversations()
+    sources: list[str] = []
+    for batch in in_batches(rows):
+        sources += [sys.intern(row.data_source) for row in batch]
+        for rendered in render_conversations(tokenizer, [row.messages for row in batch]):
+            packed.append(rendered)
+    kept = fitting_conversations(packed.lengths, max_length, on_overlong)
+    return SFTExamples(packed.only(kept), tuple(kept), tuple(sources[i] for i in kept))
 
 
 def rl_prompts(
@@ -94,19 +147,40 @@ def rl_prompts(
         ConfigError: a prompt has no token, is too long, or none is left.
     """
     prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
-    lengths = [len(ids) for ids in prompt_ids]
+    kept = fitting_prompts([len(ids) for ids in prompt_ids], max_prompt_length, on_overlong)
+    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
+
+
+def fitting_conversations(
+    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong
+) -> list[int]:
+    """Which supervised rows fit; see `within`."""
+    return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
+
+
+def fitting_prompts(
+    lengths: Sequence[int], max_prompt_length: int, on_overlong: OnOverlong
+) -> list[int]:
+    """Which prompts fit; see `within`.
+
+    Args:
+        lengths: of each, in tokens.
+        max_prompt_length: most tokens of one.
+        on_overlong: `error`, or `drop` and count.
+
+    Returns:
+        Their places, ascending.
+
+    Raises:
+        ConfigError: a prompt has no token, one does not fit, or none does.
+    """
     if 0 in lengths:
         raise ConfigError(
             "model.chat_template",
             f"renders {lengths.count(0)} of {len(lengths)} prompts to 0 tokens (first row "
             f"{lengths.index(0)}); need a template that writes the messages; set another",
         )
-    kept = within(lengths, max_prompt_length, on_overlong, _PROMPT_LIMIT)
-    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
-
-
-_SFT_LIMIT = ("model.max_length", "conversations")
-_PROMPT_LIMIT = ("data.max_prompt_length", "prompts")
+    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
 
 
 def within(

@@ -14,8 +14,6 @@ from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
-_LIMIT = ("model.max_length", "pairs")
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -111,11 +109,21 @@ def read_pairs(
         return ()
     rendered = render(rows, tokenizer)
     sides = list(zip(rendered[::2], rendered[1::2], strict=True))
-    longer = [max(len(chosen.input_ids), len(rejected.input_ids)) for chosen, rejected in sides]
     return tuple(
         Pair(index, *sides[index], rows[index].margin or 0.0, rows[index].data_source)
-        for index in within(longer, max_length, on_overlong, _LIMIT)
+        for index in fitting_pairs(longer_sides(rendered), max_length, on_overlong)
     )
+
+
+def longer_sides(rendered: Sequence[RenderedConversation]) -> list[int]:
+    """Tokens of the longer conversation of each pair; see `Render`."""
+    lengths = [len(conversation.input_ids) for conversation in rendered]
+    return list(map(max, lengths[::2], lengths[1::2]))
+
+
+def fitting_pairs(lengths: Sequence[int], max_length: int, on_overlong: OnOverlong) -> list[int]:
+    """Which pairs fit, by their longer side; see `engines.data.read.examples.within`."""
+    return within(lengths, max_length, on_overlong, ("model.max_length", "pairs"))
 
 
 def _last_answer(conversation: RenderedConversation) -> RenderedConversation:

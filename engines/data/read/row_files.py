@@ -10,26 +10,25 @@
 
 A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
 `ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
-Promises: what is written is read back equal; equal rows give equal bytes (nothing in the file
-speaks of time, host or path) for one version of pyarrow, whose name the format records.
+Promises: what is written is read back equal; equal rows give equal bytes, however they are cut into
+batches (nothing in the file speaks of time, host or path), for one version of pyarrow, whose name
+the format records; a writer holds one row group.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.data.read.raw_columns import (
-    check_weight,
-    messages_of_text,
-    parse_json,
-    parse_json_list,
-    parse_json_object,
-    parse_messages,
-)
+from engines.data.read.raw_columns import parse_messages
+from engines.data.read.raw_rows import parse_margin, rl_row, sft_row
 from engines.data.read.rows import (
     Message,
     PreferenceRow,
@@ -41,167 +40,101 @@ from engines.data.read.rows import (
 )
 from infra.errors import ConfigError
 
-_ROW_GROUP_ROWS = 65_536
+RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
+BATCH_ROWS = 1024
+"""Rows that are Python objects at a time."""
+_ROW_GROUP_ROWS = 64 * BATCH_ROWS
+_ROW_GROUP_BYTES = 128 * 2**20
+"""Of columns in memory, where so many rows would be more."""
+_BUFFER_BYTES = 2**20
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_RL_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", _MESSAGES),
-        ("ability", pa.string()),
-        (
-            "reward_model",
-            pa.struct(
-                [
-                    ("style", pa.string()),
-                    ("ground_truth", pa.string()),
-                    ("ground_truth_json", pa.string()),
-                ]
-            ),
-        ),
-        ("extra_info", pa.string()),
-    ]
+_REWARD_MODEL = pa.struct(
+    [("style", pa.string()), ("ground_truth", pa.string()), ("ground_truth_json", pa.string())]
 )
-_PREFERENCE_SCHEMA = pa.schema(
-    [
-        ("prompt", _MESSAGES),
-        ("chosen", pa.string()),
-        ("rejected", pa.string()),
-        ("data_source", pa.string()),
-        ("margin", pa.float64()),
-    ]
-)
-_SFT_SCHEMA = pa.schema([("messages", _MESSAGES), ("data_source", pa.string())])
+_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def rl_row(columns: Mapping[str, Any]) -> RLRow:
-    """A row of the row schema from its raw columns.
+@dataclass(frozen=True)
+class RowFormat(Generic[RowT]):
+    """How rows of one kind stand in a file.
+
+    Attributes:
+        schema: of the columns.
+        columns: of rows, in the order of the schema.
+        parse: the row of one value of each column; raises `RowError`.
+    """
+
+    schema: pa.Schema
+    columns: Callable[[Sequence[RowT]], list[pa.Array]]
+    parse: Callable[[Mapping[str, Any]], RowT]
+
+    def batch(self, rows: Sequence[RowT]) -> pa.RecordBatch:
+        """The columns of rows."""
+        return pa.RecordBatch.from_arrays(self.columns(rows), schema=self.schema)
+
+
+def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write columns as parquet.
+
+    A row group ends at 65,536 rows or, at a multiple of 1,024, at 128 MiB.
 
     Args:
-        columns: `prompt` and `reward_model` are needed; `data_source`, `ability` and
-            `extra_info` have defaults.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape.
+        path: of the file.
+        schema: of the columns.
+        batches: read once, each of any number of rows.
     """
-    return RLRow(
-        data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
-        prompt=parse_messages(columns.get("prompt"), "prompt"),
-        ability=columns.get("ability") or "",
-        reward_model=_reward_model(columns.get("reward_model")),
-        extra_info=parse_json_object(columns.get("extra_info"), "extra_info"),
-    )
+    with pq.ParquetWriter(
+        path, schema, compression="zstd", store_schema=False, data_page_version="2.0"
+    ) as writer:
+        for group in _row_groups(schema, batches):
+            writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
 
 
-def sft_row(columns: Mapping[str, Any]) -> SFTRow:
-    """A supervised row from its raw columns.
+@dataclass(frozen=True)
+class RowFile(Generic[RowT]):
+    """The rows of a file, read whenever they are iterated, some at a time.
 
-    Args:
-        columns: `messages` is needed, a list or its JSON text; `data_source` has a default.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape.
+    Attributes:
+        path: of what `write_batches` wrote.
+        format: of its rows.
     """
-    messages = parse_json_list(columns.get("messages"), "messages")
-    parsed = parse_messages(messages, "messages")
-    for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
-        check_weight(turn, message.role, f"messages[{place}]")
-    return SFTRow(
-        parsed,
-        check_text(columns.get("data_source", "unknown"), "data_source"),
-    )
+
+    path: Path
+    format: RowFormat[RowT]
+
+    def __len__(self) -> int:
+        with self._opened() as file:
+            return file.metadata.num_rows
+
+    def __iter__(self) -> Iterator[RowT]:
+        for number, columns in enumerate(self._columns()):
+            try:
+                yield self.format.parse(columns)
+            except RowError as error:
+                raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+
+    def _columns(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._opened() as file:
+                for batch in file.iter_batches(BATCH_ROWS):
+                    yield from batch.to_pylist()
+        except pa.ArrowInvalid as error:
+            raise ConfigError(str(self.path), f"not a parquet file ({error})") from None
+
+    def _opened(self) -> pq.ParquetFile:
+        try:
+            return open_parquet(self.path)
+        except FileNotFoundError:
+            problem = "does not exist; need a dataset directory"
+            raise ConfigError(str(self.path), problem) from None
 
 
-def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
-    """A pair from its raw columns, in the forms that people publish.
-
-    An answer is a text, a list of one message of the assistant, or a whole conversation that ends
-    with it; lists may be JSON text. Without a column `prompt`, or with one that is a text, the
-    conversations say what was answered; they may differ in their last message only.
-
-    Args:
-        columns: `chosen` and `rejected` are needed; `prompt`, `data_source` and `margin` may be
-            absent.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape, or the answers are to different
-            prompts.
-    """
-    chosen_prompt, chosen = _answer(columns.get("chosen"), "chosen")
-    rejected_prompt, rejected = _answer(columns.get("rejected"), "rejected")
-    if chosen_prompt != rejected_prompt:
-        raise RowError("chosen and rejected answer different prompts; need one that both answer")
-    prompt = chosen_prompt
-    asked = messages_of_text(columns.get("prompt"), "prompt")
-    if asked is not None:
-        given = parse_messages(asked, "prompt")
-        # Beside a conversation a text repeats one of its questions.
-        repeats = isinstance(asked, str) and given[0] in prompt
-        if prompt and given != prompt and not repeats:
-            raise RowError("chosen answers another prompt than the column prompt; need the same")
-        prompt = prompt or given
-    if not prompt:
-        raise RowError("prompt is null, and chosen is no conversation that holds it")
-    return PreferenceRow(
-        prompt,
-        chosen,
-        rejected,
-        check_text(columns.get("data_source") or "unknown", "data_source"),
-        _margin(columns.get("margin")),
-    )
-
-
-def write_rl_rows(path: Path, rows: Sequence[RLRow]) -> None:
-    """Write RL or evaluation rows as parquet."""
-    table = [
-        {
-            "data_source": row.data_source,
-            "prompt": _message_columns(row.prompt),
-            "ability": row.ability,
-            "reward_model": _reward_columns(row.reward_model),
-            "extra_info": _json_text(row.extra_info),
-        }
-        for row in rows
-    ]
-    _write(path, pa.Table.from_pylist(table, _RL_SCHEMA))
-
-
-def write_sft_rows(path: Path, rows: Sequence[SFTRow]) -> None:
-    """Write supervised rows as parquet."""
-    table = [
-        {"messages": _message_columns(row.messages), "data_source": row.data_source} for row in rows
-    ]
-    _write(path, pa.Table.from_pylist(table, _SFT_SCHEMA))
-
-
-def write_preference_rows(path: Path, rows: Sequence[PreferenceRow]) -> None:
-    """Write pairs as parquet."""
-    table = [
-        {
-            "prompt": _message_columns(row.prompt),
-            "chosen": row.chosen,
-            "rejected": row.rejected,
-            "data_source": row.data_source,
-            "margin": row.margin,
-        }
-        for row in rows
-    ]
-    _write(path, pa.Table.from_pylist(table, _PREFERENCE_SCHEMA))
-
-
-def read_preference_rows(path: Path) -> tuple[PreferenceRow, ...]:
-    """Read what `write_preference_rows` wrote.
+def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
+    """Read what `write_batches` wrote.
 
     Args:
         path: the file.
+        format: of its rows.
 
     Returns:
         The rows in order.
@@ -209,52 +142,125 @@ def read_preference_rows(path: Path) -> tuple[PreferenceRow, ...]:
     Raises:
         ConfigError: the file holds something else.
     """
-    return tuple(_read(path, _stored_pair))
+    return tuple(RowFile(path, format))
 
 
-def read_rl_rows(path: Path) -> tuple[RLRow, ...]:
-    """Read what `write_rl_rows` wrote.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The rows in order.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    return tuple(_read(path, rl_row))
-
-
-def read_sft_rows(path: Path) -> tuple[SFTRow, ...]:
-    """Read what `write_sft_rows` wrote.
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a file whose row groups may be as large as it: each column is read by the buffer.
 
     Args:
-        path: the file.
+        path: of the file.
 
     Returns:
-        The rows in order.
+        The file, for `iter_batches`.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: it is no parquet.
+        FileNotFoundError: there is none.
     """
-    return tuple(_read(path, sft_row))
-
-
-def _read(path: Path, parse: Any) -> Any:
     try:
-        with pq.ParquetFile(path) as file:
-            columns = file.read().to_pylist()
-    except FileNotFoundError:
-        raise ConfigError(str(path), "does not exist; need a dataset directory") from None
+        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except pa.ArrowInvalid as error:
         raise ConfigError(str(path), f"not a parquet file ({error})") from None
-    for number, row in enumerate(columns):
-        try:
-            yield parse(row)
-        except RowError as error:
-            raise ConfigError(f"{path.name} row {number}", str(error)) from None
+
+
+def in_batches(rows: Iterable[RowT]) -> Iterator[list[RowT]]:
+    """Rows by `BATCH_ROWS`, the last ones by fewer."""
+    each = iter(rows)
+    while batch := list(islice(each, BATCH_ROWS)):
+        yield batch
+
+
+def _row_groups(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """At least one, each of one chunk: where a chunk ends shows in the file."""
+    waiting = [schema.empty_table()]
+    num_rows = num_bytes = 0
+    written = False
+    for block in _blocks(schema, batches):
+        waiting.append(block)
+        num_rows += block.num_rows
+        num_bytes += sum(map(_text_bytes, block.columns))
+        if num_rows == _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
+            group = pa.concat_tables(waiting).combine_chunks()
+            waiting, num_rows, num_bytes, written = [], 0, 0, True
+            yield group
+    if num_rows or not written:
+        yield pa.concat_tables(waiting).combine_chunks()
+
+
+def _blocks(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The rows in tables of `BATCH_ROWS`, and one of those that are left."""
+    rest = schema.empty_table()
+    for batch in batches:
+        rest = pa.concat_tables([rest, pa.Table.from_batches([batch])])
+        while rest.num_rows >= BATCH_ROWS:
+            yield rest.slice(0, BATCH_ROWS)
+            rest = rest.slice(BATCH_ROWS)
+    if rest.num_rows:
+        yield rest
+
+
+def _text_bytes(column: pa.ChunkedArray) -> int:
+    """What texts alone take: the rest of a column's memory depends on where it was before."""
+    if pa.types.is_struct(column.type):
+        return sum(map(_text_bytes, column.flatten()))
+    if pa.types.is_list(column.type):
+        return _text_bytes(pc.call_function("list_flatten", [column]))
+    if pa.types.is_string(column.type):
+        lengths = pc.call_function("binary_length", [column])
+        return pc.call_function("sum", [lengths]).as_py() or 0
+    return 0
+
+
+def _texts(values: Sequence[str | None]) -> pa.Array:
+    return pa.array(values, pa.string())
+
+
+def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
+    flat = [message for messages in conversations for message in messages]
+    turns = pa.StructArray.from_arrays(
+        [_texts([m.role for m in flat]), _texts([m.content for m in flat])],
+        fields=list(_MESSAGES.value_type),
+    )
+    ends = np.cumsum([len(messages) for messages in conversations], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0)), turns, type=_MESSAGES)
+
+
+def _rewards(rewards: Sequence[RewardModel]) -> pa.Array:
+    answers = [reward.ground_truth for reward in rewards]
+    columns = [
+        [reward.style for reward in rewards],
+        [answer if isinstance(answer, str) else None for answer in answers],
+        [None if isinstance(a, str) or a is None else _JSON.encode(a) for a in answers],
+    ]
+    return pa.StructArray.from_arrays(list(map(_texts, columns)), fields=list(_REWARD_MODEL))
+
+
+def _rl_columns(rows: Sequence[RLRow]) -> list[pa.Array]:
+    return [
+        _texts([row.data_source for row in rows]),
+        _conversations([row.prompt for row in rows]),
+        _texts([row.ability for row in rows]),
+        _rewards([row.reward_model for row in rows]),
+        _texts([_JSON.encode(row.extra_info) if row.extra_info else "{}" for row in rows]),
+    ]
+
+
+def _sft_columns(rows: Sequence[SFTRow]) -> list[pa.Array]:
+    return [
+        _conversations([row.messages for row in rows]),
+        _texts([row.data_source for row in rows]),
+    ]
+
+
+def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
+    return [
+        _conversations([row.prompt for row in rows]),
+        _texts([row.chosen for row in rows]),
+        _texts([row.rejected for row in rows]),
+        _texts([row.data_source for row in rows]),
+        pa.array([row.margin for row in rows], pa.float64()),
+    ]
 
 
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
@@ -264,67 +270,36 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
         check_text(columns.get("chosen"), "chosen"),
         check_text(columns.get("rejected"), "rejected"),
         check_text(columns.get("data_source"), "data_source"),
-        _margin(columns.get("margin")),
+        parse_margin(columns.get("margin")),
     )
 
 
-def _answer(value: object, name: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before an answer, none where only the answer is given, and its text."""
-    value = messages_of_text(value, name)
-    if value is None or isinstance(value, str):
-        return (), check_text(value, name)
-    messages = parse_messages(value, name)
-    if messages[-1].role != "assistant":
-        raise RowError(f"{name} ends with the {messages[-1].role}'s message; need the assistant's")
-    return messages[:-1], messages[-1].content
-
-
-def _margin(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"margin is {value!r}; need a number or null")
-    return float(value)
-
-
-def _reward_model(value: object) -> RewardModel:
-    columns = parse_json_object(value, "reward_model")
-    if not columns:
-        raise RowError("reward_model is null; need style and ground_truth")
-    answer = columns.get("ground_truth")
-    if answer is None and columns.get("ground_truth_json") is not None:
-        name = "reward_model.ground_truth_json"
-        answer = parse_json(check_text(columns["ground_truth_json"], name), name, "need a value")
-    style = columns.get("style")
-    return RewardModel("rule" if style is None else check_text(style, "reward_model.style"), answer)
-
-
-def _reward_columns(reward_model: RewardModel) -> dict[str, str | None]:
-    answer = reward_model.ground_truth
-    is_text = isinstance(answer, str)
-    return {
-        "style": reward_model.style,
-        "ground_truth": answer if is_text else None,
-        "ground_truth_json": None if is_text or answer is None else _json_text(answer),
-    }
-
-
-def _message_columns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
-
-
-def _json_text(value: object) -> str:
-    return json.dumps(
-        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    pq.write_table(
-        table,
-        path,
-        row_group_size=_ROW_GROUP_ROWS,
-        compression="zstd",
-        store_schema=False,
-        data_page_version="2.0",
-    )
+RL_FORMAT: RowFormat[RLRow] = RowFormat(
+    pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", _MESSAGES),
+            ("ability", pa.string()),
+            ("reward_model", _REWARD_MODEL),
+            ("extra_info", pa.string()),
+        ]
+    ),
+    _rl_columns,
+    rl_row,
+)
+SFT_FORMAT: RowFormat[SFTRow] = RowFormat(
+    pa.schema([("messages", _MESSAGES), ("data_source", pa.string())]), _sft_columns, sft_row
+)
+PREFERENCE_FORMAT: RowFormat[PreferenceRow] = RowFormat(
+    pa.schema(
+        [
+            ("prompt", _MESSAGES),
+            ("chosen", pa.string()),
+            ("rejected", pa.string()),
+            ("data_source", pa.string()),
+            ("margin", pa.float64()),
+        ]
+    ),
+    _preference_columns,
+    _stored_pair,
+)

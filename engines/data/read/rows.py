@@ -219,6 +219,8 @@ def check_json(value: object, name: str) -> None:
 def _check_unicode(text: str, name: str) -> None:
     if "\x00" in text:
         raise RowError(f"{name} holds NUL (U+0000) at character {text.index(chr(0)) + 1}")
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

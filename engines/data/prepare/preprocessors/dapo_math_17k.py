@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.read.row_files import rl_row
+from engines.data.read.raw_rows import rl_row
 from engines.data.read.rows import RLRow, RowError, SFTRow
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.read.row_files import preference_row
+from engines.data.read.raw_rows import preference_row
 from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")

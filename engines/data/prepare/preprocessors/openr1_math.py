@@ -12,7 +12,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
-from engines.data.read.row_files import sft_row
+from engines.data.read.raw_rows import sft_row
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
 
 _KEPT = ("problem_type", "question_type", "source", "uuid")

@@ -10,7 +10,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.read.row_files import preference_row, rl_row, sft_row
+from engines.data.read.raw_rows import preference_row, rl_row, sft_row
 from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 
 
@@ -50,7 +50,7 @@ class Pairs(Preprocessor[PairsOptions]):
     preference_columns = ("chosen", "rejected")
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
-        """The row as it is, validated; see `engines.data.read.row_files.preference_row`."""
+        """The row as it is, validated; see `engines.data.read.raw_rows.preference_row`."""
         given = dict(columns)
         if self.options.data_source is not None:
             given["data_source"] = self.options.data_source

@@ -12,7 +12,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.row_schema import number
-from engines.data.read.row_files import preference_row
+from engines.data.read.raw_rows import preference_row
 from engines.data.read.rows import PreferenceRow, RowError
 
 

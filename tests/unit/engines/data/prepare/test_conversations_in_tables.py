@@ -5,18 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pytest
 
-from engines.config.data import DataConfig, SourceConfig
-from engines.data.prepare.sources import load_preference_rows, load_rl_rows, load_sft_rows
-from engines.data.read.row_files import read_preference_rows, write_preference_rows
+from engines.config.data import SourceConfig
+from engines.data.read.row_files import PREFERENCE_FORMAT, read_rows, write_batches
 from engines.data.read.rows import Message, PreferenceRow
 from infra.errors import ConfigError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": 'What is "2+2"?'}
 FOUR, FIVE = ({"role": "assistant", "content": text} for text in "45")
-LOADERS = {"rl": load_rl_rows, "sft": load_sft_rows, "preference": load_preference_rows}
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("rl", {"prompt": [SYSTEM, ASKED], "reward_model": {"ground_truth": "4"}}),
     ("sft", {"messages": [SYSTEM, ASKED, FOUR]}),
@@ -47,7 +46,7 @@ def table(path: Path, row: dict[str, Any], write: Any = json.dumps) -> SourceCon
 
 
 def load(source: SourceConfig, split: str) -> Any:
-    (row,) = LOADERS[split]((source,), split, DataConfig(rl=(source,)), 0).rows
+    (row,) = loaded_rows.load(split, source).rows
     return row
 
 
@@ -99,5 +98,6 @@ def test_the_layout_of_texts_refuses_conversations(tmp_path: Path, name: str, sp
 
 def test_answers_that_are_messages_in_json_come_back_as_they_are(tmp_path: Path) -> None:
     row = PreferenceRow((Message("user", "As JSON?"),), json.dumps([ASKED, FOUR]), "no")
-    write_preference_rows(tmp_path / "preference.parquet", [row])
-    assert read_preference_rows(tmp_path / "preference.parquet") == (row,)
+    path, format = tmp_path / "preference.parquet", PREFERENCE_FORMAT
+    write_batches(path, format.schema, [format.batch([row])])
+    assert read_rows(path, format) == (row,)

@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
+import loaded_rows
 import pytest
 
-from engines.config.data import DataConfig, SourceConfig
+from engines.config.data import SourceConfig
 from engines.data.prepare.files import resolve_source
-from engines.data.prepare.sources import first_rl_row, load_rl_rows
+from engines.data.prepare.sources import first_rl_row
 from infra.errors import ConfigError
 
 
@@ -136,7 +137,7 @@ def test_tables_that_are_passed_over_are_named(tmp_path: Path) -> None:
     named = source.model_copy(update={"format": "columns"})
     for given, of in ((source, " of about.json"), (named, "")):
         for read in (
-            lambda given=given: load_rl_rows((given,), "rl", DataConfig(rl=(given,)), 0),
+            lambda given=given: loaded_rows.load("rl", given),
             lambda given=given: first_rl_row(given, "data.rl.0"),
         ):
             with pytest.raises(ConfigError, match=re.escape(said.format(of))):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pytest
 
 from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
@@ -15,9 +16,6 @@ from engines.data.prepare.sources import (
     first_preference_row,
     first_rl_row,
     first_sft_row,
-    load_preference_rows,
-    load_rl_rows,
-    load_sft_rows,
 )
 from infra.errors import ConfigError
 
@@ -57,7 +55,6 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
 ]
-LOADERS = {"rl": load_rl_rows, "sft": load_sft_rows, "preference": load_preference_rows}
 FIRST = {"rl": first_rl_row, "sft": first_sft_row, "preference": first_preference_row}
 
 
@@ -69,7 +66,7 @@ def write(path: Path, *rows: object) -> SourceConfig:
 
 
 def load(source: SourceConfig, split: str, **data: Any) -> Any:
-    return LOADERS[split]((source,), split, DataConfig(rl=(source,), **data), 0)
+    return loaded_rows.load(split, source, **data)
 
 
 def error_of(source: SourceConfig, split: str) -> str:

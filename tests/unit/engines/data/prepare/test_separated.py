@@ -4,16 +4,16 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
+import loaded_rows
 import pyarrow as pa
 import pyarrow.csv
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.config.data import DataConfig, SourceConfig
+from engines.config.data import SourceConfig
 from engines.data.prepare import separated
 from engines.data.prepare.readers import BadRow, RawRow, read_file
-from engines.data.prepare.sources import load_rl_rows
 from infra.errors import ConfigError
 
 
@@ -90,9 +90,8 @@ def test_behind_a_wrong_quote_no_record_is_known(
     with pytest.raises(ConfigError, match=rf"^t\.csv:4: {said}"):
         next(read)
     source = SourceConfig(path=str(path), format="columns")
-    data = DataConfig.model_validate({"rl": [source], "on_bad_row": on_bad_row})
     with pytest.raises(ConfigError, match=r"^t\.csv:4: "):
-        load_rl_rows((source,), "rl", data, 0)
+        loaded_rows.load("rl", source, on_bad_row=on_bad_row)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +170,8 @@ def test_a_table_becomes_rows(tmp_path: Path) -> None:
     options = {"prompt_column": "question"}
     source = SourceConfig(path=str(path), format="columns", options=options)
     with pytest.raises(ConfigError, match=r"^t\.csv:3: answer is empty \(1 such row;"):
-        load_rl_rows((source,), "rl", DataConfig(rl=(source,)), 0)
-    kept = load_rl_rows((source,), "rl", DataConfig(rl=(source,), on_bad_row="drop"), 0)
+        loaded_rows.load("rl", source)
+    kept = loaded_rows.load("rl", source, on_bad_row="drop")
     (row,) = kept.rows
     assert row.prompt[0].content == "2, and 2?"
     assert row.reward_model.ground_truth == "4"

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pytest
 
-from engines.config.data import DataConfig, SourceConfig
-from engines.data.prepare.sources import LoadedRows, load_rl_rows, load_sft_rows
+from engines.config.data import SourceConfig
+from engines.data.prepare.sources import LoadedRows
 from infra.errors import ConfigError
 
 
@@ -22,7 +23,7 @@ def write(path: Path, *rows: object) -> SourceConfig:
 
 
 def load(source: SourceConfig, **data: Any) -> LoadedRows[Any]:
-    return load_rl_rows((source,), "rl", DataConfig(rl=(source,), **data), seed=0)
+    return loaded_rows.load("rl", source, **data)
 
 
 def error_of(source: SourceConfig, **data: Any) -> str:
@@ -56,7 +57,7 @@ def test_roles_out_of_order(tmp_path: Path) -> None:
     source = write(tmp_path / "train.jsonl", {"messages": turns})
     source = source.model_copy(update={"format": "messages"})
     with pytest.raises(ConfigError) as error:
-        load_sft_rows((source,), "sft", DataConfig(sft=(source,)), 0)
+        loaded_rows.load("sft", source)
     assert str(error.value).startswith(
         "train.jsonl:1: messages[0].role is 'assistant'; need system or user (1 such row;"
     )
@@ -92,8 +93,7 @@ def test_no_rows(tmp_path: Path) -> None:
 def test_limit_takes_a_seeded_sample(tmp_path: Path) -> None:
     source = write(tmp_path / "t.jsonl", *(rl_line(f"q{i}") for i in range(50)))
     limited = source.model_copy(update={"limit": 10})
-    data = DataConfig(rl=(limited,))
-    samples = [load_rl_rows((limited,), "rl", data, seed) for seed in (0, 0, 1)]
+    samples = [loaded_rows.load("rl", limited, seed=seed) for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
     assert len(set(samples[0].rows[i].prompt for i in range(10))) == 10
     assert samples[0].reports[0].num_over_limit == 40
@@ -106,6 +106,6 @@ def test_sources_follow_each_other(tmp_path: Path) -> None:
         write(tmp_path / "a.jsonl", rl_line("a1"), rl_line("a2")),
         write(tmp_path / "b.jsonl", rl_line("b1")),
     )
-    loaded = load_rl_rows(sources, "evaluation", DataConfig(evaluation=sources), 0)
+    loaded = loaded_rows.load("evaluation", *sources)
     assert [row.prompt[0].content for row in loaded.rows] == ["a1", "a2", "b1"]
     assert [report.num_rows for report in loaded.reports] == [2, 1]

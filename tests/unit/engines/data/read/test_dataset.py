@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engines.config.data import ArithmeticConfig, DataConfig, SourceConfig
 from engines.config.model import ModelConfig
+from engines.data.prepare import stored_rows
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
+from engines.data.read.order import permutation
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -81,6 +86,53 @@ def test_a_changed_row_changes_the_artifact(tmp_path: Path) -> None:
     build_dataset(data, PRETRAINED, 0, tmp_path / "b")
     first, second = digests(tmp_path / "a"), digests(tmp_path / "b")
     assert {name for name in first if first[name] != second[name]} == {"eval.parquet"}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    prompts=st.lists(st.sampled_from(["r0", " r0", "r1", "s0", None]), min_size=1, max_size=12),
+    limit=st.none() | st.integers(1, 8),
+    seed=st.integers(0, 3),
+)
+def test_rows_on_disk_are_those_of_plain_lists(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[str | None],
+    limit: int | None,
+    seed: int,
+) -> None:
+    """Bad rows, repeated ones, a limit and an overlap, against the same in a few lines."""
+    monkeypatch.setattr(stored_rows, "BATCH_ROWS", 3)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    answer = {"style": "rule", "ground_truth": "z"}
+    lines = [json.dumps({"prompt": each, "reward_model": answer}) for each in prompts]
+    (tmp_path / "repeated.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    repeated = SourceConfig(
+        path=str(tmp_path / "repeated.jsonl"), format="dapo_math_17k", limit=limit
+    )
+    data = sources(tmp_path, ["r0 ", "e0"], allow_overlap=True, on_bad_row="drop")
+    data = data.model_copy(update={"rl": (*data.rl, repeated)})
+
+    distinct = list(dict.fromkeys(each for each in prompts if each is not None))
+    if not distinct:
+        with pytest.raises(ConfigError, match=f"0 rows of {len(prompts)} are usable"):
+            build_dataset(data, PRETRAINED, seed, tmp_path / "out")
+        return
+    kept = distinct
+    if limit is not None and limit < len(distinct):
+        kept = [distinct[place] for place in permutation(len(distinct), seed)[:limit]]
+    summary = build_dataset(data, PRETRAINED, seed, tmp_path / "out")
+    found = [row.prompt[0].content for row in load_dataset(tmp_path / "out").rl_rows()]
+    assert found == ["r0", "r1", *kept]
+    assert summary.rl.num_distinct_prompts == len({each.strip() for each in found})
+    assert summary.num_overlapping == 1
+    report = summary.rl.sources[1]
+    usable = [each for each in prompts if each is not None]
+    assert (report.num_read, report.num_rows) == (len(prompts), len(kept))
+    assert report.num_duplicates == len(usable) - len(distinct)
+    assert report.num_over_limit == len(distinct) - len(kept)
+    assert sum(report.num_bad.values()) == len(prompts) - len(usable)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"out"}
 
 
 def test_what_was_built_is_loaded(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Rows to token ids, under length limits."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read import examples
-from engines.data.read.examples import rl_prompts, sft_examples
+from engines.data.read.chat import RenderedConversation
+from engines.data.read.examples import PackedConversations, rl_prompts, sft_examples
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
@@ -72,3 +75,24 @@ def test_a_template_that_renders_a_prompt_to_nothing_is_refused(
         ConfigError, match=r"model.chat_template: renders 2 of 3 prompts to 0 tokens \(first row 1"
     ):
         rl_prompts([rl_row("1")] * 3, tokenizer, max_prompt_length=5)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1))), max_size=8))
+def test_packed_conversations_are_a_sequence_of_them(
+    conversations: list[list[tuple[int, int]]],
+) -> None:
+    plain = [
+        RenderedConversation(tuple(token for token, _ in each), tuple(mask for _, mask in each))
+        for each in conversations
+    ]
+    packed = PackedConversations()
+    for each in plain:
+        packed.append(each)
+    assert list(packed) == plain
+    assert packed[::-2] == plain[::-2]
+    assert [packed[-place] for place in range(1, len(plain) + 1)] == plain[::-1]
+    assert list(packed.lengths) == [len(each.input_ids) for each in plain]
+    even = range(0, len(plain), 2)
+    assert list(packed.only(even)) == plain[::2]
+    with pytest.raises(IndexError):
+        packed[len(plain)]

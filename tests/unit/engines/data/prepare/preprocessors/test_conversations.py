@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,6 @@ from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.prepare.preprocessors.create import create_preprocessor
-from engines.data.prepare.sources import load_sft_rows
 from engines.data.read.chat import render_conversations
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Message, RowError, SFTRow
@@ -47,7 +47,7 @@ LAYOUTS = {"messages": OPENAI, "sharegpt": SHAREGPT, "alpaca": ALPACA}
 
 def rows_of(path: Path, layout: str, **options: Any) -> tuple[SFTRow, ...]:
     source = SourceConfig(format=layout, path=str(path), options=options)
-    return load_sft_rows((source,), "sft", DataConfig(sft=(source,)), seed=0).rows
+    return loaded_rows.load("sft", source).rows
 
 
 def lines(path: Path, *rows: object) -> Path:

@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import loaded_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.config.data import DataConfig, SourceConfig
+from engines.config.data import SourceConfig
 from engines.config.plugins import register_plugin
 from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.preprocessors.gsm8k import split_solution
 from engines.data.prepare.preprocessors.math import last_boxed
-from engines.data.prepare.sources import load_rl_rows, load_sft_rows
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 
@@ -41,12 +41,12 @@ DAPO = {
 
 def rl(path: Path, layout: str, **options: Any) -> tuple[RLRow, ...]:
     source = SourceConfig(format=layout, path=str(path), options=options)
-    return load_rl_rows((source,), "rl", DataConfig(rl=(source,)), seed=0).rows
+    return loaded_rows.load("rl", source).rows
 
 
 def sft(path: Path, layout: str, **options: Any) -> tuple[SFTRow, ...]:
     source = SourceConfig(format=layout, path=str(path), options=options)
-    return load_sft_rows((source,), "sft", DataConfig(sft=(source,)), seed=0).rows
+    return loaded_rows.load("sft", source).rows
 
 
 def parquet(path: Path, *rows: dict[str, Any]) -> Path:
@@ -216,7 +216,7 @@ def test_dapo_repeats_are_counted_and_dropped(tmp_path: Path) -> None:
     other = {**DAPO, "prompt": [{"content": "2+2?", "role": "user"}]}
     path = parquet(tmp_path / "data" / "dapo-math-17k.parquet", DAPO, other, DAPO, DAPO)
     source = SourceConfig(format="dapo_math_17k", path=str(tmp_path))
-    loaded = load_rl_rows((source,), "rl", DataConfig(rl=(source,)), seed=0)
+    loaded = loaded_rows.load("rl", source)
     assert [row.prompt[0].content for row in loaded.rows] == [DAPO["prompt"][0]["content"], "2+2?"]
     assert loaded.reports[0].num_duplicates == 2
     assert loaded.rows[0].reward_model.ground_truth == "34"

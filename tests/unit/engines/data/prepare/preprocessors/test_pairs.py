@@ -145,7 +145,7 @@ def test_pairs_are_a_split_of_the_dataset(tmp_path: Path) -> None:
     assert summary.preference is not None
     assert (summary.preference.num_rows, summary.preference.num_overlong) == (1, 1)
     assert dataset.summary()["preference_evaluation"]["num_rows"] == 1
-    assert dataset.sft_rows() == dataset.rl_rows() == ()
+    assert tuple(dataset.sft_rows()) == dataset.rl_rows() == ()
 
 
 def test_identical_answers_are_counted_and_named_by_their_line(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The splits of a data set on disk, and what training and held-out rows must not share.
+
+Promises: memory grows with the held-out rows and with 16 bytes of a training row; errors and
+reports name rows by their number in the split, from 0.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.config.data import DataConfig
+from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.leaks import LeakReport, find_leaks
+from engines.data.prepare.sources import (
+    SourceReport,
+    load_preference_rows,
+    load_rl_rows,
+    load_sft_rows,
+)
+from engines.data.prepare.stored_rows import StoredRows, stored
+from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from infra.errors import ConfigError
+
+_LOADERS = {
+    "sft": load_sft_rows,
+    "rl": load_rl_rows,
+    "evaluation": load_rl_rows,
+    "preference": load_preference_rows,
+    "preference_evaluation": load_preference_rows,
+}
+_FORMATS = {
+    "sft": SFT_FORMAT,
+    "rl": RL_FORMAT,
+    "evaluation": RL_FORMAT,
+    "preference": PREFERENCE_FORMAT,
+    "preference_evaluation": PREFERENCE_FORMAT,
+}
+_HELD_OUT = ("evaluation", "preference_evaluation")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The rows of the splits, and the reports of their sources by split; none of generated data."""
+
+    sft: StoredRows[SFTRow]
+    rl: StoredRows[RLRow]
+    evaluation: StoredRows[RLRow]
+    preference: StoredRows[PreferenceRow]
+    preference_evaluation: StoredRows[PreferenceRow]
+    reports: Mapping[str, tuple[SourceReport, ...]]
+
+    def texts(self) -> Iterator[str]:
+        """Everything a model made from scratch will read or write."""
+        for row in self.sft:
+            yield from (message.content for message in row.messages)
+            # The other roles have tokens of their own in the template of such a model.
+            yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
+        for rows in (self.rl, self.evaluation):
+            for row in rows:
+                yield from (message.content for message in row.prompt)
+                if isinstance(row.reward_model.ground_truth, str):
+                    yield row.reward_model.ground_truth
+        for rows in (self.preference, self.preference_evaluation):
+            for row in rows:
+                yield from (message.content for message in row.prompt)
+                yield from (row.chosen, row.rejected)
+
+
+def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
+    """Generate or read the rows.
+
+    Args:
+        data: where rows come from.
+        seed: of generation and sampling.
+        scratch: a directory for the rows; they are there for as long as it is.
+
+    Returns:
+        The splits; those that the data have not are empty.
+
+    Raises:
+        ConfigError: the data cannot be used; names the place and the remedy.
+    """
+    rows: dict[str, Any] = {}
+    if data.arithmetic:
+        made = generate(data.arithmetic, seed)
+        for name, format in _FORMATS.items():
+            rows[name] = stored(scratch / f"{name}.arrow", format, getattr(made, name))
+        return Splits(**rows, reports=dict.fromkeys(_FORMATS, ()))
+    reports = {}
+    for name, load in _LOADERS.items():
+        loaded = load(getattr(data, name), name, data, seed, scratch)
+        rows[name], reports[name] = loaded.rows, loaded.reports
+    return Splits(**rows, reports=reports)
+
+
+def decontaminated(splits: Splits, data: DataConfig) -> tuple[Splits, LeakReport | None]:
+    """The splits without training rows that share words with held-out ones.
+
+    Args:
+        splits: that were read.
+        data: `decontamination`; null: nobody looks.
+
+    Returns:
+        The splits, and the report where somebody looked.
+
+    Raises:
+        ConfigError: see `engines.data.prepare.leaks.find_leaks`.
+    """
+    if data.decontamination is None:
+        return splits, None
+    training: dict[str, StoredRows[Any]] = {
+        name: getattr(splits, name) for name in _LOADERS if name not in _HELD_OUT
+    }
+    held_out = {name: getattr(splits, name) for name in _HELD_OUT}
+    leaks = find_leaks(training, held_out, data.decontamination)
+    kept = {
+        name: rows.only(_without(leaks.rows_of(name), len(rows))) for name, rows in training.items()
+    }
+    return replace(splits, **kept), leaks
+
+
+def check_overlap(splits: Splits, allow_overlap: bool) -> int:
+    """Count the held-out rows whose prompt a training split holds.
+
+    Args:
+        splits: that were read.
+        allow_overlap: whether there may be some.
+
+    Returns:
+        Their number.
+
+    Raises:
+        ConfigError: there are some, and they are not allowed; names the first.
+    """
+    held_out = {name: list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT}
+    wanted = {digest for digests in held_out.values() for digest in digests}
+    trained: dict[bytes, str] = {}
+    for split in ("rl", "sft", "preference"):
+        for row, digest in enumerate(getattr(splits, split).prompt_digests()):
+            if digest in wanted:
+                trained.setdefault(digest, f"{split} row {row}")
+    num_found = 0
+    for split, digests in held_out.items():
+        found = [row for row, digest in enumerate(digests) if digest in trained]
+        if found and not allow_overlap:
+            prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
+            raise ConfigError(
+                f"data.{split}",
+                f"{len(found)} eval {prompts} in train (first: row {found[0]} = "
+                f"{trained[digests[found[0]]]}); remove them, or set data.allow_overlap",
+            )
+        num_found += len(found)
+    return num_found
+
+
+def _without(rows: Collection[int], num_rows: int) -> np.ndarray:
+    """(num_rows,) bool, false at these rows."""
+    chosen = np.ones(num_rows, bool)
+    chosen[list(rows)] = False
+    return chosen
