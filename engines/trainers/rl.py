@@ -140,7 +140,7 @@ class RLTrainer:
             with clock("update_weights"):
                 # Engines that slept for an update that was not taken need their weights again.
                 sync_bytes = self.rollout.publish(self.version, self.probe).sent.num_bytes
-        self.num_skipped = 0 if experience.num_groups else self.num_skipped + 1
+        self.num_skipped = 0 if experience.trains else self.num_skipped + 1
         untrained = {} if updates.policy else self._untrained(collector.scored().batch, clock)
         if not experience.num_groups:
             self.keeper.keep(collector.scored(), clock, global_step)
@@ -260,7 +260,7 @@ class RLTrainer:
         if self.num_skipped > limit:
             raise NothingToTrainOnError(
                 f"step {step}: {self.num_skipped} steps in a row had nothing to train on, more "
-                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored or in "
-                "groups of equal scores; look at the rewards of the last steps, take prompts that "
-                "the policy sometimes solves, or raise the limit"
+                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored, in "
+                "groups of equal scores or kept by no estimator; look at the rewards of the last "
+                "steps, take prompts that the policy sometimes solves, or raise the limit"
             )

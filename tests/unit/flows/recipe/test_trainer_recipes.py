@@ -35,6 +35,17 @@ def planned(name: str, root: Path, *overrides: str) -> list[Any]:
         ("dpo", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
         ("kto", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
         (
+            "rejection_sampling",
+            [
+                "sft",
+                "evaluate_sft",
+                "rl_round_1",
+                "evaluate_rl_round_1",
+                "rl_round_2",
+                "evaluate_rl_round_2",
+            ],
+        ),
+        (
             "distill",
             [
                 "sft",
