@@ -9,12 +9,13 @@ Does not promise: what only the whole data or the weights can tell.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
+from engines.config.sections import RLConfig, SupervisedConfig
 from flows.asked_run import plan_run
 from flows.child import ask
 from flows.platform_probe import check_devices, memory_shortage, resolve_hardware
@@ -187,6 +188,14 @@ def _check_parts(recipe: Recipe) -> None:
         TABLES[kind].check_targets(name)
 
 
+def _training_sections(recipe: Recipe) -> Iterator[SupervisedConfig | RLConfig]:
+    """Of the stages that write step checkpoints."""
+    sections = (recipe.sft, recipe.reward_model, recipe.preference)
+    yield from (section for section in sections if section is not None)
+    if recipe.rl.num_rounds:
+        yield recipe.rl
+
+
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
     own = {*recipe.rl.reward.functions} <= {row.name for row in REWARDS.rows}
@@ -198,6 +207,7 @@ def look_of(recipe: Recipe) -> Look | None:
         model=recipe.model,
         data=recipe.data,
         lora=recipe.training.lora,
+        averages=any(section.optimizer.ema for section in _training_sections(recipe)),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
         judge=reward.judge,

@@ -14,6 +14,8 @@ class Look(StrictModel):
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig | None = None
+    averages: bool = False
+    """Some stage keeps a moving average of the weights that it trains."""
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
     reward_model: RewardModelConfig | None = None

@@ -50,6 +50,8 @@ OnHub = TypeVar(
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and two moments of the optimizer, each in float32."""
+BYTES_OF_AVERAGE = 4
+"""What a moving average of the weights adds to each of them."""
 
 
 def look(at: Look) -> Look:
@@ -246,7 +248,8 @@ def checkpoint_bytes(at: Look) -> int | None:
     directory = local_path(at.model.path)
     if directory is None or at.lora is not None:
         return None
-    return num_parameters(directory) * BYTES_PER_PARAMETER
+    bytes_each = BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
+    return num_parameters(directory) * bytes_each
 
 
 def look_at_rollout(at: Look) -> None:

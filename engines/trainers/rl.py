@@ -7,7 +7,7 @@ without a usable sample is skipped and counted, and too many of them in a row, o
 stop the run. A version is the number of the step, over all rounds, that made the weights: weights
 that did not change keep theirs, across steps that are skipped, that warm up a critic or whose
 updates were left out, and across a resume. A new round counts on from the steps of the rounds
-before.
+before. With `optimizer.ema` a round samples from the weights themselves and commits their average.
 What each line stands for is in its own module: prompts, experience, rl_metrics, and the
 `ModelWorker` whose methods `run` calls on every rank.
 """
@@ -119,6 +119,7 @@ class RLTrainer:
             self.rollout.publish(self.version, self.probe)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
+        self.progress.adopt_average(self.workers)
 
     def step(self, step: int) -> None:
         """One RL step: generate, score, filter, train, sync, record, checkpoint.

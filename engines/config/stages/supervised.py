@@ -7,6 +7,7 @@ from pydantic import Field
 from engines.config.plugins import (
     PluginKind,
 )
+from engines.config.rules.average import check_average
 from engines.config.rules.order import check_supervised_order
 from engines.config.rules.pairs import check_preference, check_reward_training
 from engines.config.rules.sizes import check_divides
@@ -34,6 +35,7 @@ class SFTStageConfig(TrainingStageConfig):
         """And a batch divides among the ranks, and the order has what it reads."""
         super().check()
         check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
+        check_average("sft.optimizer", self.sft.optimizer, self.training)
         check_supervised_order("sft.order", self.sft.order)
 
 

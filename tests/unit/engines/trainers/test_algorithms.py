@@ -1,11 +1,15 @@
 """Rounds of RL with each algorithm: its parts get what they read, and the step trains."""
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engines.checkpoint.sharded import ShardedReader
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
@@ -159,6 +163,29 @@ def test_a_step_of_which_nothing_is_kept_counts_among_those_in_a_row(run_round: 
     algorithm = {"adv_estimator": "raft", "options": {"raft_min_reward": 2.0}}
     with pytest.raises(NothingToTrainOnError, match="kept by no estimator"):
         run_round("odd_length", num_skipped=2, algorithm=algorithm)
+
+
+def test_a_round_commits_the_average_of_its_policy_and_samples_from_the_policy(
+    run_round: Round, tmp_path: Path
+) -> None:
+    plain = run_round("odd_length")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "journal.jsonl").unlink()
+    ema = {"decay": 0.5, "use_warmup": False}
+    steps = run_round("odd_length", optimizer={"lr": 1e-2, "weight_decay": 0.0, "ema": ema})
+    assert [step["critic/score/mean"] for step in steps] == [
+        step["critic/score/mean"] for step in plain
+    ]
+    last, committed = (
+        ShardedReader(tmp_path / "checkpoints" / place / "step-00000002/checkpoint/tensors")
+        for place in ("", "averaged")
+    )
+    averages = [name for name in last.names() if name.startswith("optimizer.ema.")]
+    assert averages
+    for name in averages:
+        of_model = name.replace("optimizer.ema.", "model.", 1)
+        assert torch.equal(committed.read(of_model), last.read(name))
+        assert not torch.equal(committed.read(of_model), last.read(of_model))
 
 
 def _best_by_group(experience: Experience) -> dict[int, float]:
