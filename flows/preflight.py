@@ -67,7 +67,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     look = look_of(recipe)
     if look is None:
         return recipe
-    what, command = "the look at what the recipe names", ["engines.jobs.preflight"]
+    what, command = "the look at what the recipe names", ["engines.jobs.preflight.look"]
     answer = ask(Answer, what, DEADLINE_S, command, look.model_dump_json())
     if answer.look is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))

@@ -1,4 +1,4 @@
-"""What travels between a plan and the look at what its recipe names (`engines.jobs.preflight`)."""
+"""What travels between a plan and `engines.jobs.preflight`, the look at what its recipe names."""
 
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel

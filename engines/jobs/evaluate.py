@@ -4,30 +4,17 @@ Promises: a policy is read from its committed checkpoint, whatever backend and n
 wrote it, so it scores what the model merged from it scores.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from contextlib import ExitStack
 
-from torch import Tensor
-
-from engines.checkpoint.model_directory import check_model_directory
 from engines.config.stages.final import EvaluateStageConfig
-from engines.config.training import TrainingConfig
-from engines.controller.launch import launch_served_model
-from engines.controller.model_worker import WorkerSpec
-from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
-from engines.jobs.judges import asked_judges, judge_source, reward_role, stored_tensors
-from engines.jobs.policy.files import HF_DIR, trained_steps
-from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within, queueing
+from engines.jobs.judges import serve
+from engines.jobs.policy.served_model import served_directory, served_policy
+from engines.jobs.policy_stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.service import RolloutService
 from engines.trainers.evaluation.evaluator import (
     Evaluation,
     Evaluator,
@@ -36,11 +23,6 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
-from engines.trainers.scoring import CompletionScorer
-from engines.training.backends.merging import policy_weights
-from engines.training.roles import REWARD, RoleSpec
-from engines.types import Completion, RolloutRequest
-from infra.errors import DeadlineError
 
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
@@ -58,51 +40,23 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            served = served_model(context)
-            tokenizer = policy_tokenizer(served.hf_dir)
+            policy_dir = context.optional_input("policy")
+            served = (
+                served_directory(context.input("model"))
+                if policy_dir is None
+                else served_policy(policy_dir)
+            )
             rows = load_dataset(context.input("dataset")).evaluation_rows()
             check_data_sources(config.reward, (row.data_source for row in rows))
             prompts = prompts_within(
                 rows,
-                tokenizer,
-                context_length(served.hf_dir),
+                policy_tokenizer(served.hf_dir),
+                served.context_length,
                 config.evaluation.answer_length,
             )
-            replica = ReplicaSpec(
-                serving_dir=served.hf_dir,
-                rollout=config.rollout,
-                dtype=config.rollout.dtype or config.dtype,
-                platform=config.hardware.platform,
-                device_kind=config.hardware.device_kind,
-                num_threads=config.num_threads,
-                log_dir=context.attempt_dir,
-            )
-            role = reward_role(context, config.reward.model, _of_reward_model(config))
-            judge = judge_source(
-                context, config.reward.judge, replica, embedded=config.driver_computes
-            )
-            launched = launch_served_model(
-                replica,
-                None if role is None else _reward_worker(config, role, spec.seed),
-                judge.replica if judge else None,
-                queueing(context, config.hardware),
-            )
-            stack.enter_context(closing(launched.pool))
-            if launched.reward_model is not None:
-                stack.enter_context(closing(launched.reward_model))
-            engines = launched.engines
-            service = stack.enter_context(closing(engines.service()))
-            service.sync(
-                engines.new_transport, lambda to: to.send(served.weights()), served.num_steps
-            )
-            judges = stack.enter_context(
-                asked_judges(
-                    config.reward, spec.seed, role, launched.reward_model, judge, launched.judge
-                )
-            )
-        scorer = CompletionScorer(rewards, tokenizer, judges=judges)
-        evaluator = Evaluator(config.evaluation, prompts, scorer, spec.seed)
-        evaluation = _run(context, partial(_finished, service), evaluator)
+            serving = serve(context, stack, served, rewards)
+        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, spec.seed)
+        evaluation = _run(context, serving.generate, evaluator)
     metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
     told = metrics | {
@@ -112,61 +66,6 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     }
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
     return JobOutput("evaluation", metrics | told_sources(evaluation))
-
-
-def _of_reward_model(config: EvaluateStageConfig) -> TrainingConfig:
-    """How the reward model of an evaluation is held: by one rank, whatever trained the policy."""
-    return TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
-
-
-def _reward_worker(config: EvaluateStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
-    return WorkerSpec(
-        roles={REWARD: role},
-        serving_dir=role.source.hf_dir,
-        rollout=None,
-        temperature=1.0,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        seed=seed,
-    )
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What is evaluated.
-
-    Attributes:
-        hf_dir: its configuration and tokenizer.
-        weights: by hub name, streamed; called again for an engine that starts late.
-        num_steps: trainer steps behind it; 0 of a model directory, which does not say.
-    """
-
-    hf_dir: Path
-    weights: Callable[[], Iterator[tuple[str, Tensor]]]
-    num_steps: int
-
-
-def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
-    """The input `policy`, or else the input `model`."""
-    policy_dir = context.optional_input("policy")
-    if policy_dir is not None:
-        num_steps = trained_steps(policy_dir).num_steps
-        weights = partial(policy_weights, policy_dir)
-        return ServedModel(policy_dir / HF_DIR, weights, num_steps)
-    model_dir = context.input("model")
-    check_model_directory(model_dir)
-    return ServedModel(model_dir, partial(stored_tensors, model_dir), 0)
-
-
-def _finished(
-    service: RolloutService, requests: Sequence[RolloutRequest]
-) -> list[list[Completion]]:
-    """Answers to every request; an accuracy over those that came in time would be another."""
-    rows = service.generate(requests)
-    num_aborted = sum(c.finish_reason == "abort" for row in rows for c in row)
-    if num_aborted:
-        raise DeadlineError(f"{num_aborted} answers", service.timeout_s)
-    return rows
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
@@ -190,12 +89,6 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
     if any(name.startswith("avg@") for name in metrics) and not has_votes:
         context.journal.log("no maj@k: the reward does not say of every answer what it read (pred)")
     return evaluation
-
-
-def context_length(model_dir: Path) -> int:
-    """Tokens that the model was built for."""
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["max_position_embeddings"])
 
 
 JOB = (EvaluateStageConfig, evaluate)

@@ -1,13 +1,12 @@
-"""The models that judge the answers of a stage: their weights, and what asks them."""
+"""The engines of a stage that trains nothing, and the models that judge a stage's answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safetensors import safe_open
 from torch import Tensor
 
 from engines.checkpoint.model_directory import (
@@ -18,21 +17,30 @@ from engines.checkpoint.model_directory import (
 )
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
+from engines.config.stages.serving import ServingStageConfig
 from engines.config.training import TrainingConfig
-from engines.controller.model_worker import ModelWorker
+from engines.controller.launch import launch_served_model
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
-from engines.jobs.policy_stage import policy_tokenizer
+from engines.jobs.policy.served_model import ServedModel, stored_tensors
+from engines.jobs.policy_stage import policy_tokenizer, queueing
 from engines.jobs.runtime import JobContext
+from engines.rewards.scorer import RewardScorer
+from engines.rollout.service import RolloutService
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.generative import GenerativeJudge
 from engines.trainers.judges.reward_model import RewardModelJudge
 from engines.trainers.prompts import derive_seed
 from engines.trainers.sampling import sampling_params
+from engines.trainers.scoring import CompletionScorer
 from engines.training.roles import REWARD, ModelSource, RoleSpec
-from engines.types import Readouts, TokenBatch
+from engines.types import Completion, Readouts, RolloutRequest, TokenBatch
+from infra.errors import DeadlineError
+
+Config = TypeVar("Config", bound=ServingStageConfig)
 
 JUDGE_DIR = "judge"
 """Below the attempt: configuration and tokenizer of a judge, with every token that ends a text."""
@@ -184,9 +192,94 @@ def question_seed(seed: int, text: str) -> int:
     return derive_seed(seed, f"judge/{text}")
 
 
-def stored_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory, one at a time, by their names in the files."""
-    for shard in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as file:
-            for name in sorted(file.keys()):
-                yield name, file.get_tensor(name)
+@dataclass(frozen=True)
+class Serving:
+    """Engines that answer, and what judges their answers.
+
+    Attributes:
+        service: over the engines.
+        scorer: with the models that judge.
+    """
+
+    service: RolloutService
+    scorer: CompletionScorer
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        """Answers to every request; a number over those that came in time would be another.
+
+        Args:
+            requests: with ids that differ.
+
+        Returns:
+            For each its completions.
+
+        Raises:
+            DeadlineError: one was aborted.
+        """
+        rows = self.service.generate(requests)
+        num_aborted = sum(c.finish_reason == "abort" for row in rows for c in row)
+        if num_aborted:
+            raise DeadlineError(f"{num_aborted} answers", self.service.timeout_s)
+        return rows
+
+
+def serve(
+    context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
+) -> Serving:
+    """Start engines with a model's weights, and the models that judge.
+
+    Args:
+        context: of the job.
+        stack: closes all of it.
+        served: what answers.
+        rewards: the reward function, started before torch was set up.
+
+    Returns:
+        Ready to answer.
+
+    Raises:
+        ConfigError: an engine cannot serve the model, or a judge cannot be used.
+    """
+    config, seed = context.config, context.spec.seed
+    replica = ReplicaSpec(
+        serving_dir=served.hf_dir,
+        rollout=config.rollout,
+        dtype=config.rollout.dtype or config.dtype,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        num_threads=config.num_threads,
+        log_dir=context.attempt_dir,
+    )
+    # Held by one rank, whatever trained the policy.
+    alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
+    role = reward_role(context, config.reward.model, alone)
+    judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
+    launched = launch_served_model(
+        replica,
+        None if role is None else _reward_worker(config, role, seed),
+        judge.replica if judge else None,
+        queueing(context, config.hardware),
+    )
+    stack.enter_context(closing(launched.pool))
+    if launched.reward_model is not None:
+        stack.enter_context(closing(launched.reward_model))
+    engines = launched.engines
+    service = stack.enter_context(closing(engines.service()))
+    service.sync(engines.new_transport, lambda to: to.send(served.weights()), served.num_steps)
+    judges = stack.enter_context(
+        asked_judges(config.reward, seed, role, launched.reward_model, judge, launched.judge)
+    )
+    scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
+    return Serving(service, scorer)
+
+
+def _reward_worker(config: ServingStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
+    return WorkerSpec(
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )

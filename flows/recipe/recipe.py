@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.model import ModelConfig
@@ -35,6 +36,7 @@ from engines.config.stages.final import (
     SoupStageConfig,
 )
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (
     PreferenceStageConfig,
     RewardModelStageConfig,
@@ -194,11 +196,45 @@ class Recipe(StrictModel):
             hardware=self.hardware,
         )
 
-    def preference_stage(self) -> PreferenceStageConfig:
-        """Configuration of the stage `preference`; the recipe must have one."""
+    @property
+    def preference_iterations(self) -> Sequence[int | None]:
+        """Numbers of the iterations of self-play; None is preference training on given pairs."""
+        if self.preference is None:
+            return ()
+        section = self.preference.self_play
+        return (None,) if section is None else range(1, section.num_iterations + 1)
+
+    def self_play_stage(self, iteration: int) -> SelfPlayStageConfig:
+        """Configuration of the stage `self_play`, counted from 1; the recipe must have one."""
+        if self.preference is None or self.preference.self_play is None:
+            raise ValueError("the recipe has no self-play")
+        section = self.preference.self_play
+        return SelfPlayStageConfig(
+            iteration=iteration,
+            max_length=self.model.max_length,
+            self_play=section,
+            sampling=section.sampling or self.rl.sampling,
+            backend=self.training.backend,
+            num_threads=self.training.num_threads,
+            dtype=self.training.dtype,
+            rollout=self.rollout,
+            reward=self.rl.reward if section.source == "best_worst" else RewardConfig(),
+            hardware=self.hardware,
+        )
+
+    def preference_stage(self, iteration: int | None = None) -> PreferenceStageConfig:
+        """Configuration of the stage `preference`; the recipe must have one.
+
+        Args:
+            iteration: of self-play; None where there is none.
+
+        Returns:
+            The stage.
+        """
         if self.preference is None:
             raise ValueError("the recipe has no preference stage")
         return PreferenceStageConfig(
+            iteration=iteration,
             model=self.model,
             training=self.training,
             preference=self.preference,
@@ -272,14 +308,16 @@ class Recipe(StrictModel):
         return PromoteStageConfig(promote=self.promote)
 
     def stages(self) -> Iterator[StageConfig]:
-        """Every stage that the recipe has, in order; of the rounds, which are alike, the first."""
+        """Every stage that the recipe has, in order; of rounds and iterations, alike, the first."""
         yield self.preprocess_stage()
         if self.sft:
             yield self.sft_stage()
         if self.reward_model:
             yield self.reward_model_stage()
-        if self.preference:
-            yield self.preference_stage()
+        for iteration in self.preference_iterations[:1]:
+            if iteration:
+                yield self.self_play_stage(iteration)
+            yield self.preference_stage(iteration)
         if self.rl.num_rounds:
             yield self.rl_round_stage(1)
         yield self.merge_stage()

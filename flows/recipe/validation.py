@@ -51,7 +51,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError(
             "rl.num_rounds", "got 0 with sft: null; nothing would be trained; add one"
         )
-    num_trained = sum(each is not None for each in (recipe.sft, recipe.preference))
+    if recipe.preference and recipe.preference.self_play and recipe.sft is None:
+        raise ConfigError(
+            "preference.self_play",
+            "got one with sft: null, and no policy that could play; need a stage before it; give "
+            "the recipe a section sft",
+        )
+    num_trained = int(recipe.sft is not None) + len(recipe.preference_iterations)
     num_trained += recipe.rl.num_rounds
     if recipe.soup and recipe.soup.num_policies > num_trained:
         raise ConfigError(
@@ -106,12 +112,13 @@ def _check_lengths(recipe: Recipe) -> None:
 
 
 def _check_data(recipe: Recipe) -> None:
-    data = recipe.data
-    pairs = recipe.preference is not None or recipe.reward_model is not None
+    data, section = recipe.data, recipe.preference
+    plays = section.self_play.source if section and section.self_play else None
+    pairs = (section is not None and plays is None) or recipe.reward_model is not None
     if data.arithmetic is None:
         for path, sources, needed in (
-            ("data.sft", data.sft, recipe.sft is not None),
-            ("data.rl", data.rl, recipe.rl.num_rounds > 0),
+            ("data.sft", data.sft, recipe.sft is not None or plays == "spin"),
+            ("data.rl", data.rl, recipe.rl.num_rounds > 0 or plays == "best_worst"),
             ("data.evaluation", data.evaluation, True),
             ("data.preference", data.preference, pairs),
             ("data.preference_evaluation", data.preference_evaluation, False),

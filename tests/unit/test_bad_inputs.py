@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES
-from engines.jobs.preflight import look
+from engines.jobs.preflight.look import look
 from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError

@@ -1,9 +1,11 @@
 """The stages that train on given answers."""
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated
 
 from pydantic import Field
 
+from engines.config.base import NotIdentity
 from engines.config.plugins import (
     PluginKind,
 )
@@ -61,7 +63,14 @@ class PreferenceStageConfig(TrainingStageConfig):
     """Dataset and policy checkpoint to policy checkpoint."""
 
     stage = "preference"
+    iteration: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
+    """Of self-play; null where there is none."""
     preference: PreferenceConfig
+
+    @property
+    def label(self) -> str:
+        """With the number of an iteration."""
+        return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the loss."""

@@ -1,8 +1,9 @@
-"""A look at what a recipe names, before anything trains: `python -m engines.jobs.preflight < LOOK`.
+"""A look at what a recipe names, before anything trains.
 
-Reads a `Look` as JSON and answers with one JSON line: the first problem, or none. It opens the
-headers of safetensors files, the first row of each local source and the tokenizer, and calls a
-reward of the user's once with that row, in a process of its own.
+Called as `python -m engines.jobs.preflight.look < LOOK`. Reads a `Look` as JSON and answers with
+one JSON line: the first problem, or none. It opens the headers of safetensors files, the first row
+of each local source and the tokenizer, and calls a reward of the user's once with that row, in a
+process of its own.
 Promises: no weight is read, torch is not imported; what it refuses would have ended the run later,
 with the same field named. One repository and revision of the hub is one commit in all of the
 answer, so that tokenizer and weights, and the splits of one data set, cannot be of two.
