@@ -9,12 +9,13 @@ Does not promise: what only the whole data or the weights can tell.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
+from engines.config.sections import RLConfig, SupervisedConfig
 from flows.asked_run import plan_run
 from flows.child import ask
 from flows.platform_probe import check_devices, memory_shortage, resolve_hardware
@@ -66,7 +67,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     look = look_of(recipe)
     if look is None:
         return recipe
-    what, command = "the look at what the recipe names", ["engines.jobs.preflight"]
+    what, command = "the look at what the recipe names", ["engines.jobs.preflight.look"]
     answer = ask(Answer, what, DEADLINE_S, command, look.model_dump_json())
     if answer.look is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
@@ -193,6 +194,14 @@ def _check_parts(recipe: Recipe) -> None:
         TABLES[kind].check_targets(name)
 
 
+def _training_sections(recipe: Recipe) -> Iterator[SupervisedConfig | RLConfig]:
+    """Of the stages that write step checkpoints."""
+    sections = (recipe.sft, recipe.reward_model, recipe.preference)
+    yield from (section for section in sections if section is not None)
+    if recipe.rl.num_rounds:
+        yield recipe.rl
+
+
 def look_of(recipe: Recipe) -> Look | None:
     """What of a recipe is worth a look; None where all of it is made by the run itself."""
     ours = {row.name for row in REWARDS.rows}
@@ -214,6 +223,7 @@ def look_of(recipe: Recipe) -> Look | None:
         data=recipe.data,
         suites=recipe.suites,
         lora=recipe.training.lora,
+        averages=any(section.optimizer.ema for section in _training_sections(recipe)),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
         judge=reward.judge,

@@ -1,7 +1,8 @@
 """What comes after what.
 
-preprocess, [SFT], [reward model], [preference], RL rounds, merge, [soup], evaluate, [suites],
-[compare], promote. A recipe that trains nothing has its model evaluated.
+preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds, merge,
+[soup], evaluate, [suites], [compare], promote. A recipe that trains nothing has its model
+evaluated.
 
 Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
 """
@@ -24,6 +25,7 @@ from tasks.stages import (
     promote,
     reward_model,
     rl_round,
+    self_play,
     sft,
     soup,
 )
@@ -97,10 +99,14 @@ def _train(
     given = {"dataset": data, "reward_model": judge}
     if tuned:
         accepts(tuned, evaluate(run, recipe.evaluate_stage("sft"), policy=policy, **given))
-    if recipe.preference:
-        scores = recipe.evaluate_stage("preference")
-        tuned = preference(run, recipe.preference_stage(), policy=policy, then=scores, **given)
-        policy = policies["preference"] = tuned.artifact
+    for iteration in recipe.preference_iterations:
+        pairs = None
+        if iteration and policy:
+            pairs = self_play(run, recipe.self_play_stage(iteration), policy=policy, **given)
+        stage = recipe.preference_stage(iteration)
+        scores, made = recipe.evaluate_stage(stage.label), pairs.artifact if pairs else None
+        tuned = preference(run, stage, policy=policy, pairs=made, then=scores, **given)
+        policy = policies[stage.label] = tuned.artifact
         accepts(tuned, evaluate(run, scores, policy=policy, **given))
     reference = policy
     for number in range(1, recipe.rl.num_rounds + 1):

@@ -18,6 +18,7 @@ from engines.config.stages.final import (
     SoupStageConfig,
 )
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (
     PreferenceStageConfig,
     RewardModelStageConfig,
@@ -65,13 +66,31 @@ def preference(
     policy: Artifact | None,
     then: EvaluateStageConfig | None = None,
     reward_model: Artifact | None = None,
+    pairs: Artifact | None = None,
 ) -> StageResult:
-    """Preference rows to a `policy`; without one it starts from the model itself.
+    """Preference rows, or `pairs` of self-play, to a `policy`.
 
-    The reward model is for the evaluation of its policy alone.
+    Without a policy it starts from the model itself. The reward model is for the evaluation of its
+    policy alone.
     """
     after = _evaluation(run, then, dataset, reward_model) if then else None
-    return run.run(stage_request(config, run.seed, after, dataset=dataset, policy=policy))
+    inputs = {"dataset": dataset, "policy": policy, "pairs": pairs}
+    return run.run(stage_request(config, run.seed, after, **inputs))
+
+
+def self_play(
+    run: StageRunner,
+    config: SelfPlayStageConfig,
+    dataset: Artifact,
+    policy: Artifact,
+    reward_model: Artifact | None = None,
+) -> StageResult:
+    """Rows, and the `policy` that answers them, to `pairs` that preference training reads.
+
+    The reward model is for pairs by reward.
+    """
+    judge = {REWARD_MODEL: reward_model if config.self_play.source == "best_worst" else None}
+    return run.run(stage_request(config, run.seed, dataset=dataset, policy=policy, **judge))
 
 
 def rl_round(

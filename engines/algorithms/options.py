@@ -56,6 +56,16 @@ class GdpoOptions(StrictModel):
         return self
 
 
+class RaftOptions(StrictModel):
+    """Of `raft`."""
+
+    raft_num_kept: int = Field(default=1, ge=1)
+    """Distinct answers to each prompt that are trained on, the best first."""
+    raft_min_reward: float | None = None
+    """An answer that earned less is not kept, whatever the others earned: 1.0 keeps right ones.
+    null: any, so that of wrong answers one is the best."""
+
+
 class SapoOptions(StrictModel):
     """Of `sapo`."""
 

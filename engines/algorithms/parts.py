@@ -73,11 +73,14 @@ class Advantages:
         advantages_T: (T,) float32; 0 on tokens that are not trained on.
         returns_T: (T,) float32 targets of a critic; None where the estimator uses none.
         metrics: of the step, by name.
+        kept_B: (B,) bool: samples that are trained on, of an estimator whose row says that it
+            `selects`; the others have advantage 0 and cost no update. None: all.
     """
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    kept_B: Tensor | None = None
 
     @staticmethod
     def of_samples(values_B: Tensor, batch: TokenBatch) -> "Advantages":

@@ -26,6 +26,10 @@ from infra.frozen_model import FrozenModel
 ENGINE_FILE = "engine.json"
 TENSORS_DIR = "tensors"
 MODEL_PREFIX = "model."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of Adam."""
+AVERAGE = "ema"
+"""What the moving average of a weight is called beside its moments."""
 _RNG_DIR = "rng"
 
 
@@ -41,6 +45,7 @@ class EngineScalars(FrozenModel):
         world_size: ranks that wrote.
         backend: whose names the tensors have.
         lora: shape of the adapter among the tensors, or None.
+        num_averaged: optimizer steps in the moving average among the tensors; None: there is none.
     """
 
     schema_version: int = 1
@@ -51,6 +56,7 @@ class EngineScalars(FrozenModel):
     world_size: int
     backend: str
     lora: LoraConfig | None = None
+    num_averaged: int | None = None
 
 
 def save_engine_state(
@@ -60,7 +66,8 @@ def save_engine_state(
 
     Args:
         path: an existing directory, shared by all ranks.
-        tensors: `model.<name>` and `optimizer.<moment>.<name>`, sharded as the engine holds them.
+        tensors: `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`, sharded as
+            the engine holds them.
         scalars: what else to write.
         platform: gives the state of this rank's random generators.
 

@@ -80,6 +80,10 @@ class StepCheckpoints:
         self._root = root
         self._keep = keep
 
+    def beside(self, name: str) -> "StepCheckpoints":
+        """Checkpoints of their own below the same directory, which no resume finds."""
+        return StepCheckpoints(self._root / name, self._keep)
+
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
         """Publish a checkpoint, then remove the oldest.
 

@@ -1,4 +1,4 @@
-"""What travels between a plan and the look at what its recipe names (`engines.jobs.preflight`)."""
+"""What travels between a plan and `engines.jobs.preflight`, the look at what its recipe names."""
 
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
@@ -21,6 +21,8 @@ class Look(StrictModel):
     data: DataConfig | None
     suites: dict[str, SuiteConfig] = {}
     lora: LoraConfig | None = None
+    averages: bool = False
+    """Some stage keeps a moving average of the weights that it trains."""
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
     reward_model: RewardModelConfig | None = None

@@ -63,8 +63,44 @@ class PairsConfig(SupervisedConfig):
     """Options of the loss, validated by it (`beta`, `margin_coef`, ...)."""
 
 
+class SelfPlayConfig(StrictModel):
+    """Pairs that the policy's own answers make, anew for each iteration."""
+
+    source: Literal["spin", "best_worst"] = "spin"
+    """`spin`: the answer of a row of `data.sft` against one of the policy's (SPIN,
+    arXiv:2401.01335); `best_worst`: of several answers to a row of `data.rl` the one of the largest
+    reward against the one of the smallest (iterative DPO, arXiv:2312.11456)."""
+    num_iterations: Annotated[int, NotIdentity] = Field(default=3, ge=1)
+    """Each makes its pairs with the policy of the one before, and trains on them. Adding one
+    re-runs none."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Rows of one iteration, the next of an endless shuffled order; null: all."""
+    num_samples: int | None = Field(default=None, ge=1)
+    """Answers to each prompt; null: 1 for `spin`, 8 for `best_worst`."""
+    sampling: SamplingConfig | None = None
+    """null uses `rl.sampling`."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> "SelfPlayConfig":
+        if self.source == "best_worst" and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, of "
+                "which one is better"
+            )
+        return self
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """`num_samples`, where it is not given too."""
+        return self.num_samples or (1 if self.source == "spin" else 8)
+
+
 class PreferenceConfig(PairsConfig):
     """Preference training of the policy: DPO and its family."""
+
+    self_play: SelfPlayConfig | None = None
+    """Train on pairs of the policy's own answers, several times; null: on `data.preference`, once.
+    """
 
     loss: str = "sigmoid"
     """`sigmoid` (DPO), `ipo`, `simpo`, `orpo`, or `kto`, which takes both answers of a pair by

@@ -8,6 +8,20 @@ from pydantic import Field, model_validator
 from engines.config.base import Execution, NotIdentity, StrictModel
 
 
+class EmaConfig(StrictModel):
+    """An exponential moving average of the trained weights: what the stage commits in their place.
+
+    It is held in float32, on each rank for its own part. Training and sampling go by the weights
+    themselves, which end with the stage; what comes behind it continues from the average.
+    """
+
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """What stays of the average in each optimizer step; the weights are the rest."""
+    use_warmup: bool = True
+    """The decay of step t is at most (1 + t) / (10 + t), as in TensorFlow: a stage of few steps
+    forgets the weights that it starts with."""
+
+
 class OptimizerConfig(StrictModel):
     """AdamW and its schedule. One step is one optimizer step."""
 
@@ -22,6 +36,9 @@ class OptimizerConfig(StrictModel):
     weight_decay: float = Field(default=0.01, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
+    ema: EmaConfig | None = None
+    """Commit a moving average of the weights; 4 bytes for each weight that is trained. null: commit
+    the weights."""
 
     @model_validator(mode="after")
     def _check_betas(self) -> "OptimizerConfig":

@@ -269,6 +269,16 @@ class ModelWorker:
         write_in_background(write, path, self._engine(self._spec.leading).rank)
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def adopt_average(self) -> bool:
+        """Have the weights of every role become their moving average, where it has one. Collective.
+
+        Returns:
+            Whether one had.
+        """
+        adopted = [engine.adopt_average() for engine in self._engines.values()]
+        return any(adopted)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:
         """Continue every role that trains from `path`; returns their step. Collective."""
         steps = []

@@ -3,7 +3,7 @@
 import json
 
 from engines.config.stages.final import CompareStageConfig
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.trainers.evaluation.comparison import compared_metrics, comparison_json, metric_gain
 from infra.tracking.comparison import GAIN, MARGIN
 

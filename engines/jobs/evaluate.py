@@ -6,17 +6,19 @@ Promises: answers that another evaluation of the same model kept are judged, not
 from contextlib import ExitStack
 
 from engines.config.stages.final import EvaluateStageConfig
-from engines.config.training import TrainingConfig
-from engines.controller.launch import launch_served_model
-from engines.controller.model_worker import WorkerSpec
-from engines.controller.replica import ReplicaSpec
 from engines.data.read.dataset import load_dataset
-from engines.jobs.evaluation.answers import KeptAnswers
-from engines.jobs.evaluation.served_model import ServedModel, ServedOnDemand, served_model
-from engines.jobs.judges import asked_judges, judge_source, reward_role
-from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within, queueing
+from engines.jobs.policy.files import HF_DIR
+from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.serving.answers import KeptAnswers
+from engines.jobs.serving.model import (
+    ServedModel,
+    served_directory,
+    served_foreign,
+    served_policy,
+)
+from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation.evaluator import (
@@ -27,9 +29,6 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
-from engines.trainers.judges.asking import NO_JUDGES, Judges
-from engines.trainers.scoring import CompletionScorer
-from engines.training.roles import REWARD, RoleSpec
 
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
@@ -47,17 +46,18 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            served = served_model(context)
-            tokenizer = policy_tokenizer(served.hf_dir)
+            served = evaluated_model(context)
             rows = load_dataset(context.input("dataset")).evaluation_rows()
             check_data_sources(config.reward, (row.data_source for row in rows))
             prompts = prompts_within(
-                rows, tokenizer, served.max_length, config.evaluation.answer_length
+                rows,
+                policy_tokenizer(served.hf_dir),
+                served.context_length,
+                config.evaluation.answer_length,
             )
-            engines, judges = _engines(context, served, stack)
-        scorer = CompletionScorer(rewards, tokenizer, judges=judges)
-        evaluator = Evaluator(config.evaluation, prompts, scorer, context.spec.seed)
-        answers = KeptAnswers(context, engines.generate)
+            serving = serve(context, stack, served, rewards)
+        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)
+        answers = KeptAnswers(context, serving.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:
         context.journal.log(f"{answers.num_found} answers were there already")
@@ -72,56 +72,15 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     return JobOutput("evaluation", metrics | told_sources(evaluation))
 
 
-def _engines(
-    context: JobContext[EvaluateStageConfig], served: ServedModel, stack: ExitStack
-) -> tuple[ServedOnDemand, Judges]:
-    """What samples the answers, and the models that judge them, which start at once."""
-    config, spec = context.config, context.spec
-    replica = ReplicaSpec(
-        serving_dir=served.hf_dir,
-        rollout=config.rollout,
-        dtype=config.rollout.dtype or config.dtype,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        num_threads=config.num_threads,
-        log_dir=context.attempt_dir,
-    )
-    role = reward_role(context, config.reward.model, _of_reward_model(config))
-    judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
-    engines = ServedOnDemand(
-        served,
-        lambda: launch_served_model(
-            replica,
-            None if role is None else _reward_worker(config, role, spec.seed),
-            judge.replica if judge else None,
-            queueing(context, config.hardware),
-        ),
-        stack,
-    )
-    if role is None and judge is None:
-        return engines, NO_JUDGES
-    launched = engines.launched
-    asked = asked_judges(
-        config.reward, spec.seed, role, launched.reward_model, judge, launched.judge
-    )
-    return engines, stack.enter_context(asked)
-
-
-def _of_reward_model(config: EvaluateStageConfig) -> TrainingConfig:
-    """How the reward model of an evaluation is held: by one rank, whatever trained the policy."""
-    return TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
-
-
-def _reward_worker(config: EvaluateStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
-    return WorkerSpec(
-        roles={REWARD: role},
-        serving_dir=role.source.hf_dir,
-        rollout=None,
-        temperature=1.0,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        seed=seed,
-    )
+def evaluated_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
+    """The input `policy`, or the input `model`, or the model of nobody's making."""
+    policy_dir, model_dir = (context.optional_input(name) for name in ("policy", "model"))
+    if policy_dir is not None:
+        return served_policy(policy_dir)
+    if context.config.model is not None:
+        serving_dir = context.attempt_dir / HF_DIR
+        return served_foreign(context.config.model, model_dir, serving_dir)
+    return served_directory(context.input("model"))
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:

@@ -4,8 +4,8 @@ from engines.checkpoint.engine_state import read_scalars
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.stages.final import MergeStageConfig
 from engines.config.training import HardwareConfig
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.runtime import JobContext, JobOutput, run_job
 from engines.training.backends.merging import extract_adapter, merge_checkpoint
 from infra.errors import ConfigError
 

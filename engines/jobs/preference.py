@@ -1,15 +1,20 @@
 """Job `preference`: dataset and policy to a policy, by a loss over pairs (DPO and its family).
 
+With the input `pairs`, of self-play, it trains on them instead of the dataset's.
+
 The reference is the policy that the stage starts with, and is loaded only for a loss that reads
 it; under an adapter it is the policy without it.
 """
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from engines.config.stages.supervised import PreferenceStageConfig
+from engines.data.read.dataset import PREFERENCE_FILE
 from engines.data.read.pairs import as_policy, read_pairs
+from engines.data.read.row_files import PREFERENCE_FORMAT, read_rows
 from engines.jobs.policy.stage import policy_output, stage_progress
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
 from engines.trainers.supervised.preference import PolicyPairs
 from engines.trainers.supervised.trainer import SupervisedTrainer
@@ -23,7 +28,7 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             start = start_of(context)
-            pairs = training_set(config, start)
+            pairs = training_set(config, start, context.optional_input("pairs"))
             roles: dict[RoleName, RoleSpec] = {
                 POLICY: RoleSpec(
                     source=start.source,
@@ -49,12 +54,31 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
         return policy_output(context, progress, start.hf_dir, steps, trained.after)
 
 
-def training_set(config: PreferenceStageConfig, start: Start) -> PolicyPairs:
-    """The pairs of the data, tokenized."""
+def training_set(
+    config: PreferenceStageConfig, start: Start, made: Path | None = None
+) -> PolicyPairs:
+    """The pairs that are trained on, tokenized.
+
+    Args:
+        config: of the stage.
+        start: of the stage.
+        made: pairs of self-play; None: those of the data.
+
+    Returns:
+        Held-out pairs are those of the data.
+
+    Raises:
+        ConfigError: there are none, or one is too long.
+    """
     limit, held_out = config.model.max_length, start.dataset.preference_evaluation_rows()
+    pairs = (
+        training_pairs(start)
+        if made is None
+        else read_rows(made / PREFERENCE_FILE, PREFERENCE_FORMAT)
+    )
     return PolicyPairs(
         config.preference,
-        read_pairs(training_pairs(start), start.tokenizer, limit, as_policy),
+        read_pairs(pairs, start.tokenizer, limit, as_policy),
         read_pairs(held_out, start.tokenizer, limit, as_policy),
         limit,
     )

@@ -4,7 +4,7 @@ from engines.checkpoint.model_directory import check_model_directory, resolve_mo
 from engines.config.stages.data import PreprocessStageConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 
 PREPROCESS_DEADLINE_S = 6 * 3600.0
 """Data that is read and checked for so long hangs."""

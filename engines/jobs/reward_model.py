@@ -17,7 +17,7 @@ from engines.config.stages.supervised import RewardModelStageConfig
 from engines.data.read.pairs import Pair, as_reward_model, read_pairs
 from engines.data.read.rows import PreferenceRow
 from engines.jobs.policy.stage import stage_progress
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
 from engines.trainers.progress import StageProgress
 from engines.trainers.supervised.preference import RewardPairs

@@ -11,7 +11,6 @@ from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens, text_config
-from engines.jobs.judges import asked_judges, judge_source, reward_role
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
     initial_source,
@@ -28,8 +27,9 @@ from engines.jobs.policy.stage import (
     stage_progress,
 )
 from engines.jobs.policy.teacher_source import teacher_source
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt

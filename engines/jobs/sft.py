@@ -2,7 +2,7 @@
 
 from engines.config.stages.supervised import SFTStageConfig
 from engines.data.read.examples import sft_examples
-from engines.jobs.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, train_policy
 from engines.trainers.supervised.training_set import Conversations
 

@@ -16,8 +16,8 @@ from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, write_hf_files
 from engines.jobs.policy.stage import policy_output, policy_tokenizer, queueing, stage_progress
+from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.runtime import JobContext, JobOutput
 from engines.trainers.supervised.trainer import SupervisedTrainer
 from engines.trainers.supervised.training_set import TrainingSet
 from engines.trainers.trained_steps import TrainedSteps

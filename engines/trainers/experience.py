@@ -3,7 +3,7 @@
 Promises: a sample that could not be scored, or was aborted, is counted and left out, never
 scored 0; with dynamic sampling, groups that teach nothing are left out too; every sample keeps
 the group of its prompt. The order of samples is the order of the prompts and their samples.
-Letters: B samples, T tokens, G groups (prompts).
+Letters: B samples, K of them kept, T tokens, G groups (prompts).
 """
 
 import math
@@ -35,12 +35,19 @@ class Experience:
         batch: columns `loss_mask` (1 on sampled tokens) and `rollout_logprobs`, later
             `advantages`, `old_logprobs`, `ref_logprobs`.
         metrics: what the estimator says of the step.
+        kept_B: (B,) bool: samples that are trained on; None: all.
     """
 
     samples: tuple[ScoredSample, ...]
     group_index_B: Tensor
     batch: TokenBatch
     metrics: Mapping[str, float] = field(default_factory=dict)
+    kept_B: Tensor | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a sample to train on."""
+        return bool(self.samples) and (self.kept_B is None or bool(self.kept_B.any()))
 
     @property
     def num_groups(self) -> int:
@@ -104,7 +111,8 @@ class Experience:
             kl_coef: of the KL in the reward, where there is one.
 
         Returns:
-            The same samples; `metrics` has what the estimator says, and `KL_IN_REWARD`.
+            The same samples, with those that the estimator keeps; `metrics` has what it says, and
+            `KL_IN_REWARD`.
         """
         mask_T = self.batch.columns["loss_mask"] > 0
         rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
@@ -125,30 +133,34 @@ class Experience:
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
         batch = self.batch.with_columns(advantages=found.advantages_T, **returns)
         metrics = {**self.metrics, **kl_metrics, **found.metrics}
-        return replace(self, batch=batch, metrics=metrics)
+        return replace(self, batch=batch, metrics=metrics, kept_B=found.kept_B)
 
     def take(self, samples: Sequence[int]) -> "Experience":
         """The named samples, some perhaps more than once; groups keep their numbers."""
+        index = torch.tensor(samples, dtype=torch.int64)
         return replace(
             self,
             samples=tuple(self.samples[index] for index in samples),
-            group_index_B=self.group_index_B[torch.tensor(samples, dtype=torch.int64)],
+            group_index_B=self.group_index_B[index],
             batch=self.batch.select(samples),
+            kept_B=None if self.kept_B is None else self.kept_B[index],
         )
 
     def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
-        """Batches of whole groups, each epoch alike.
+        """Batches of what is kept of whole groups, each epoch alike.
 
         As few as hold at most `num_groups` each, and as equal as can be: 5 groups by 4 are 3 and
         2, not 4 and 1, for an optimizer step is as long whatever its batch.
         """
+        kept_B = torch.ones(len(self.samples)).bool() if self.kept_B is None else self.kept_B
+        sample_K = kept_B.nonzero().flatten()
         # Groups that are here: samples that were drawn again may have left some out.
-        numbers, place_B = self.group_index_B.unique(return_inverse=True)
+        numbers, place_K = self.group_index_B[sample_K].unique(return_inverse=True)
         num_batches = math.ceil(len(numbers) / num_groups)
-        batch_B = place_B * num_batches // max(1, len(numbers))
+        batch_K = place_K * num_batches // max(1, len(numbers))
         for _ in range(num_epochs):
             for number in range(num_batches):
-                yield self.batch.select((batch_B == number).nonzero().flatten().tolist())
+                yield self.batch.select(sample_K[batch_K == number].tolist())
 
 
 class Collector:

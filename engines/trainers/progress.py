@@ -31,6 +31,9 @@ HEADLINES = (
 JOB_PHASES = {"gen": "gen", "reward": "reward"}
 """Phases of a step that the commit record names; every other one is training."""
 
+AVERAGED_DIR = "averaged"
+"""Below the step checkpoints: the last one, with the average of the weights in their place."""
+
 STEP_DEADLINE_S = 7200.0
 """A step that takes so long hangs."""
 
@@ -147,6 +150,25 @@ class StageProgress:
                 step, lambda path: workers.run(ModelWorker.save_checkpoint, path, step), state
             )
 
+    def adopt_average(self, workers: WorkerGroup) -> None:
+        """Have the weights become their moving average, where there is one, and write them.
+
+        What an attempt resumes from stays as it is: one that is killed here adopts it again.
+
+        Args:
+            workers: after the last step.
+        """
+        with self.clock("save"):
+            self._settle()
+            if self._newest is None or not workers.run(ModelWorker.adopt_average):
+                return
+            step = self._newest.step
+            self._newest = self._checkpoints.beside(AVERAGED_DIR).save(
+                step,
+                lambda path: workers.run(ModelWorker.save_checkpoint, path, step),
+                self._newest.state,
+            )
+
     def _settle(self) -> None:
         """Wait for the checkpoint in flight, if there is one; raises what went wrong with it."""
         in_flight, self._in_flight = self._in_flight, None
@@ -154,7 +176,7 @@ class StageProgress:
             self._newest = in_flight.result()
 
     def last_checkpoint(self) -> Path:
-        """Files of the last step's checkpoint, once the loop has ended."""
+        """Files of the last step's checkpoint, or of its average, once the loop has ended."""
         with self.clock("save"):
             self._settle()
         if self._newest is None:

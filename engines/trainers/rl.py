@@ -7,7 +7,7 @@ without a usable sample is skipped and counted, and too many of them in a row, o
 stop the run. A version is the number of the step, over all rounds, that made the weights: weights
 that did not change keep theirs, across steps that are skipped, that warm up a critic or whose
 updates were left out, and across a resume. A new round counts on from the steps of the rounds
-before.
+before. With `optimizer.ema` a round samples from the weights themselves and commits their average.
 What each line stands for is in its own module: prompts, experience, rl_metrics, and the
 `ModelWorker` whose methods `run` calls on every rank.
 """
@@ -119,6 +119,7 @@ class RLTrainer:
             self.rollout.publish(self.version, self.probe)
         for step in range(state.step + 1, self.config.num_steps_per_round + 1):
             self.step(step)
+        self.progress.adopt_average(self.workers)
 
     def step(self, step: int) -> None:
         """One RL step: generate, score, filter, train, sync, record, checkpoint.
@@ -140,7 +141,7 @@ class RLTrainer:
             with clock("update_weights"):
                 # Engines that slept for an update that was not taken need their weights again.
                 sync_bytes = self.rollout.publish(self.version, self.probe).sent.num_bytes
-        self.num_skipped = 0 if experience.num_groups else self.num_skipped + 1
+        self.num_skipped = 0 if experience.trains else self.num_skipped + 1
         untrained = {} if updates.policy else self._untrained(collector.scored().batch, clock)
         if not experience.num_groups:
             self.keeper.keep(collector.scored(), clock, global_step)
@@ -260,7 +261,7 @@ class RLTrainer:
         if self.num_skipped > limit:
             raise NothingToTrainOnError(
                 f"step {step}: {self.num_skipped} steps in a row had nothing to train on, more "
-                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored or in "
-                "groups of equal scores; look at the rewards of the last steps, take prompts that "
-                "the policy sometimes solves, or raise the limit"
+                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored, in "
+                "groups of equal scores or kept by no estimator; look at the rewards of the last "
+                "steps, take prompts that the policy sometimes solves, or raise the limit"
             )

@@ -41,7 +41,7 @@ def step_metrics(
 
     Args:
         collector: what was generated.
-        experience: what was trained on; without samples the step was skipped.
+        experience: what was trained on; without samples to train on the step was skipped.
         updates: its optimizer steps.
         clock: time by phase since the step began.
         num_workers: ranks, for the throughput.
@@ -53,7 +53,7 @@ def step_metrics(
     num_generated = sum(batch.num_generated for batch in collector.batches)
     num_aborted = sum(batch.num_aborted for batch in collector.batches)
     metrics = {
-        "training/skipped_steps": float(not experience.num_groups),
+        "training/skipped_steps": float(not experience.trains),
         "training/num_generation_batches": float(len(collector.batches)),
         "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
         "training/filter_groups/evicted_samples": float(collector.num_evicted),

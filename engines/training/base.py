@@ -1,9 +1,9 @@
 """BaseEngine: one training API whatever the backend.
 
 What lives here, once: micro-batching by token budget, gradient accumulation, global-count
-normalisation and the backend's data-parallel factor, the non-finite guard, the schedule,
-offload scopes, metrics. What a backend brings: build and shard the model, one forward,
-clip-and-step, gather a parameter, its state dict (`EngineBackend`).
+normalisation and the backend's data-parallel factor, the non-finite guard, the schedule, the
+moving average of the weights, offload scopes, metrics. What a backend brings: build and shard the
+model, one forward, clip-and-step, gather a parameter, its state dict (`EngineBackend`).
 
 The loss contract: a loss function returns a sum divided by a *global* count (`LossOutput`).
 The result therefore does not depend on micro-batching, packing or data-parallel size; a test
@@ -21,18 +21,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
-from engines.checkpoint.engine_state import EngineScalars
+from engines.checkpoint.engine_state import AVERAGE, MOMENTS, EngineScalars
+from engines.config.training import EmaConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
 from engines.training.outputs import from_columns, num_columns, num_others, to_columns
 from engines.training.preparation import Preparation, prepare
 from engines.training.spec import EngineSpec, LossFn
+from engines.training.step.average import (
+    decay_of_step,
+    move_average,
+    start_average,
+    take_average,
+)
 from engines.training.step.meter import StepMeter
 from engines.training.step.schedule import learning_rate
 from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
 from engines.types import ONLY_LOGPROBS, ModelOutputs, Readouts, TokenBatch, TrainMetrics
+from infra.errors import ConfigError
 
 Mode = Literal["train", "eval"]
 
@@ -50,9 +58,16 @@ class BaseEngine(EngineBackend):
     def __init__(self, spec: EngineSpec) -> None:
         check_vision(spec)
         super().__init__(spec)
+        if self._ema is not None and type(self)._averaged is EngineBackend._averaged:
+            raise ConfigError(
+                "optimizer.ema",
+                f"got one; {spec.training.backend} keeps no average of its weights; need null; "
+                "remove it, or choose another training.backend",
+            )
         self.num_steps = 0
         self._schedule_step = 0
         self._mode: Mode | None = None
+        self._num_averaged = 0 if self._ema is not None else None
         self._flops = flops_of(spec)
         self._meter: StepMeter | None = None
 
@@ -248,7 +263,46 @@ class BaseEngine(EngineBackend):
             raise NonFiniteError(f"gradient norm is {grad_norm} at optimizer step {self.num_steps}")
         self._apply_optimizer(self.lr)
         self.num_steps += 1
+        if self._ema is not None and self._num_averaged is not None:
+            self._num_averaged += 1
+            move_average(self._averaged(), decay_of_step(self._ema, self._num_averaged))
         return grad_norm
+
+    def adopt_average(self) -> bool:
+        """Have the trained weights become their average, which ends with that. Collective.
+
+        Returns:
+            Whether there was one; else nothing is changed.
+        """
+        if self._num_averaged is None:
+            return False
+        with self.train_mode():
+            take_average(self._averaged())
+            self._weights_written()
+        self._num_averaged = None
+        return True
+
+    @property
+    def _ema(self) -> EmaConfig | None:
+        return self.spec.optimizer.ema if self.spec.optimizer is not None else None
+
+    def _continue_average(self, stored: int | None) -> None:
+        """Go on with the average of a checkpoint.
+
+        Args:
+            stored: steps in it; None: the weights that were loaded are the first of a new one.
+        """
+        if self._ema is None:
+            return
+        if stored is None:
+            with self.train_mode():
+                start_average(self._averaged())
+        self._num_averaged = stored or 0
+
+    @property
+    def _stored_state(self) -> tuple[str, ...]:
+        """What checkpoints hold of the optimizer's state, for each weight that is trained."""
+        return MOMENTS if self._num_averaged is None else (*MOMENTS, AVERAGE)
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one step; returns the next learning rate."""
@@ -285,6 +339,7 @@ class BaseEngine(EngineBackend):
             world_size=self.world_size,
             backend=self.spec.training.backend,
             lora=self.spec.training.lora if self.spec.optimizer is not None else None,
+            num_averaged=self._num_averaged,
         )
 
     def _prepare(self, batch: TokenBatch) -> Preparation:

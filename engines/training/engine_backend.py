@@ -19,6 +19,7 @@ from engines.errors import EngineError
 from engines.training.model.activation_offload import activations_on_host
 from engines.training.model.image_layout import ImageLayout
 from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.step.average import Averaged
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightShard, whole_place
 
@@ -113,6 +114,17 @@ class EngineBackend(ABC):
     @abstractmethod
     def _apply_optimizer(self, lr: float) -> None:
         """One optimizer step at this learning rate."""
+
+    def _averaged(self) -> Averaged:
+        """This rank's trained weights, to be read and written in place, with their average.
+
+        Of an engine whose optimizer has `ema`, made with the average equal to the first weights. A
+        backend that keeps none is refused when its engine is made.
+        """
+        raise EngineError(f"{self.spec.training.backend} keeps no average of its weights")
+
+    def _weights_written(self) -> None:  # noqa: B027 (most backends compute with these tensors)
+        """Called after weights of `_averaged` were written. Collective."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

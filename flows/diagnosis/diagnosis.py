@@ -120,8 +120,12 @@ def symptoms(
     Returns:
         What was found.
     """
-    known = {"sft", "preference", *(each.label for each in rounds)}
-    evaluations = {of: stage for of, stage in _evaluations(stages).items() if of in known}
+    known = {"sft", *(each.label for each in rounds)}
+    evaluations = {
+        of: stage
+        for of, stage in _evaluations(stages).items()
+        if of in known or of.startswith("preference")
+    }
     return round_findings(rounds, evaluations, thresholds)
 
 

@@ -37,6 +37,7 @@ from engines.config.stages.final import (
     SoupStageConfig,
 )
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (
     PreferenceStageConfig,
     RewardModelStageConfig,
@@ -217,11 +218,45 @@ class Recipe(StrictModel):
             hardware=self.hardware,
         )
 
-    def preference_stage(self) -> PreferenceStageConfig:
-        """Configuration of the stage `preference`; the recipe must have one."""
+    @property
+    def preference_iterations(self) -> Sequence[int | None]:
+        """Numbers of the iterations of self-play; None is preference training on given pairs."""
+        if self.preference is None:
+            return ()
+        section = self.preference.self_play
+        return (None,) if section is None else range(1, section.num_iterations + 1)
+
+    def self_play_stage(self, iteration: int) -> SelfPlayStageConfig:
+        """Configuration of the stage `self_play`, counted from 1; the recipe must have one."""
+        if self.preference is None or self.preference.self_play is None:
+            raise ValueError("the recipe has no self-play")
+        section = self.preference.self_play
+        return SelfPlayStageConfig(
+            iteration=iteration,
+            max_length=self.model.max_length,
+            self_play=section,
+            sampling=section.sampling or self.rl.sampling,
+            backend=self.training.backend,
+            num_threads=self.training.num_threads,
+            dtype=self.training.dtype,
+            rollout=self.rollout,
+            reward=self.rl.reward if section.source == "best_worst" else RewardConfig(),
+            hardware=self.hardware,
+        )
+
+    def preference_stage(self, iteration: int | None = None) -> PreferenceStageConfig:
+        """Configuration of the stage `preference`; the recipe must have one.
+
+        Args:
+            iteration: of self-play; None where there is none.
+
+        Returns:
+            The stage.
+        """
         if self.preference is None:
             raise ValueError("the recipe has no preference stage")
         return PreferenceStageConfig(
+            iteration=iteration,
             model=self.model,
             training=self.training,
             preference=self.preference,
@@ -320,21 +355,28 @@ class Recipe(StrictModel):
         return PromoteStageConfig(promote=self.promote)
 
     def stages(self) -> Iterator[StageConfig]:
-        """Every stage that the recipe has, in order; of the rounds, which are alike, the first."""
+        """Every stage that the recipe has, in order; of rounds and iterations, alike, the first."""
         if self.data:
             yield self.preprocess_stage()
         if self.sft:
             yield self.sft_stage()
         if self.reward_model:
             yield self.reward_model_stage()
-        if self.preference:
-            yield self.preference_stage()
+        for iteration in self.preference_iterations[:1]:
+            if iteration:
+                yield self.self_play_stage(iteration)
+            yield self.preference_stage(iteration)
         if self.rl.num_rounds:
             yield self.rl_round_stage(1)
         if self.trains:
             yield self.merge_stage()
         if self.soup:
             yield self.soup_stage(self.soup.num_policies)
+        yield from self._measuring_stages()
+        if self.trains:
+            yield self.promote_stage()
+
+    def _measuring_stages(self) -> Iterator[StageConfig]:
         if self.data:
             yield self.evaluate_stage()
         for name in self.suites:
@@ -342,8 +384,6 @@ class Recipe(StrictModel):
             yield self.evaluate_suite_stage(name)
         if self.against:
             yield self.compare_stage()
-        if self.trains:
-            yield self.promote_stage()
 
 
 def parse_recipe(data: Any) -> Recipe:

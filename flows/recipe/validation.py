@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 NUM_SIMILAR_FILES = 3
 MEASURED_STAGES = ("sft", "preference", "incumbent", "against")
-ROUND = "rl_round_"
-"""What an evaluation may be called after, beside a suite."""
+MEASURED_SERIES = ("rl_round_", "preference_")
+"""What an evaluation may be called after, beside a suite; the latter with a number."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -54,7 +54,13 @@ def check_recipe(recipe: Recipe) -> None:
             _check_path(setting, path)
     if not recipe.trains:
         _check_measuring(recipe)
-    num_trained = sum(each is not None for each in (recipe.sft, recipe.preference))
+    if recipe.preference and recipe.preference.self_play and recipe.sft is None:
+        raise ConfigError(
+            "preference.self_play",
+            "got one with sft: null, and no policy that could play; need a stage before it; give "
+            "the recipe a section sft",
+        )
+    num_trained = int(recipe.sft is not None) + len(recipe.preference_iterations)
     num_trained += recipe.rl.num_rounds
     if recipe.soup and recipe.soup.num_policies > num_trained:
         raise ConfigError(
@@ -134,7 +140,7 @@ def _check_lengths(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     for name, suite in recipe.suites.items():
-        if name in MEASURED_STAGES or name.startswith(ROUND):
+        if name in MEASURED_STAGES or name.startswith(MEASURED_SERIES):
             raise ConfigError(
                 f"suites.{name}", "the evaluation of a stage is called so; choose another name"
             )
@@ -145,28 +151,27 @@ def _check_data(recipe: Recipe) -> None:
         if recipe.trains:
             raise ConfigError("data", "missing; need arithmetic, or sources; add a section")
         return
-    pairs = recipe.preference is not None or recipe.reward_model is not None
-    if data.arithmetic is None:
-        for name, needed in (
-            ("sft", recipe.sft is not None),
-            ("rl", recipe.rl.num_rounds > 0),
-            ("evaluation", True),
-            ("preference", pairs),
-        ):
-            if needed and not getattr(data, name):
-                raise ConfigError(
-                    f"data.{name}", "missing; the recipe has a stage that reads it; add a source"
-                )
-        _check_paths(data, "data")
-    else:
-        needs = {"sft": recipe.sft is not None, "rl": recipe.rl.num_rounds > 0, "preference": pairs}
-        for name, needed in needs.items():
-            if needed and not getattr(data.arithmetic, f"num_{name}"):
-                raise ConfigError(
-                    f"data.arithmetic.num_{name}",
-                    "got 0; the recipe has a stage that trains on these rows; need 1 or more; "
-                    "raise it",
-                )
+    section = recipe.preference
+    plays = section.self_play.source if section and section.self_play else None
+    needs = {
+        "sft": recipe.sft is not None or plays == "spin",
+        "rl": recipe.rl.num_rounds > 0 or plays == "best_worst",
+        "evaluation": True,
+        "preference": (section is not None and plays is None) or recipe.reward_model is not None,
+    }
+    for name, needed in needs.items():
+        if not needed or (data.arithmetic and name == "evaluation"):
+            continue
+        if data.arithmetic is None and not getattr(data, name):
+            raise ConfigError(
+                f"data.{name}", "missing; the recipe has a stage that reads it; add a source"
+            )
+        if data.arithmetic and not getattr(data.arithmetic, f"num_{name}"):
+            raise ConfigError(
+                f"data.arithmetic.num_{name}",
+                "got 0; the recipe has a stage that trains on these rows; need 1 or more; raise it",
+            )
+    _check_paths(data, "data")
     _check_num_problems(data, recipe.evaluation, "")
 
 

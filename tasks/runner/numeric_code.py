@@ -20,7 +20,7 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
     "engines.jobs.process.causes": "wording",
-    "engines.jobs.runtime": "specification in, published artifact out",
+    "engines.jobs.process.runtime": "specification in, published artifact out",
     "engines.trainers.phases": "measures time",
     "hardware.detection": "chooses a platform",
     "hardware.platforms": "a table of names",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.testing.average_cases import case_average
 from rlhf.testing.context import WITH_ENTROPY, Context, loss_fn, share, train, value_loss_fn
 from rlhf.testing.layouts import ACCUMULATED, PRIMARY
 from rlhf.testing.plain_loop import NUM_STEPS, make_batch, without_mask
@@ -374,6 +375,7 @@ CASES = (
     case_accumulates,
     case_infers,
     case_checkpoints,
+    case_average,
     case_inference_leaves_no_trace,
     case_guards,
     case_values,

@@ -10,7 +10,7 @@ from rlhf.testing.layouts import Layout
 from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch, value_targets
 
 from engines.config.backends import ENGINES
-from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
@@ -45,6 +45,7 @@ class Context:
         load: bool = True,
         frozen: bool = False,
         values: bool = False,
+        ema: EmaConfig | None = None,
         **training: Any,
     ) -> BaseEngine:
         """A new engine of this layout, initialized."""
@@ -58,7 +59,7 @@ class Context:
             "value_model" if values else "language_model",
             self.root / (model or self.layout.model),
             TrainingConfig(backend=self.backend, **settings),
-            None if frozen else OPTIMIZER,
+            None if frozen else OPTIMIZER.model_copy(update={"ema": ema}),
             100,
             detect(self.platform)[0],
             seed=0,

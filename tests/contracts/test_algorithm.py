@@ -136,6 +136,16 @@ def test_an_estimator_does_not_look_at_untrained_tokens(name):
     assert torch.equal(estimated(name, batch=batch.with_columns(**other)), estimated(name))
 
 
+@every_estimator
+def test_an_estimator_that_selects_says_which_samples_are_trained_on(name):
+    batch = step_of(name)
+    found = estimate_step(name, batch, SCORES_B, GROUP_B, torch.zeros(6).bool())
+    assert (found.kept_B is not None) is ADVANTAGES.find(name).selects
+    if found.kept_B is not None:
+        assert (found.kept_B.dtype, found.kept_B.shape) == (torch.bool, (6,))
+        assert not found.advantages_T[~found.kept_B[batch.sequence_index_T]].any()
+
+
 @promising("shift")
 def test_an_estimator_that_ignores_a_shift(name):
     shifted_T = estimated(name, SCORES_B + 7)

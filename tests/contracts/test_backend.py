@@ -241,6 +241,27 @@ def alone(
     return Context(name, claims, Layout("here", 1, model=layout.model), root, platform)
 
 
+def test_the_average_is_torchs_and_outlives_a_save(case: Case, layout: Layout) -> None:
+    average = case(layout, "case_average")
+    if not average:
+        pytest.skip("needs a backend that keeps an average of its weights")
+    assert average["steps"] == case(layout, "case_trains")["plain"]
+    assert average["after_two"] < 1e-7
+    assert average["at_the_end"] < 1e-7
+    assert average["adopts"] == [True, False]
+    assert average["resumed_is_equal"]
+    assert average["begins_anew"]
+    assert all(average[name] for name in ("from-alone", "from-data2") if name in average)
+
+
+@pytest.mark.parametrize("name", ["data2", pytest.param("data4", marks=[pytest.mark.slow])])
+def test_a_rank_keeps_the_average_of_its_own_weights(case: Case, name: str) -> None:
+    average = case(BY_NAME[name], "case_average")
+    if not average:
+        pytest.skip("needs a backend that keeps an average of its weights")
+    assert average["share"] < 1.1 / BY_NAME[name].world_size
+
+
 @pytest.mark.parametrize("name", PRIMARY)
 def test_inference_in_between_changes_nothing(case: Case, name: str) -> None:
     continued = case(BY_NAME[name], "case_checkpoints")["continued"]

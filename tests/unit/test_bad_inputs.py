@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES
-from engines.jobs.preflight import look
+from engines.jobs.preflight.look import look
 from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
@@ -36,7 +36,7 @@ OVERRIDES = [
     (
         ["sft.optimizer.learnig_rate=1"],
         "sft.optimizer.learnig_rate: unknown field; known: lr, schedule, num_warmup_steps, "
-        "min_lr_ratio, betas, eps, weight_decay, max_grad_norm",
+        "min_lr_ratio, betas, eps, weight_decay, max_grad_norm, ema",
     ),
     (["rl.grop_size=4"], "rl.grop_size: unknown field; did you mean group_size?"),
     (
@@ -113,8 +113,8 @@ OVERRIDES = [
     (
         ["rl.algorithm.adv_estimator=grpoo"],
         "rl.algorithm.adv_estimator: no 'grpoo'; known: gae, gdpo, gpg, grpo, grpo_passk, opo, "
-        "optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, "
-        "tir_optimal_token_baseline; did you mean grpo?",
+        "optimal_token_baseline, raft, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, "
+        "rloo, tir_optimal_token_baseline; did you mean grpo?",
     ),
     (
         ["rl.algorithm.kl_loss_type=k4"],
@@ -191,7 +191,8 @@ OVERRIDES = [
     ),
     (
         ["sft=null", "rl.num_rounds=0"],
-        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one",
+        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one, or name a model to "
+        "measure (model.path)",
     ),
     (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
     (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),

@@ -24,10 +24,10 @@ from engines.config.training import HardwareConfig, LoraConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
-from engines.jobs.preflight import BYTES_PER_PARAMETER, checkpoint_bytes
+from engines.jobs.preflight.look import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows import platform_probe
 from flows.platform_probe import check_devices, memory_shortage
-from flows.preflight import check_tracking_database, preflight
+from flows.preflight import check_tracking_database, look_of, preflight
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
@@ -113,6 +113,9 @@ def test_bad_input_row_43_too_little_room_for_checkpoints(
         f"location.store: need 2 x {need / 2e9:.1f} GB for checkpoints of {whole}, {storage.uri} "
         f"has {(need - 1) / 1e9:.1f} GB free; free some, or name another place"
     )
+    averaged = recipe_in(storage, *pretrained, "sft.optimizer.ema={}")
+    found = [checkpoint_bytes(each) for each in map(look_of, (asked, averaged)) if each]
+    assert [2 * (each or 0) for each in found] == [need, need * 16 // 12]
     assert checkpoint_bytes(Look(model=asked.model, data=asked.data, lora=LoraConfig())) is None
 
 

@@ -56,7 +56,10 @@ of RL, models that a recipe names by their alias, means of models, and declarati
 files of their own, each with its imports; 30 with architectures that both engines would compute
 wrongly, which are refused by name; 260 with data sets larger than memory: their rows on disk,
 samples of them in another order, row groups, and conversations that lie packed; 450 with suites,
-models that are compared, answers that are kept, and `rlhf evaluate`.
+models that are compared, answers that are kept, and `rlhf evaluate`; 10 with answers that are kept
+to be imitated; 130 with moving averages of weights: beside the optimizer of every backend, in
+checkpoints, and committed; 195 with pairs of a policy's own answers: a stage that serves it, and
+iterations.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

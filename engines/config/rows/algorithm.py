@@ -20,6 +20,7 @@ class AlgorithmRow(Row):
             added to all scores changes nothing), `linear` (and a factor comes out as one), `scale`
             (a factor changes nothing), `silent_groups` (a group of equal scores gives exactly 0),
             `silent_steps` (only a step in which every group is one does).
+        selects: an estimator that says which samples are trained on (`Advantages.kept_B`).
         prepass: ``module:function`` of a policy loss that looks at the whole step before it is cut;
             see `engines.algorithms.parts.PrepassInputs`.
     """
@@ -30,6 +31,7 @@ class AlgorithmRow(Row):
     group_relative: bool = False
     loss_agg_mode: str | None = None
     properties: tuple[str, ...] = ()
+    selects: bool = False
     prepass: str | None = None
 
 
@@ -115,6 +117,17 @@ ADVANTAGES = PluginTable(
             options=f"{_OPTIONS}:DiscountOptions",
             paper="arXiv:2310.10505 sec. 4",
             rows=("greedy_scores",),
+        ),
+        AlgorithmRow(
+            name="raft",
+            target=f"{_ESTIMATORS}.selection:raft_advantages",
+            options=f"{_OPTIONS}:RaftOptions",
+            paper="RAFT, arXiv:2304.06767 alg. 1; several right answers: RFT, arXiv:2308.01825 "
+            "sec. 3.3",
+            columns=("uniform",),
+            group_relative=True,
+            properties=("shift", "scale"),
+            selects=True,
         ),
         AlgorithmRow(
             name="optimal_token_baseline",

@@ -1,7 +1,7 @@
 """Rules of a teacher in the rounds of RL."""
 
 from engines.config.distillation import TOPK
-from engines.config.rows.algorithm import KL_ESTIMATORS
+from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 
@@ -25,6 +25,14 @@ def check_distillation(rl: RLConfig) -> None:
     if rl.learns_from_rewards:
         return
     algorithm = rl.algorithm
+    estimator = ADVANTAGES.find(algorithm.adv_estimator)
+    if estimator.selects:
+        raise ConfigError(
+            ADVANTAGES.setting,
+            f"got {estimator.name}, which chooses by rewards what is trained on, with "
+            f"{_SECTION}.policy_weight 0, where nothing learns from them; need another; set it, or "
+            f"raise {_SECTION}.policy_weight",
+        )
     ignored = {
         "rl.algorithm.use_kl_loss": algorithm.use_kl_loss,
         "rl.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,

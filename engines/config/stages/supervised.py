@@ -1,12 +1,15 @@
 """The stages that train on given answers."""
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated
 
 from pydantic import Field
 
+from engines.config.base import NotIdentity
 from engines.config.plugins import (
     PluginKind,
 )
+from engines.config.rules.average import check_average
 from engines.config.rules.order import check_supervised_order
 from engines.config.rules.pairs import check_preference, check_reward_training
 from engines.config.rules.sizes import check_divides
@@ -34,6 +37,7 @@ class SFTStageConfig(TrainingStageConfig):
         """And a batch divides among the ranks, and the order has what it reads."""
         super().check()
         check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
+        check_average("sft.optimizer", self.sft.optimizer, self.training)
         check_supervised_order("sft.order", self.sft.order)
 
 
@@ -59,7 +63,14 @@ class PreferenceStageConfig(TrainingStageConfig):
     """Dataset and policy checkpoint to policy checkpoint."""
 
     stage = "preference"
+    iteration: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
+    """Of self-play; null where there is none."""
     preference: PreferenceConfig
+
+    @property
+    def label(self) -> str:
+        """With the number of an iteration."""
+        return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """And the loss."""

@@ -129,6 +129,17 @@ class RowFile(Generic[RowT]):
             raise ConfigError(str(self.path), problem) from None
 
 
+def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
+    """Write rows as `write_batches` does, some at a time.
+
+    Args:
+        path: of the file.
+        format: of the rows.
+        rows: read once.
+    """
+    write_batches(path, format.schema, map(format.batch, in_batches(rows)))
+
+
 def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
     """Read what `write_batches` wrote.
 

@@ -1,6 +1,6 @@
 """What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -16,7 +16,7 @@ from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
-from engines.jobs.runtime import JobContext, JobOutput
+from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
@@ -49,7 +49,11 @@ def policy_tokenizer(hf_dir: Path, chat_template: str | None = None) -> ChatToke
 
 
 def prompts_within(
-    rows: tuple[RLRow, ...], tokenizer: ChatTokenizer, max_length: int, max_new_tokens: int
+    rows: Sequence[RLRow],
+    tokenizer: ChatTokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    path: str = "rl.sampling.max_new_tokens",
 ) -> tuple[RLPrompt, ...]:
     """Tokenized prompts that leave room for a whole answer.
 
@@ -58,6 +62,7 @@ def prompts_within(
         tokenizer: of the policy.
         max_length: context in tokens.
         max_new_tokens: of an answer.
+        path: the setting that limits it.
 
     Returns:
         One prompt per row, in row order.
@@ -65,7 +70,7 @@ def prompts_within(
     Raises:
         ConfigError: a prompt and an answer together exceed the context, or there is no row.
     """
-    check_answer_length("rl.sampling.max_new_tokens", max_new_tokens, max_length)
+    check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
     return rl_prompts(rows, tokenizer, max_length - max_new_tokens)

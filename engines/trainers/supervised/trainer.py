@@ -4,7 +4,8 @@ Promises: the rows of a step are a pure function of (seed, step), so a killed ru
 its newest valid step checkpoint and ends bitwise where an uninterrupted one does; the loss of a
 step is the mean over what it trains on, whatever the number of ranks or micro-batches. With a
 `target_loss` the number of steps is decided by the training loss alone, and survives a kill too.
-What held-out rows said before the first step survives it likewise.
+What held-out rows said before the first step survives it likewise. With `optimizer.ema` what is
+committed, and looked at last, is the average of the weights.
 """
 
 from collections.abc import Mapping
@@ -104,6 +105,7 @@ class SupervisedTrainer:
             self._progress.checkpoint_when_due(
                 done, self._workers, values=self._kept(average), last=self._reached_target(average)
             )
+        self._progress.adopt_average(self._workers)
         return Trained(done, self._before, self._measured(done))
 
     def _kept(self, average: float | None) -> dict[str, float]:

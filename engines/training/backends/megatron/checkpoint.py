@@ -5,7 +5,7 @@ written by one rank; a rank reads only its blocks. Main weights and moments are 
 Saving gathers one parameter of this stage at a time over the ranks that share its state.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.staging import StagingBuffers
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
-from engines.training.backends.megatron.optimizer import MOMENTS, Shard
+from engines.training.backends.megatron.optimizer import Shard
 from engines.training.backends.megatron.pieces import Block, Part
 from engines.training.backends.megatron.replica import Replica
 from engines.training.backends.transformers.adapters import (
@@ -30,63 +30,67 @@ from engines.training.backends.transformers.adapters import (
 )
 
 
-def save_state(path: Path, replica: Replica) -> None:
+def save_state(path: Path, replica: Replica, kept: Sequence[str]) -> None:
     """Write this rank's share. Collective.
 
     Args:
         path: of the checkpoint; shared by all ranks.
         replica: of this rank.
+        kept: of the optimizer's state.
 
     Raises:
         OSError: on every rank, when the disk of any one is full or fails.
     """
     tensors_dir = path / TENSORS_DIR
     tensors_dir.mkdir(exist_ok=True)
-    save_regions(tensors_dir, _regions(replica))
+    save_regions(tensors_dir, _regions(replica, kept))
 
 
-def stage_state(path: Path, replica: Replica, buffers: StagingBuffers) -> Callable[[], None]:
+def stage_state(
+    path: Path, replica: Replica, buffers: StagingBuffers, kept: Sequence[str]
+) -> Callable[[], None]:
     """Copy this rank's share to the host. Collective.
 
     Args:
         path: of the checkpoint; shared by all ranks.
         replica: of this rank.
         buffers: to copy into.
+        kept: of the optimizer's state.
 
     Returns:
         Writes the copies, for any thread: it uses no collective and raises `OSError`.
     """
     tensors_dir = path / TENSORS_DIR
     tensors_dir.mkdir(exist_ok=True)
-    return stage_regions(tensors_dir, _regions(replica), buffers)
+    return stage_regions(tensors_dir, _regions(replica, kept), buffers)
 
 
 @torch.no_grad()
-def _regions(replica: Replica) -> Iterator[Region]:
+def _regions(replica: Replica, kept: Sequence[str]) -> Iterator[Region]:
     for number, part in enumerate(replica.parts):
         group = _group(replica, part)
         is_writer = part.is_primary and number % dist.get_world_size(group) == dist.get_rank(group)
-        for prefix, values in _tensors(replica, part):
+        for prefix, values in _tensors(replica, part, kept):
             for block in part.stored if is_writer else ():
                 yield Region(prefix + block.name, block.offsets, block.read(values))
 
 
-def _tensors(replica: Replica, part: Part) -> Iterator[tuple[str, Tensor]]:
-    """Weight and moments of a parameter, in its shape. Collective over its group."""
+def _tensors(replica: Replica, part: Part, kept: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Weight and optimizer's state of a parameter, in its shape. Collective over its group."""
     is_trained = replica.optimizer is not None and part.parameter.requires_grad
     if not is_trained or part.parameter.dtype == torch.float32:
         yield MODEL_PREFIX, part.parameter.detach().float()
     else:
         yield MODEL_PREFIX, _gathered(replica, part, lambda shard: shard.main)
-    for moment in MOMENTS if is_trained else ():
+    for name in kept if is_trained else ():
         yield (
-            moment_prefix(moment),
-            _gathered(replica, part, lambda shard, moment=moment: shard.state[moment]),
+            moment_prefix(name),
+            _gathered(replica, part, lambda shard, name=name: shard.state[name]),
         )
 
 
 def moment_prefix(moment: str) -> str:
-    """Of the names under which one of Adam's moments is stored."""
+    """Of the names under which one of Adam's moments is stored, or the average of the weights."""
     return f"optimizer.{moment}."
 
 
@@ -184,13 +188,14 @@ def load_weights(
 
 
 @torch.no_grad()
-def load_moments(path: Path, replica: Replica, num_steps: int) -> None:
+def load_moments(path: Path, replica: Replica, num_steps: int, kept: Sequence[str]) -> None:
     """Fill the optimizer's state.
 
     Args:
         path: of the checkpoint.
         replica: of this rank; it trains.
         num_steps: Adam's bias-correction count.
+        kept: of the state.
 
     Raises:
         CheckpointError: a moment is absent or has another shape.
@@ -200,10 +205,10 @@ def load_moments(path: Path, replica: Replica, num_steps: int) -> None:
         shard = _shard(replica, part)
         if shard is None:
             continue
-        for moment in MOMENTS:
+        for name in kept:
             whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
-            stored.fill(part, moment_prefix(moment), whole)
-            shard.state[moment].copy_(_own(whole, shard).view(shard.state[moment].shape))
+            stored.fill(part, moment_prefix(name), whole)
+            shard.state[name].copy_(_own(whole, shard).view(shard.state[name].shape))
     if replica.optimizer is not None:
         replica.optimizer.continue_from(num_steps)
 

@@ -32,6 +32,7 @@ from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
+from engines.training.step.average import Averaged
 from engines.training.weight_shards import owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightShard
@@ -156,6 +157,13 @@ class MegatronEngine(BaseEngine):
         with self._library():
             self._optimizer.step(lr)
 
+    def _averaged(self) -> Averaged:
+        return self._optimizer.averaged
+
+    def _weights_written(self) -> None:
+        with self._library():
+            self._optimizer.share_weights()
+
     @property
     def _optimizer(self) -> Any:
         if self.replica.optimizer is None:
@@ -196,7 +204,7 @@ class MegatronEngine(BaseEngine):
 
         # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
         with self.eval_mode(), self._library():
-            save_state(path, self.replica)
+            save_state(path, self.replica, self._stored_state)
         save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
@@ -204,7 +212,7 @@ class MegatronEngine(BaseEngine):
         from engines.training.backends.megatron.checkpoint import stage_state
 
         with self.eval_mode(), self._library():
-            write_tensors = stage_state(path, self.replica, self._staging)
+            write_tensors = stage_state(path, self.replica, self._staging, self._stored_state)
         write_rest = stage_engine_state(
             path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )
@@ -224,10 +232,12 @@ class MegatronEngine(BaseEngine):
             load_engine_state(path, {}, self._own_scalars(0).lora, self.spec.platform)
         with self.eval_mode(), self._library():
             load_weights(path, self.replica, loaded.lora, fold=not optimizer)
-            if not optimizer:
-                return loaded.step
-            load_moments(path, self.replica, loaded.num_optimizer_steps)
-        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
+            if optimizer:
+                self._num_averaged = loaded.num_averaged if self._ema is not None else None
+                load_moments(path, self.replica, loaded.num_optimizer_steps, self._stored_state)
+        self._continue_average(loaded.num_averaged if optimizer else None)
+        if optimizer:
+            self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
         return loaded.step
 
     def _own_scalars(self, step: int) -> EngineScalars:

@@ -20,9 +20,8 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from engines import collectives
+from engines.checkpoint.engine_state import AVERAGE, MOMENTS
 from engines.config.training import OptimizerConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Shard:
     Attributes:
         main: (n,) float32.
         start: of it in the flattened parameter.
-        state: Adam's: `step`, `exp_avg`, `exp_avg_sq`.
+        state: Adam's: `step`, `exp_avg`, `exp_avg_sq`; and `ema`, where there is an average.
     """
 
     main: Tensor
@@ -81,6 +80,18 @@ class ShardedAdamW:
             part.optimizer = _torch_adamw(part.optimizer.param_groups, config)
         self._shards = dict(self._find_shards())
         self.num_steps = 0
+
+    @property
+    def averaged(self) -> list[tuple[Tensor, Tensor]]:
+        """Main weights of this rank, each with its average, where the configuration has `ema`."""
+        return [(shard.main, shard.state[AVERAGE]) for shard in self._shards.values()]
+
+    def share_weights(self) -> None:
+        """Write the main weights into the parameters of all ranks that hold them. Collective."""
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync()
 
     def _find_shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
         for part in self._parts:
@@ -186,4 +197,6 @@ def _torch_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch
                 "step": torch.zeros((), dtype=torch.float32, device=main.device),
                 **{name: torch.zeros_like(main) for name in MOMENTS},
             }
+            if config.ema is not None:
+                optimizer.state[main][AVERAGE] = main.detach().clone()
     return optimizer

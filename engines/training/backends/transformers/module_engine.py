@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from engines.checkpoint.engine_state import (
+    AVERAGE,
     MODEL_PREFIX,
     EngineScalars,
     load_engine_state,
+    read_scalars,
     save_engine_state,
     stage_engine_state,
 )
@@ -29,6 +31,8 @@ from engines.errors import EngineError
 from engines.training.backends.transformers.folding import load_folded, stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
+from engines.training.step.average import Averaged
+from engines.training.weight_shards import local_values
 
 DATA = "data"
 """The dimension of every engine's mesh over the ranks that hold different data."""
@@ -79,6 +83,12 @@ class ModuleEngine(BaseEngine, Generic[Model]):
             group["lr"] = lr
         self._optimizer.step()
 
+    def _averaged(self) -> Averaged:
+        states: dict[Any, dict[str, Tensor]] = (
+            dict(self._optimizer.state) if self._optimizer else {}
+        )
+        return [(local_values(p), local_values(state[AVERAGE])) for p, state in states.items()]
+
     def optimizer_zero_grad(self) -> None:
         """Free all gradients."""
         self.model.zero_grad(set_to_none=True)
@@ -116,15 +126,21 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        stored = read_scalars(path)
+        num_averaged = stored.num_averaged if optimizer else None
         with self._state_scope(), self._loading() as (model, states):
-            if not optimizer:
-                return load_folded(path, dict(model), self.spec)
-            tensors, own = self._state_of(model, states, 0)
-            loaded = load_engine_state(path, tensors, own.lora, self.spec.platform)
-            for values in states.values():
-                values["step"].fill_(float(loaded.num_optimizer_steps))
-        self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
-        return loaded.step
+            if optimizer:
+                self._num_averaged = num_averaged if self._ema is not None else None
+                tensors, own = self._state_of(model, states, 0)
+                load_engine_state(path, tensors, own.lora, self.spec.platform)
+                for values in states.values():
+                    values["step"].fill_(float(stored.num_optimizer_steps))
+            else:
+                load_folded(path, dict(model), self.spec)
+        self._continue_average(num_averaged)
+        if optimizer:
+            self.num_steps, self._schedule_step = stored.num_steps, stored.schedule_step
+        return stored.step
 
     def _state_scope(self) -> AbstractContextManager[None]:
         """Scope in which weights and optimizer states can be read and written whole."""
@@ -155,7 +171,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     ) -> tuple[dict[str, Tensor], EngineScalars]:
         tensors = {f"{MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model}
         for name, values in states.items():
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in self._stored_state:
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
         return tensors, self._scalars(step, int(first["step"]) if first else 0)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from engines.checkpoint.engine_state import AVERAGE
 from engines.config.training import OptimizerConfig
 
 
@@ -26,7 +27,7 @@ def make_adamw(
     Args:
         named: parameters by name, sharded or not; those without gradient are left out.
         decayed: names of `decayed_names`, taken before a backend flattens parameters.
-        config: rate, betas, decay.
+        config: rate, betas, decay; with `ema` the state has a copy of the parameter, too.
 
     Returns:
         The optimizer.
@@ -54,4 +55,6 @@ def make_adamw(
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
+        if config.ema is not None:
+            optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
     return optimizer

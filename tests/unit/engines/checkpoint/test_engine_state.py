@@ -43,6 +43,7 @@ def test_save_load_save_gives_the_same_bytes(
     assert scalars == {
         "schema_version": 1, "step": 2, "num_steps": 2, "schedule_step": 2,
         "num_optimizer_steps": 2, "world_size": 1, "backend": "fsdp2", "lora": None,
+        "num_averaged": None,
     }  # fmt: skip
 
 

@@ -30,6 +30,12 @@ def rl_with(distillation: dict[str, Any], **settings: Any) -> RLConfig:
             "an older policy's",
         ),
         ({}, {"critic": {}}, "rl.critic", "raise rl.distillation.policy_weight"),
+        (
+            {},
+            {"algorithm": {"adv_estimator": "raft"}},
+            "rl.algorithm.adv_estimator",
+            "got raft, which chooses by rewards",
+        ),
         ({}, {"algorithm": {"use_kl_loss": True}}, "rl.algorithm.use_kl_loss", "remove it"),
         ({}, {"algorithm": {"entropy_coeff": 0.1}}, "rl.algorithm.entropy_coeff", "remove it"),
         (

@@ -1,8 +1,11 @@
 """A rule is written once: the recipe and the stage's configuration, which the job checks, agree."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
+from engines.config.backends import BACKENDS
 from engines.config.data import OrderConfig
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
 from engines.config.rules.algorithm import check_sampling
@@ -43,6 +46,32 @@ def test_recipe_and_job_refuse_with_one_rule(path: str, value: object, word: str
     with pytest.raises(ConfigError, match=word) as late:
         RLRoundStageConfig.model_validate(config).check()
     assert early.value.path == late.value.path
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "sft.optimizer", "preference.optimizer", "reward_model.optimizer", "rl.optimizer",
+        "rl.critic.optimizer",
+    ],
+)  # fmt: skip
+def test_an_average_needs_a_backend_that_keeps_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ["rl.algorithm.adv_estimator=gae", "rl.critic={}"] if "critic" in path else []
+    pairs = ["data.arithmetic.num_preference=64", "preference={}", "reward_model={}"]
+    asked = [*pairs, *others, f"{path}.ema={{decay: 0.9}}"]
+    load_recipe("quickstart", asked)
+    features = {**BACKENDS["fsdp2"].features}
+    del features["ema"]
+    backend = replace(BACKENDS["fsdp2"], features=features)
+    monkeypatch.setitem(BACKENDS, "fsdp2", backend)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("quickstart", asked)
+    assert str(refused.value) == (
+        f"{path}.ema: got one; fsdp2 keeps no average of its weights; need null; remove it, or set "
+        "training.backend to fsdp or megatron or veomni or automodel or torchtitan"
+    )
 
 
 def test_a_cut_distribution_is_refused_only_where_its_logprobs_are_compared() -> None:

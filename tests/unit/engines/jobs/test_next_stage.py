@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
-from engines.jobs.runtime import _claim
+from engines.jobs.process.runtime import _claim
 from infra.garbage import survey as survey_module
 from infra.garbage.collection import collect
 from infra.garbage.survey import DAY_S, Limits, survey

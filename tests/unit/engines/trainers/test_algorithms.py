@@ -1,18 +1,23 @@
 """Rounds of RL with each algorithm: its parts get what they read, and the step trains."""
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engines.checkpoint.sharded import ShardedReader
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
+from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
 from engines.trainers.experience import KL_IN_REWARD, Experience
 from engines.trainers.kept_samples import SampleKeeper
 from engines.trainers.scoring import CompletionScorer
-from engines.types import RolloutRequest
+from engines.types import RolloutRequest, TokenBatch
 
 Round = Callable[..., list[dict[str, float]]]
 UNMADE = {"values", "last_values"}
@@ -122,6 +127,65 @@ def test_pf_ppo_trains_on_samples_of_reward_and_keeps_their_advantages(
         assert len(drawn.samples) == len(whole.samples)
         own = dict(zip(map(id, whole.samples), _advantages(whole), strict=True))
         assert [own[id(sample)] for sample in drawn.samples] == _advantages(drawn)
+
+
+def test_raft_trains_on_what_it_keeps_and_tells_of_every_sample(
+    run_round: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Experience, list[TokenBatch]]] = []
+    mini_batches = Experience.mini_batches
+
+    def spy(experience: Experience, *sizes: int):
+        seen.append((experience, list(mini_batches(experience, *sizes))))
+        return iter(seen[-1][1])
+
+    monkeypatch.setattr(Experience, "mini_batches", spy)
+    options = {"raft_num_kept": 2, "raft_min_reward": 1.0}
+    algorithm = {"adv_estimator": "raft", "loss_mode": "reinforce", "options": options}
+    steps = run_round("odd_length", algorithm=algorithm)
+    for step, (experience, batches) in zip(steps, seen, strict=True):
+        assert len(experience.samples) == 16
+        assert step["critic/score/mean"] < 1
+        trained = [int(row) for batch in batches for row in batch.rows["row"]]
+        assert len(trained) == step["critic/num_kept_samples"] > 0
+        assert all(experience.samples[row].reward == 1 for row in trained)
+
+
+def test_a_step_of_which_nothing_is_kept_is_skipped(run_round: Round) -> None:
+    options = {"raft_min_reward": 2.0}
+    steps = run_round("odd_length", algorithm={"adv_estimator": "raft", "options": options})
+    assert [step["training/skipped_steps"] for step in steps] == [1, 1]
+    assert [step["training/policy_version"] for step in steps] == [0, 0]
+    assert not any("actor/num_updates" in step for step in steps)
+
+
+def test_a_step_of_which_nothing_is_kept_counts_among_those_in_a_row(run_round: Round) -> None:
+    algorithm = {"adv_estimator": "raft", "options": {"raft_min_reward": 2.0}}
+    with pytest.raises(NothingToTrainOnError, match="kept by no estimator"):
+        run_round("odd_length", num_skipped=2, algorithm=algorithm)
+
+
+def test_a_round_commits_the_average_of_its_policy_and_samples_from_the_policy(
+    run_round: Round, tmp_path: Path
+) -> None:
+    plain = run_round("odd_length")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "journal.jsonl").unlink()
+    ema = {"decay": 0.5, "use_warmup": False}
+    steps = run_round("odd_length", optimizer={"lr": 1e-2, "weight_decay": 0.0, "ema": ema})
+    assert [step["critic/score/mean"] for step in steps] == [
+        step["critic/score/mean"] for step in plain
+    ]
+    last, committed = (
+        ShardedReader(tmp_path / "checkpoints" / place / "step-00000002/checkpoint/tensors")
+        for place in ("", "averaged")
+    )
+    averages = [name for name in last.names() if name.startswith("optimizer.ema.")]
+    assert averages
+    for name in averages:
+        of_model = name.replace("optimizer.ema.", "model.", 1)
+        assert torch.equal(committed.read(of_model), last.read(name))
+        assert not torch.equal(committed.read(of_model), last.read(of_model))
 
 
 def _best_by_group(experience: Experience) -> dict[int, float]:

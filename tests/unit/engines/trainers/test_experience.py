@@ -119,3 +119,21 @@ def test_groups_of_which_no_sample_was_drawn_again_leave_no_empty_update() -> No
     batches = list(drawn.mini_batches(1, 1))
     assert [batch.num_sequences for batch in batches] == [3, 1]
     assert [batch.num_sequences for batch in drawn.mini_batches(2, 1)] == [4]
+
+
+def test_only_what_an_estimator_keeps_is_trained_on_and_the_rest_is_still_looked_at() -> None:
+    scores = [(0, 1.0), (0, 0.0), (1, 0.0), (1, 0.0), (2, 0.0), (2, 1.0)]
+    samples = [sample(group, score, (10 + i,)) for i, (group, score) in enumerate(scores)]
+    keep = AlgorithmConfig(adv_estimator="raft", options={"raft_min_reward": 1.0})
+    whole = collect(*samples)
+    whole = whole.with_columns(uniform=torch.arange(whole.batch.num_tokens).double() / 100)
+    chosen = whole.with_advantages(keep)
+    assert len(chosen.samples) == 6
+    assert chosen.metrics["critic/num_kept_samples"] == 2
+    last_tokens = [
+        mini.input_ids_T[mini.cu_seqlens[1:].long() - 1].tolist()
+        for mini in chosen.mini_batches(1, 1)
+    ]
+    assert last_tokens == [[10], [15]]
+    assert [chosen.trains, chosen.take([1, 5]).trains, chosen.take([1, 2]).trains] == [1, 1, 0]
+    assert list(chosen.take([1, 2]).mini_batches(1, 1)) == []

@@ -17,8 +17,8 @@ from engines.controller.replica import ReplicaSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.judges import question_seed
 from engines.jobs.policy.files import write_hf_files
+from engines.jobs.serving.judges import question_seed
 from engines.rewards.base import ScoreRequest
 from engines.rewards.judges.judgement import score
 from engines.rewards.judges.question import question

@@ -18,7 +18,7 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs import preflight
-from engines.jobs.judges import asked_judges
+from engines.jobs.serving.judges import asked_judges
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.reward_model import RewardModelJudge

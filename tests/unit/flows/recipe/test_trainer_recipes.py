@@ -10,7 +10,7 @@ from engines.config.rules.pairs import check_reward_training
 from engines.config.sections import RewardTrainingConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.plan import Planner
-from flows.recipe.recipe import load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.storage import LocalStorage
@@ -35,6 +35,29 @@ def planned(name: str, root: Path, *overrides: str) -> list[Any]:
         ("sft", ["sft", "evaluate_sft"]),
         ("dpo", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
         ("kto", ["sft", "evaluate_sft", "preference", "evaluate_preference"]),
+        (
+            "rejection_sampling",
+            [
+                "sft",
+                "evaluate_sft",
+                "rl_round_1",
+                "evaluate_rl_round_1",
+                "rl_round_2",
+                "evaluate_rl_round_2",
+            ],
+        ),
+        (
+            "spin",
+            [
+                "sft",
+                "evaluate_sft",
+                *(
+                    f"{name}_{iteration}"
+                    for iteration in (1, 2, 3)
+                    for name in ("self_play", "preference", "evaluate_preference")
+                ),
+            ],
+        ),
         (
             "distill",
             [
@@ -89,6 +112,35 @@ def test_preferences_alone_train_the_model_itself(tmp_path: Path) -> None:
     assert labels == ["preprocess", "preference", "evaluate_preference", *END]
 
 
+def test_another_iteration_repeats_none() -> None:
+    few, more = (
+        load_recipe("quickstart", [f"preference={{self_play: {{num_iterations: {number}}}}}"])
+        for number in (3, 4)
+    )
+    assert [*more.preference_iterations] == [1, 2, 3, 4]
+    for iteration in few.preference_iterations:
+        for stage in (Recipe.self_play_stage, Recipe.preference_stage):
+            assert (
+                stage(few, iteration).identity_values() == stage(more, iteration).identity_values()
+            )
+    seeds = [few.self_play_stage(iteration).identity_values()["iteration"] for iteration in (1, 2)]
+    assert seeds == [1, 2], "whose answers differ where the policy does not"
+
+
+def test_self_play_reads_no_pairs_of_the_data_and_only_its_own_reward(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["preference={self_play: {}}", "rl.reward.timeout_s=3"])
+    assert recipe.data.arithmetic is not None
+    assert recipe.data.arithmetic.num_preference == 0
+    assert recipe.self_play_stage(1).reward.timeout_s == 10
+    by_reward = load_recipe(
+        "quickstart", ["preference={self_play: {source: best_worst}}", "rl.reward.timeout_s=3"]
+    )
+    assert by_reward.self_play_stage(1).reward.timeout_s == 3
+    asks = ("preference={self_play: {source: best_worst, num_iterations: 2}}", *ASKED)
+    labels = [stage.label for stage in planned("quickstart", tmp_path, *asks)]
+    assert labels[3:7] == ["evaluate_sft", "self_play_1", "preference_1", "evaluate_preference_1"]
+
+
 def test_a_soup_is_of_the_last_policies(tmp_path: Path) -> None:
     stages = planned("quickstart", tmp_path, "rl.num_rounds=2", "soup={num_policies: 2}")
     labels = [stage.label for stage in stages]
@@ -138,6 +190,11 @@ def test_a_reward_model_that_nobody_asks_is_trained_all_the_same(tmp_path: Path)
             r"rl.reward.judge.path: missing",
         ),
         (["sft=null", "rl.num_rounds=0"], r"rl.num_rounds: got 0 with sft: null"),
+        (["sft=null", "preference={self_play: {}}"], r"preference.self_play: got one with sft: nu"),
+        (
+            ["preference={self_play: {sampling: {max_new_tokens: 64}}}"],
+            r"preference.self_play.sampling.max_new_tokens: ",
+        ),
     ],
 )
 def test_what_could_not_run_is_refused(overrides: list[str], problem: str) -> None:

@@ -94,6 +94,7 @@ def test_relative_paths_of_models_are_the_callers(
         tmp_path,
         f"model={{init: pretrained, path: {path}}}",
         f"rl.distillation={{path: {path}}}",
+        f"against.path={path}",
         "rl.reward={function: mixture, components: {a: {function: model}, b: {function: judge}, "
         "c: {function: exact}}, accuracy: [c], "
         f"model: {{path: {path}}}, judge: {judge}}}",

@@ -55,7 +55,7 @@ NOTHING = (
     "engines/config/plugins.py",
     "engines/config/rules/algorithm.py",
     "engines/errors.py",
-    "engines/jobs/runtime.py",
+    "engines/jobs/process/runtime.py",
     "engines/trainers/phases.py",
     "hardware/detection.py",
     "hardware/survey.py",

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from engines.checkpoint.engine_state import read_scalars
+from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import SFTConfig
-from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.read.examples import SFTExamples, sft_examples
@@ -37,6 +40,7 @@ class Attempt:
     num_steps: int
     losses: dict[int, float]
     checkpoints: StepCheckpoints
+    committed: Path
 
 
 @pytest.fixture(scope="session")
@@ -55,13 +59,14 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
         target_loss: float | None = None,
         num_steps: int = NUM_STEPS,
         every_num_steps: int = 100,
+        ema: EmaConfig | None = None,
     ) -> Attempt:
         work.mkdir(exist_ok=True)
         config = SFTConfig(
             num_steps=num_steps,
             batch_size_sequences=4,
             target_loss=target_loss,
-            optimizer=OptimizerConfig(lr=1e-2),
+            optimizer=OptimizerConfig(lr=1e-2, ema=ema),
         )
         spec = WorkerSpec(
             roles={
@@ -89,13 +94,14 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
             )
             rows = Conversations(examples)
             done = SupervisedTrainer(config, rows, 4, workers, progress, 0, "sft").run().num_steps
+            committed = progress.last_checkpoint()
         records, _ = read_records(work / "journal.jsonl", 0)
         losses = {
             record.step: record.values["train/loss"]
             for record in records
             if record.kind == "metrics" and record.step and "train/loss" in record.values
         }
-        return Attempt(done, losses, checkpoints)
+        return Attempt(done, losses, checkpoints, committed)
 
     return train
 
@@ -177,6 +183,57 @@ def test_the_average_survives_a_kill_bit_for_bit(
 
     assert kept(resumed, 2) == pytest.approx(course[1], rel=1e-12)
     assert kept(resumed, 5) == kept(unbroken, 5)
+
+
+def tensors_of(checkpoint: Path, part: str) -> dict[str, torch.Tensor]:
+    reader = ShardedReader(checkpoint / "tensors")
+    names = [name for name in reader.names() if name.startswith(part)]
+    return {name.removeprefix(part): reader.read(name) for name in names}
+
+
+def test_what_is_committed_is_the_average_and_steps_are_the_weights(
+    train: Callable[..., Attempt], tiny_model: Path, tmp_path: Path
+) -> None:
+    ema = EmaConfig(decay=0.75, use_warmup=False)
+    plain = train(tmp_path / "plain", every_num_steps=1)
+    averaged = train(tmp_path / "averaged", every_num_steps=1, ema=ema)
+    assert averaged.losses == plain.losses
+    course = [load_file(tiny_model / "model.safetensors")]
+    for step in range(1, NUM_STEPS + 1):
+        weights = tensors_of(plain.checkpoints.load(step).path, "model.")
+        course.append(weights)
+        kept = averaged.checkpoints.load(step).path
+        for name, tensor in tensors_of(kept, "model.").items():
+            assert torch.equal(tensor, weights[name])
+    # 0.75^6 of the first weights, and 0.25 * 0.75^(6 - t) of those after step t.
+    shares = [0.75**6, *(0.25 * 0.75 ** (6 - step) for step in range(1, NUM_STEPS + 1))]
+    committed = tensors_of(averaged.committed, "model.")
+    assert committed.keys() == course[-1].keys()
+    for name, tensor in committed.items():
+        by_hand = sum(s * each[name].double() for s, each in zip(shares, course, strict=True))
+        torch.testing.assert_close(tensor.double(), by_hand, rtol=0, atol=1e-6)
+        assert not torch.equal(tensor, course[-1][name])
+    # It ends there: what comes behind has the optimizer of the last step, and begins another.
+    last = averaged.checkpoints.load(NUM_STEPS).path
+    assert tensors_of(averaged.committed, "optimizer.ema.") == {}
+    assert read_scalars(averaged.committed).num_averaged is None
+    assert read_scalars(last).num_averaged == NUM_STEPS
+    for name, moment in tensors_of(averaged.committed, "optimizer.exp_avg.").items():
+        assert torch.equal(moment, tensors_of(last, "optimizer.exp_avg.")[name])
+    assert plain.committed == plain.checkpoints.load(NUM_STEPS).path
+
+
+def test_the_average_of_a_killed_attempt_goes_on_bit_for_bit(
+    train: Callable[..., Attempt], tmp_path: Path
+) -> None:
+    ema = EmaConfig(decay=0.9)
+    unbroken = train(tmp_path / "unbroken", ema=ema)
+    train(tmp_path / "killed", ema=ema, num_steps=2)
+    resumed = train(tmp_path / "killed", ema=ema)
+    again = train(tmp_path / "killed", ema=ema)  # it ended before: nothing but its average is left
+    for attempt in (resumed, again):
+        for name, tensor in tensors_of(unbroken.committed, "").items():
+            assert torch.equal(tensor, tensors_of(attempt.committed, "")[name])
 
 
 def test_a_spoiled_update_is_left_out_named_and_limited(

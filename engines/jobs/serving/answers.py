@@ -26,7 +26,7 @@ from engines.config.algorithm import RewardConfig
 from engines.config.plugins import PluginKind, named_rows, plugin_modules
 from engines.config.sections import EvaluationConfig
 from engines.config.stages.final import EvaluateStageConfig
-from engines.jobs.runtime import JobContext
+from engines.jobs.process.runtime import JobContext
 from engines.types import Completion, RolloutRequest
 from infra import env
 from infra.errors import PipelineError
@@ -43,7 +43,7 @@ _SCHEMA_VERSION = 1
 _JUDGES: tuple[PluginKind, ...] = ("reward",)
 _MODELS = ("policy", "model")
 """Inputs of which one is evaluated."""
-_SAMPLING_CODE = "engines.jobs.evaluation.served_model"
+_SAMPLING_CODE = "engines.jobs.serving.model"
 """From it everything is reached that samples, but for what the configuration names."""
 _SCHEMA = pa.schema(
     [

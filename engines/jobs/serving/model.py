@@ -1,4 +1,4 @@
-"""The model of an evaluation: found among the inputs of the stage, served on first demand.
+"""A model that is served and not trained: where its weights are, and engines on first demand.
 
 Promises: a policy is read from its committed checkpoint, whatever backend and number of ranks
 wrote it, so it scores what the model merged from it scores; no weight is read before somebody asks
@@ -19,10 +19,9 @@ from engines.checkpoint.model_directory import (
     stated_context,
 )
 from engines.checkpoint.tensor_files import stored_tensors
-from engines.config.stages.final import EvaluateStageConfig
+from engines.config.model import ModelConfig
 from engines.controller.launch import LaunchedModel
 from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
-from engines.jobs.runtime import JobContext
 from engines.rollout.service import RolloutService
 from engines.training.backends.merging import policy_weights
 from engines.types import Completion, RolloutRequest
@@ -31,61 +30,65 @@ from infra.errors import ConfigError, DeadlineError
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is evaluated.
+    """What is served.
 
     Attributes:
         hf_dir: its configuration and tokenizer.
         weights: by hub name, streamed; called again for an engine that starts late.
-        max_length: context in tokens, prompt and answer together.
         num_steps: trainer steps behind it; 0 of a model directory, which does not say.
     """
 
     hf_dir: Path
     weights: Callable[[], Iterator[tuple[str, Tensor]]]
-    max_length: int
     num_steps: int = 0
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model was built for, prompt and answer together.
 
-def served_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
-    """The input `policy`, or the input `model`, or the model of nobody's making."""
-    policy_dir = context.optional_input("policy")
-    if policy_dir is not None:
-        num_steps = trained_steps(policy_dir).num_steps
-        weights, hf_dir = partial(policy_weights, policy_dir), policy_dir / HF_DIR
-        return ServedModel(hf_dir, weights, context_length(hf_dir), num_steps)
-    model = context.config.model
-    if model is None:
-        model_dir = context.input("model")
-        check_model_directory(model_dir)
-        return ServedModel(model_dir, partial(stored_tensors, model_dir), context_length(model_dir))
-    model_dir = context.optional_input("model") or resolve_model(model, max_length=None)
+        Raises:
+            ConfigError: its configuration does not say.
+        """
+        length = stated_context(self.hf_dir)
+        if length is None:
+            raise ConfigError(
+                "model.path",
+                f"{self.hf_dir} does not say how many tokens it was built for; need "
+                "max_position_embeddings in its config.json; add it",
+            )
+        return length
+
+
+def served_policy(policy_dir: Path) -> ServedModel:
+    """A `policy` artifact, read from its checkpoint whoever wrote it."""
+    weights = partial(policy_weights, policy_dir)
+    return ServedModel(policy_dir / HF_DIR, weights, trained_steps(policy_dir).num_steps)
+
+
+def served_directory(model_dir: Path) -> ServedModel:
+    """A Hugging Face directory that a stage wrote; raises `ConfigError` where it is none."""
     check_model_directory(model_dir)
-    serving_dir = context.attempt_dir / HF_DIR
-    write_hf_files(model_dir, serving_dir, model.chat_template)
-    weights = partial(stored_tensors, model_dir)
-    return ServedModel(serving_dir, weights, context_length(model_dir))
+    return ServedModel(model_dir, partial(stored_tensors, model_dir))
 
 
-def context_length(model_dir: Path) -> int:
-    """Tokens that a model was built for, prompt and answer together.
+def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) -> ServedModel:
+    """A model that no stage made.
 
     Args:
-        model_dir: with its `config.json`.
+        model: names it.
+        given: its directory, where it is a local one.
+        serving_dir: gets its configuration and tokenizer, with every token that ends an answer.
 
     Returns:
-        At least 1.
+        The model.
 
     Raises:
-        ConfigError: the configuration does not say.
+        ConfigError: it cannot be used.
     """
-    length = stated_context(model_dir)
-    if length is None:
-        raise ConfigError(
-            "model.path",
-            f"{model_dir} does not say how many tokens it was built for; need "
-            "max_position_embeddings in its config.json; add it",
-        )
-    return length
+    model_dir = given or resolve_model(model, max_length=None)
+    check_model_directory(model_dir)
+    write_hf_files(model_dir, serving_dir, model.chat_template)
+    return ServedModel(serving_dir, partial(stored_tensors, model_dir))
 
 
 class ServedOnDemand:

@@ -25,7 +25,7 @@ from engines.controller.rollout import LaunchedEngines
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
 from engines.jobs.policy.stage import policy_tokenizer
-from engines.jobs.runtime import JobContext
+from engines.jobs.process.runtime import JobContext
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.generative import GenerativeJudge
 from engines.trainers.judges.reward_model import RewardModelJudge

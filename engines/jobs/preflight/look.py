@@ -1,8 +1,9 @@
-"""A look at what a recipe names, before anything trains: `python -m engines.jobs.preflight < LOOK`.
+"""A look at what a recipe names, before anything trains.
 
-Reads a `Look` as JSON and answers with one JSON line: the first problem, or none. It opens the
-headers of safetensors files, the first row of each local source and the tokenizer, and calls a
-reward of the user's once with that row, in a process of its own.
+Called as `python -m engines.jobs.preflight.look < LOOK`. Reads a `Look` as JSON and answers with
+one JSON line: the first problem, or none. It opens the headers of safetensors files, the first row
+of each local source and the tokenizer, and calls a reward of the user's once with that row, in a
+process of its own.
 Promises: no weight is read, torch is not imported; what it refuses would have ended the run later,
 with the same field named. One repository and revision of the hub is one commit in all of the
 answer, so that tokenizer and weights, and the splits of one data set, cannot be of two.
@@ -52,6 +53,8 @@ OnHub = TypeVar(
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and two moments of the optimizer, each in float32."""
+BYTES_OF_AVERAGE = 4
+"""What a moving average of the weights adds to each of them."""
 
 
 def look(at: Look) -> Look:
@@ -299,7 +302,8 @@ def checkpoint_bytes(at: Look) -> int | None:
     directory = local_path(at.model.path)
     if directory is None or at.lora is not None or not at.trains:
         return None
-    return num_parameters(directory) * BYTES_PER_PARAMETER
+    bytes_each = BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
+    return num_parameters(directory) * bytes_each
 
 
 def look_at_rollout(at: Look) -> None:

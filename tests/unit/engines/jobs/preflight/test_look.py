@@ -11,7 +11,7 @@ from engines.config.look import Look
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.data import PreprocessStageConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.jobs import preflight
+from engines.jobs.preflight import look as preflight
 from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError

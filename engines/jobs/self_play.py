@@ -1,0 +1,141 @@
+"""Job `self_play`: a policy, and rows of a dataset, to pairs of answers.
+
+preference.parquet   the pairs
+summary.json         how many rows made one, and how many did not
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from engines.config.stages.serving import SelfPlayStageConfig
+from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
+from engines.data.read.examples import RLPrompt
+from engines.data.read.row_files import PREFERENCE_FORMAT, write_rows
+from engines.data.read.rows import PreferenceRow, RLRow
+from engines.errors import NothingToTrainOnError
+from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.torch_setup import prepare_torch
+from engines.jobs.serving.model import served_policy
+from engines.jobs.serving.serve import Serving, serve
+from engines.rewards.mixture import check_data_sources
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.supervised.self_play import (
+    as_prompts,
+    best_worst_pair,
+    chosen_rows,
+    own_answers,
+    requests_of,
+    spin_pair,
+)
+
+KIND = "pairs"
+SAMPLING_DEADLINE_S = 7200.0
+"""A policy that answered nothing for so long hangs."""
+PROMPTS_PER_CALL = 1024
+
+
+def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
+    """Have the policy answer, and pair the answers."""
+    config = context.config
+    with ExitStack() as stack:
+        rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
+        with context.clock("load"):
+            prepare_torch(
+                config.hardware,
+                config.num_threads,
+                context.journal.log,
+                computes=config.driver_computes,
+            )
+            served = served_policy(context.input("policy"))
+            rows = asked_rows(config, load_dataset(context.input("dataset")), context.spec.seed)
+            if config.self_play.source == "best_worst":
+                check_data_sources(config.reward, (row.data_source for row in rows))
+            prompts = prompts_within(
+                rows,
+                policy_tokenizer(served.hf_dir),
+                config.max_length,
+                config.sampling.max_new_tokens,
+                "preference.self_play.sampling.max_new_tokens",
+            )
+            serving = serve(context, stack, served, rewards)
+        context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
+        pairs: list[PreferenceRow] = []
+        with context.clock("gen"):
+            for start in range(0, len(prompts), PROMPTS_PER_CALL):
+                asked = prompts[start : start + PROMPTS_PER_CALL]
+                pairs += made_pairs(context, serving, asked, start)
+                context.heartbeat.tick()
+                done = start + len(asked)
+                line = f"{len(pairs)} pairs of {done} of {len(prompts)} prompts"
+                context.journal.progress(done, len(prompts), line)
+    if not pairs:
+        raise NothingToTrainOnError(
+            f"none of {len(prompts)} prompts made a pair: every answer was cut, blank or no other "
+            "than what it is compared with; raise preference.self_play.sampling.max_new_tokens or "
+            "temperature, or end with an iteration less"
+        )
+    metrics = {"num_pairs": float(len(pairs)), "num_unpaired": float(len(prompts) - len(pairs))}
+    write_rows(context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, pairs)
+    text = json.dumps(metrics, indent=2, sort_keys=True) + "\n"
+    (context.output_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
+    return JobOutput(KIND, metrics)
+
+
+def asked_rows(config: SelfPlayStageConfig, dataset: Dataset, seed: int) -> list[RLRow]:
+    """The prompts of an iteration.
+
+    Args:
+        config: of the stage.
+        dataset: its input.
+        seed: of the run.
+
+    Returns:
+        Of `data.sft` for `spin`, else of `data.rl`.
+    """
+    section = config.self_play
+    is_spin = section.source == "spin"
+    rows = as_prompts(dataset.sft_rows()) if is_spin else dataset.rl_rows()
+    places = chosen_rows(len(rows), section.num_prompts, seed, config.iteration)
+    return [rows[place] for place in places]
+
+
+def made_pairs(
+    context: JobContext[SelfPlayStageConfig],
+    serving: Serving,
+    prompts: Sequence[RLPrompt],
+    first: int,
+) -> list[PreferenceRow]:
+    """The pairs that some prompts make.
+
+    Args:
+        context: of the job.
+        serving: answers, and scores where a reward decides.
+        prompts: of the iteration, some that follow each other.
+        first: place of the first of them in it.
+
+    Returns:
+        In the order of the prompts; not of every one.
+    """
+    config, section = context.config, context.config.self_play
+    num_samples, seed = section.samples_per_prompt, context.spec.seed
+    requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration, first)
+    completions = serving.generate(requests)
+    rows, decode = [prompt.row for prompt in prompts], serving.scorer.decode
+    if section.source == "spin":
+        found = [
+            spin_pair(row, [*own_answers(of_row, None, decode)])
+            for row, of_row in zip(rows, completions, strict=True)
+        ]
+    else:
+        scores = serving.scorer.judge(rows, completions, requests)
+        found = [
+            best_worst_pair(row, [*own_answers(of_row, judged, decode)])
+            for row, of_row, judged in zip(rows, completions, scores, strict=True)
+        ]
+    return [pair for pair in found if pair is not None]
+
+
+if __name__ == "__main__":
+    run_job(SelfPlayStageConfig, self_play)

@@ -1,0 +1,1 @@
+"""Models that a stage serves and does not train: their engines, their answers, their judges."""

@@ -1,0 +1,103 @@
+"""Engines of a stage that trains nothing, with all that judges what they answer."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engines.config.stages.serving import ServingStageConfig
+from engines.config.training import TrainingConfig
+from engines.controller.launch import launch_served_model
+from engines.controller.model_worker import WorkerSpec
+from engines.controller.replica import ReplicaSpec
+from engines.jobs.policy.stage import policy_tokenizer, queueing
+from engines.jobs.process.runtime import JobContext
+from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
+from engines.jobs.serving.model import ServedModel, ServedOnDemand
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.judges.asking import NO_JUDGES
+from engines.trainers.scoring import CompletionScorer
+from engines.training.roles import REWARD, RoleSpec
+from engines.types import Completion, RolloutRequest
+
+Config = TypeVar("Config", bound=ServingStageConfig)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Engines that answer, and what judges their answers.
+
+    Attributes:
+        engines: start when they are asked first.
+        scorer: with the models that judge.
+    """
+
+    engines: ServedOnDemand
+    scorer: CompletionScorer
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        """As `ServedOnDemand.generate`."""
+        return self.engines.generate(requests)
+
+
+def serve(
+    context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
+) -> Serving:
+    """Engines for a model, and the models that judge, which start at once.
+
+    Args:
+        context: of the job.
+        stack: closes all of it.
+        served: what answers.
+        rewards: the reward function, started before torch was set up.
+
+    Returns:
+        Ready to answer.
+
+    Raises:
+        ConfigError: an engine cannot serve the model, or a judge cannot be used.
+    """
+    config, seed = context.config, context.spec.seed
+    replica = ReplicaSpec(
+        serving_dir=served.hf_dir,
+        rollout=config.rollout,
+        dtype=config.rollout.dtype or config.dtype,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        num_threads=config.num_threads,
+        log_dir=context.attempt_dir,
+    )
+    # Held by one rank, whatever trained the policy.
+    alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
+    role = reward_role(context, config.reward.model, alone)
+    judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
+    engines = ServedOnDemand(
+        served,
+        lambda: launch_served_model(
+            replica,
+            None if role is None else _reward_worker(config, role, seed),
+            judge.replica if judge else None,
+            queueing(context, config.hardware),
+        ),
+        stack,
+    )
+    judges = NO_JUDGES
+    if role or judge:
+        launched = engines.launched
+        judges = stack.enter_context(
+            asked_judges(config.reward, seed, role, launched.reward_model, judge, launched.judge)
+        )
+    scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
+    return Serving(engines, scorer)
+
+
+def _reward_worker(config: ServingStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
+    return WorkerSpec(
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )
