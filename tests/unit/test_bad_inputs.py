@@ -191,8 +191,8 @@ OVERRIDES = [
     ),
     (
         ["sft=null", "rl.num_rounds=0"],
-        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one, or name a model to "
-        "measure (model.path)",
+        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one, or name a model "
+        "to measure (model.path)",
     ),
     (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
     (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),

@@ -17,7 +17,7 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs import preflight
+from engines.jobs.preflight import look as preflight
 from engines.jobs.serving.judges import asked_judges
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import Judges

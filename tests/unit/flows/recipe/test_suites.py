@@ -140,7 +140,10 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
             "suites.addition.evaluation.num_problems: got 513; suites.addition.data.arithmetic."
             "num_eval makes 512",
         ),
-        ((ADDITION, "promote.suite=additon"), "promote.suite: no 'additon'; known: addition; did"),
+        (
+            (ADDITION, "promote.suite=addition3"),
+            "promote.suite: no 'addition3'; known: addition; did",
+        ),
         (("against={init: random}",), "against.init: got random"),
         (("sft=null", "rl.num_rounds=0"), "rl.num_rounds: got 0 with sft: null"),
         (("data=null",), "data: missing; need arithmetic, or sources"),

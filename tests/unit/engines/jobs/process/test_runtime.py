@@ -17,7 +17,7 @@ from infra.store.work_channel import JobProblem
 
 HOLDER = Holder(id="test", process="test")
 
-JOBS = Path(__file__).resolve().parents[4] / "engines" / "jobs" / "__init__.py"
+JOBS = Path(__file__).resolve().parents[5] / "engines" / "jobs" / "__init__.py"
 NO_VARIABLES: Mapping[str, str] = {}
 PROMOTE = {"promote": {"metric": "accuracy", "min_value": 0.5}}
 
@@ -233,7 +233,7 @@ def test_any_other_error_is_exit_code_1_with_its_traceback(spec: StageSpec) -> N
     assert error(spec).type == "ArtifactCorruptError"
 
 
-@pytest.mark.parametrize("module", ["runtime", "preprocess", "promote"])
+@pytest.mark.parametrize("module", ["process.runtime", "preprocess", "compare", "promote"])
 def test_jobs_that_need_no_torch_do_not_import_it(module: str) -> None:
     code = (
         f"import sys, engines.jobs.{module}; "
