@@ -3,11 +3,11 @@
 The decision is data; who sees it committed registers the model and moves the alias.
 """
 
-import json
 from pathlib import Path
 
 from engines.config.stages.final import PromoteStageConfig
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.trainers.evaluation.comparison import metrics_of
 from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.errors import ConfigError
 from infra.tracking.promotion import INCUMBENT, PROMOTION, Comparison, Decision
@@ -75,10 +75,10 @@ def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
 
 def metric_of(evaluation: Path, metric: str) -> float:
     """What an evaluation found of the metric that decides."""
-    summary = json.loads((evaluation / "summary.json").read_text(encoding="utf-8"))
-    value = summary["metrics"].get(metric)
+    metrics = metrics_of(evaluation)
+    value = metrics.get(metric)
     if value is None:
-        known = ", ".join(sorted(summary["metrics"]))
+        known = ", ".join(sorted(metrics))
         raise ConfigError("promote.metric", f"got {metric!r}; need one of: {known}")
     return value
 

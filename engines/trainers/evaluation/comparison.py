@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.trainers.evaluation.files import SUMMARY_NAME
 from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.tracking.comparison import Verdict, verdict
 
@@ -63,7 +62,7 @@ def compared_metrics(evaluation: Path, against: Path) -> list[str]:
     Returns:
         Their names, sorted.
     """
-    names = _metrics(evaluation).keys() & _metrics(against).keys()
+    names = metrics_of(evaluation).keys() & metrics_of(against).keys()
     return sorted(filter(_OF_PROBLEMS.fullmatch, names))
 
 
@@ -86,7 +85,7 @@ def metric_gain(
         ConfigError: the evaluations are of other problems, or no problem has a value in both.
     """
     gain = paired_gain(differences_of(evaluation, against, metric), confidence, seed)
-    value, other = (_metrics(each)[metric] for each in (evaluation, against))
+    value, other = (metrics_of(each)[metric] for each in (evaluation, against))
     return MetricGain(metric, value, other, gain.mean, gain.margin, gain.num_problems)
 
 
@@ -114,5 +113,6 @@ def comparison_json(gains: Sequence[MetricGain], confidence: float) -> dict[str,
     return {"schema": _SCHEMA_VERSION, "confidence": confidence, "metrics": found}
 
 
-def _metrics(evaluation: Path) -> dict[str, float]:
-    return json.loads((evaluation / SUMMARY_NAME).read_text(encoding="utf-8"))["metrics"]
+def metrics_of(evaluation: Path) -> dict[str, float]:
+    """What an evaluation found, by its directory."""
+    return json.loads((evaluation / "summary.json").read_text(encoding="utf-8"))["metrics"]
