@@ -66,11 +66,11 @@ def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: 
     )
     stages = planned(recipe, tmp_path)
     assert [*stages] == [
+        "preprocess_addition",
         "preprocess",
         "sft",
         "evaluate_sft",
         "merge",
-        "preprocess_addition",
         "evaluate",
         "evaluate_against",
         "compare",
@@ -103,6 +103,14 @@ def test_without_training_the_model_itself_is_measured(tmp_path: Path) -> None:
     assert [*planned(measured(ADDITION), tmp_path)] == ["preprocess_addition", "evaluate_addition"]
     own = measured("data={arithmetic: {num_sft: 0, num_rl: 0}}")
     assert [*planned(own, tmp_path)] == ["preprocess", "evaluate"]
+
+
+def test_training_rows_are_compared_with_a_suite_s(tmp_path: Path) -> None:
+    """What only measures has none to compare, and its dataset is that of any other suite."""
+    with_suite = planned(load_recipe("quickstart", [ADDITION]), tmp_path)
+    assert [*with_suite["preprocess"].inputs] == ["held_out.addition"]
+    own = "data={arithmetic: {num_sft: 0, num_rl: 0}}"
+    assert planned(measured(own, ADDITION), tmp_path)["preprocess"].inputs == {}
 
 
 def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
