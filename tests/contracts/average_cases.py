@@ -20,6 +20,7 @@ from engines.config.training import EmaConfig
 from engines.errors import NonFiniteError
 from engines.training.base import BaseEngine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from infra.errors import ConfigError
 
 EMA = EmaConfig(decay=0.7, use_warmup=False)
 
@@ -38,14 +39,21 @@ def streamed(engine: BaseEngine) -> dict[str, Tensor]:
 
 
 def case_average(context: Context) -> dict[str, Any]:
-    """Against torch's, with spoiled updates between; saved, continued, adopted, taken elsewhere."""
-    if "ema" not in context.claims:
-        return {}
-    engine = context.engine(ema=EMA)
+    """Against torch's, with spoiled updates between; saved, continued, adopted, taken elsewhere.
+
+    A backend that keeps none refuses to be made with one.
+    """
+    try:
+        engine = context.engine(ema=EMA)
+    except ConfigError as error:
+        if "ema" in context.claims:
+            raise
+        return {"refused": str(error)}
     torchs = AveragedModel(Weights(engine), multi_avg_fn=get_ema_multi_avg_fn(EMA.decay))
     torchs.update_parameters(Weights(engine))  # the first one is copied
     num_own = sum(average.numel() for _, average in engine._averaged())
     results: dict[str, Any] = {
+        "claimed": "ema" in context.claims,
         "share": num_own / sum(tensor.numel() for tensor in torchs.module.parameters()),
         "steps": averaged_steps(engine, torchs, range(2)),
     }

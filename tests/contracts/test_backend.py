@@ -243,8 +243,9 @@ def alone(
 
 def test_the_average_is_torchs_and_outlives_a_save(case: Case, layout: Layout) -> None:
     average = case(layout, "case_average")
-    if not average:
-        pytest.skip("needs a backend that keeps an average of its weights")
+    if "refused" in average:  # by a backend that keeps none
+        assert average["refused"].startswith("optimizer.ema: got one; ")
+        return
     assert average["steps"] == case(layout, "case_trains")["plain"]
     assert average["after_two"] < 1e-7
     assert average["at_the_end"] < 1e-7
@@ -257,9 +258,9 @@ def test_the_average_is_torchs_and_outlives_a_save(case: Case, layout: Layout) -
 @pytest.mark.parametrize("name", ["data2", pytest.param("data4", marks=[pytest.mark.slow])])
 def test_a_rank_keeps_the_average_of_its_own_weights(case: Case, name: str) -> None:
     average = case(BY_NAME[name], "case_average")
-    if not average:
-        pytest.skip("needs a backend that keeps an average of its weights")
-    assert average["share"] < 1.1 / BY_NAME[name].world_size
+    # One that is not claimed may be of whole weights, as the weights of each rank are.
+    claimed = average.get("claimed", False)
+    assert not claimed or average["share"] < 1.1 / BY_NAME[name].world_size
 
 
 @pytest.mark.parametrize("name", PRIMARY)

@@ -46,7 +46,7 @@ def test_a_file_of_ones_own_chains_the_stages(tmp_path: Path) -> None:
     logs = {path.name: path.read_text() for path in (home.path / "store/stages").glob("*/*")}
     assert logs
     stages = sorted(stage.name for stage in (home.path / "store/stages").iterdir())
-    assert len(stages) == 5, "preprocess, sft, two of preferences, evaluate"
+    assert len(stages) == 7, "preprocess, sft, two of preferences, evaluate and its two answers"
     assert run() == first
     assert sorted(stage.name for stage in (home.path / "store/stages").iterdir()) == stages
     (report,) = home.path.glob("runs/*/report.json")
