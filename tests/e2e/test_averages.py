@@ -23,7 +23,7 @@ def weights_of(policy: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): reader.read(name) for name in names}
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_rounds_go_on_from_averages_and_the_last_one_is_merged(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -25,7 +25,7 @@ def model(directory: Path, seed: int) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_two_models_on_a_suite(tmp_path: Path) -> None:
     """The second time nothing runs, and of a model that comes in one's place only that."""
     home = Home(tmp_path / "home")

@@ -32,7 +32,7 @@ def artifacts(report: dict, kind: str, home: Home) -> list[Path]:
     return [path for path in found if path.exists()]
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_the_policy_plays_against_the_data(home: Home) -> None:
     report = home.run(*SPIN)
     names = [stage["name"] for stage in report["stages"]]
@@ -54,7 +54,7 @@ def test_the_policy_plays_against_the_data(home: Home) -> None:
     assert "  submitted" not in home.rlhf("run", *settings(*SPIN))
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_pairs_by_reward_have_a_better_answer(home: Home) -> None:
     by_reward = (
         f"preference={{{TRAINING}, self_play: {{source: best_worst, num_iterations: 1, "
