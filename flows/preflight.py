@@ -16,6 +16,7 @@ from engines.config.backends import ENGINES
 from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
 from engines.config.sections import RLConfig, SupervisedConfig
+from engines.config.stages.final import EvaluateStageConfig
 from flows.asked_run import plan_run
 from flows.child import ask
 from flows.platform_probe import check_devices, memory_shortage, resolve_hardware
@@ -90,7 +91,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
 def check_room(
     recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str] = NOTHING_FORCED
 ) -> None:
-    """Refuse a store without room for two checkpoints, and memory without room for one.
+    """Refuse a store without room for its checkpoints, and memory without room for one.
 
     Args:
         recipe: what it names on the hub has its commit.
@@ -110,15 +111,21 @@ def check_room(
         )
     if "://" in recipe.store_uri:  # a bucket does not say
         return
-    need_bytes = NUM_CHECKPOINTS * checkpoint_bytes
+    num_checkpoints = NUM_CHECKPOINTS + _averages(recipe)
+    need_bytes = num_checkpoints * checkpoint_bytes
     free_bytes = shutil.disk_usage(recipe.store_uri).free
     if free_bytes < need_bytes and _trains(recipe, force):
         raise ConfigError(
             "location.store",
-            f"need {NUM_CHECKPOINTS} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
+            f"need {num_checkpoints} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
             f"{recipe.model.path}, {recipe.store_uri} has {free_bytes / 1e9:.1f} GB free; free "
             "some, or name another place",
         )
+
+
+def _averages(recipe: Recipe) -> bool:
+    """Whether a stage commits an average of its weights, of which it writes a last checkpoint."""
+    return any(section.optimizer.ema for section in _training_sections(recipe))
 
 
 def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
@@ -223,14 +230,23 @@ def look_of(recipe: Recipe) -> Look | None:
         data=recipe.data,
         suites=recipe.suites,
         lora=recipe.training.lora,
-        averages=any(section.optimizer.ema for section in _training_sections(recipe)),
+        averages=_averages(recipe),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
         judge=reward.judge,
         teacher=teacher,
         rollout_engine=recipe.rollout.engine,
+        answer_lengths={
+            stage.answer_setting: stage.evaluation.answer_length
+            for stage in recipe.stages()
+            if isinstance(stage, EvaluateStageConfig)
+        },
         stop_token_ids={
             "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
             "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),
+            **{
+                f"suites.{name}.evaluation.stop_token_ids": suite.evaluation.stop_token_ids or ()
+                for name, suite in recipe.suites.items()
+            },
         },
     )

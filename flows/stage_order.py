@@ -1,8 +1,7 @@
 """What comes after what.
 
-preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds, merge,
-[soup], evaluate, [suites], [compare], promote. A recipe that trains nothing has its model
-evaluated.
+[suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
+merge, [soup], evaluate, [compare], promote. A recipe that trains nothing has its model evaluated.
 
 Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
 """
@@ -17,6 +16,7 @@ from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
 from tasks.runner.run import StageResult, StageRunner
 from tasks.stages import (
+    NOTHING_HELD_OUT,
     compare,
     evaluate,
     merge,
@@ -68,13 +68,21 @@ def run_stages(
         accepts: whether what follows takes the policy of a stage, by its evaluation too
             (`flows.run.round_gate`); else it takes the one before.
     """
-    data = preprocess(run, recipe.preprocess_stage()).artifact if recipe.data else None
+    # First of all: what a suite's rows lack is found before anything trains.
+    suites = {
+        name: preprocess(run, recipe.preprocess_suite_stage(name)).artifact
+        for name in recipe.suites
+    }
+    data = None
+    if recipe.data:
+        held_out = suites if recipe.trains else NOTHING_HELD_OUT
+        data = preprocess(run, recipe.preprocess_stage(), held_out).artifact
     if data is None or not recipe.trains:
-        _measure(recipe, run, data)
+        _measure(recipe, run, data, suites)
         return
     trained = _train(recipe, run, data, accepts)
     model = _final_model(recipe, run, trained)
-    measured = _measure(recipe, run, data, model, trained.judge)
+    measured = _measure(recipe, run, data, suites, model, trained.judge)
     _promote(recipe, run, model, measured[recipe.promote.suite or OWN], find_incumbent)
 
 
@@ -161,14 +169,14 @@ def _measure(
     recipe: Recipe,
     run: StageRunner,
     data: Artifact | None,
+    suites: Mapping[str, Artifact],
     model: Artifact | None = None,
     judge: Artifact | None = None,
 ) -> dict[str, Measured]:
     """The final model, or else the recipe's own, on everything; by suite."""
     asked = [(OWN, recipe.evaluate_stage(), data, judge)] if data else []
-    for name, suite in recipe.suites.items():
-        problems = preprocess(run, recipe.preprocess_suite_stage(name)).artifact
-        of_suite = None if suite.reward else judge
+    for name, problems in suites.items():
+        of_suite = None if recipe.suites[name].reward else judge
         asked.append((name, recipe.evaluate_suite_stage(name), problems, of_suite))
     found = {}
     for name, stage, problems, of_suite in asked:

@@ -7,9 +7,9 @@ Each takes whoever runs stages, its configuration and artifacts of the stages be
 job `engines.jobs.<stage>`. The name of a parameter is the name by which the job knows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
 from engines.config.stages.final import (
     CompareStageConfig,
     EvaluateStageConfig,
@@ -29,13 +29,22 @@ from infra.tracking.promotion import INCUMBENT
 from tasks.runner.identity import StageRequest, stage_request
 from tasks.runner.run import StageResult, StageRunner
 
+NOTHING_HELD_OUT: Mapping[str, Artifact] = {}
 REWARD_MODEL = "reward.model"
 """The input by which a stage that scores knows the reward model, wherever it comes from."""
 
 
-def preprocess(run: StageRunner, config: PreprocessStageConfig) -> StageResult:
-    """Raw data to a `dataset`: checked rows by split, and the tokenizer of a model made here."""
-    return run.run(stage_request(config, run.seed))
+def preprocess(
+    run: StageRunner,
+    config: PreprocessStageConfig,
+    held_out: Mapping[str, Artifact] = NOTHING_HELD_OUT,
+) -> StageResult:
+    """Raw data to a `dataset`: checked rows by split, and the tokenizer of a model made here.
+
+    The datasets of suites, by name, are what its training rows must not hold.
+    """
+    inputs = {f"{HELD_OUT}{name}": problems for name, problems in held_out.items()}
+    return run.run(stage_request(config, run.seed, **inputs))
 
 
 def sft(

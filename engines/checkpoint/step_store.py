@@ -72,17 +72,22 @@ class StepCheckpoints:
     Args:
         root: shared by all attempts of a stage; created when the first one is saved.
         keep: how many to keep, at least 2.
+        first_bytes: that the first one is expected to have.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, first_bytes: int = 0) -> None:
         if keep < _MIN_KEEP:
             raise ValueError(f"keep is {keep}: the newest may be damaged, so keep at least two")
         self._root = root
         self._keep = keep
+        self._first_bytes = first_bytes
 
     def beside(self, name: str) -> "StepCheckpoints":
-        """Checkpoints of their own below the same directory, which no resume finds."""
-        return StepCheckpoints(self._root / name, self._keep)
+        """Checkpoints of their own below the same directory, which no resume finds.
+
+        Before the first they wait for as much room as the newest one here has.
+        """
+        return StepCheckpoints(self._root / name, self._keep, self._newest_bytes())
 
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
         """Publish a checkpoint, then remove the oldest.
@@ -176,9 +181,9 @@ class StepCheckpoints:
             raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
 
     def _newest_bytes(self) -> int:
-        """Bytes of the newest checkpoint; 0 before the first."""
+        """Bytes of the newest checkpoint, or those that the first is expected to have."""
         newest = [*step_directories(self._root).values()][-1:]
-        return sum(_num_bytes(paths[-1]) for paths in newest)
+        return sum(_num_bytes(paths[-1]) for paths in newest) or self._first_bytes
 
     def _write(self, write: Callable[[Path], None], tmp: Path) -> None:
         """Have the engine write; a disk that became full is told with what there was and is needed.

@@ -32,6 +32,8 @@ class Look(StrictModel):
     """Has to serve the model; null asks none."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
+    answer_lengths: dict[str, int] = {}
+    """Setting to the longest answer that it allows, of what is only measured."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}
     """Setting to the stop tokens that it names."""
 

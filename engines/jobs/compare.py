@@ -12,7 +12,7 @@ COMPARISON_NAME = "comparison.json"
 
 
 def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
-    """Compare every metric that both evaluations have, and write `comparison.json`.
+    """Compare every metric that some problem has in both evaluations; write `comparison.json`.
 
     Args:
         context: of the job.
@@ -21,13 +21,14 @@ def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
         A `comparison`; of each metric the gain and the margin of chance.
 
     Raises:
-        ConfigError: the evaluations are of other problems, or no problem has a value in both.
+        ConfigError: the evaluations are of other problems.
     """
     ours, theirs = context.input("evaluation"), context.input("against")
-    gains = [
+    found = [
         metric_gain(ours, theirs, metric, context.config.confidence, context.spec.seed)
         for metric in compared_metrics(ours, theirs)
     ]
+    gains = [gain for gain in found if gain is not None]
     text = json.dumps(comparison_json(gains, context.config.confidence), indent=2, sort_keys=True)
     (context.output_dir / COMPARISON_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
     context.journal.progress(1, 1, "; ".join(map(str, gains)))

@@ -29,6 +29,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
+from infra.section_names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0
 """An evaluation that answered nothing for so long hangs."""
@@ -37,7 +38,7 @@ EVALUATION_DEADLINE_S = 7200.0
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     """Have every problem answered, unless it was before, and judge the answers."""
     config = context.config
-    with ExitStack() as stack:
+    with renamed_sections(config.sections), ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
             prepare_torch(
@@ -54,6 +55,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 policy_tokenizer(served.hf_dir),
                 served.context_length,
                 config.evaluation.answer_length,
+                "evaluation.max_new_tokens",
             )
             serving = serve(context, stack, served, rewards)
         evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)

@@ -1,8 +1,10 @@
 """Job `preprocess`: raw data to checked rows. Imports no torch."""
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
-from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
 from engines.data.prepare.dataset import build_dataset
+from engines.data.read.dataset import load_dataset
+from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 
@@ -24,7 +26,9 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
     with context.clock("preprocess"):
-        summary = build_dataset(config.data, model, spec.seed, context.output_dir, tokenizer)
+        summary = build_dataset(
+            config.data, model, spec.seed, context.output_dir, tokenizer, suites(context)
+        )
     counts = {
         "num_sft": summary.sft.num_rows,
         "num_rl": summary.rl.num_rows,
@@ -37,6 +41,17 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
         counts["num_decontaminated"] = sum(summary.num_decontaminated.values())
     context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
     return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
+
+
+def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:
+    """The problems of the recipe's suites, by the section that has their data."""
+    return {
+        f"suites.{name.removeprefix(HELD_OUT)}.data": load_dataset(
+            context.input(name)
+        ).evaluation_rows()
+        for name in context.spec.inputs
+        if name.startswith(HELD_OUT)
+    }
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
     if theirs is None:
         return None
     differences = differences_of(context.input("evaluation"), theirs, gate.metric)
+    if not differences:
+        raise ConfigError(
+            "promote.metric", f"got {gate.metric!r}; need one that both models have on some problem"
+        )
     gain = paired_gain(differences, gate.confidence, context.spec.seed)
     return Comparison(
         incumbent_digest=context.spec.inputs[INCUMBENT].digest,

@@ -17,10 +17,12 @@ from engines.errors import NothingToTrainOnError
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
+from engines.jobs.serving.answers import Generate, KeptAnswers
 from engines.jobs.serving.model import served_policy
-from engines.jobs.serving.serve import Serving, serve
+from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.scoring import CompletionScorer
 from engines.trainers.supervised.self_play import (
     as_prompts,
     best_worst_pair,
@@ -32,8 +34,9 @@ from engines.trainers.supervised.self_play import (
 
 KIND = "pairs"
 SAMPLING_DEADLINE_S = 7200.0
-"""A policy that answered nothing for so long hangs."""
-PROMPTS_PER_CALL = 1024
+"""A policy that answered no call for so long hangs."""
+PROMPTS_PER_CALL = 256
+"""Of one call, whose answers are kept together."""
 
 
 def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
@@ -60,12 +63,14 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
                 "preference.self_play.sampling.max_new_tokens",
             )
             serving = serve(context, stack, served, rewards)
+            # Kept call by call: one that was killed does not answer again.
+            answers = KeptAnswers(context, serving.generate)
         context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
         pairs: list[PreferenceRow] = []
         with context.clock("gen"):
             for start in range(0, len(prompts), PROMPTS_PER_CALL):
                 asked = prompts[start : start + PROMPTS_PER_CALL]
-                pairs += made_pairs(context, serving, asked, start)
+                pairs += made_pairs(context, serving.scorer, answers, asked, start)
                 context.heartbeat.tick()
                 done = start + len(asked)
                 line = f"{len(pairs)} pairs of {done} of {len(prompts)} prompts"
@@ -103,7 +108,8 @@ def asked_rows(config: SelfPlayStageConfig, dataset: Dataset, seed: int) -> list
 
 def made_pairs(
     context: JobContext[SelfPlayStageConfig],
-    serving: Serving,
+    scorer: CompletionScorer,
+    generate: Generate,
     prompts: Sequence[RLPrompt],
     first: int,
 ) -> list[PreferenceRow]:
@@ -111,7 +117,8 @@ def made_pairs(
 
     Args:
         context: of the job.
-        serving: answers, and scores where a reward decides.
+        scorer: decodes, and scores where a reward decides.
+        generate: answers.
         prompts: of the iteration, some that follow each other.
         first: place of the first of them in it.
 
@@ -121,15 +128,15 @@ def made_pairs(
     config, section = context.config, context.config.self_play
     num_samples, seed = section.samples_per_prompt, context.spec.seed
     requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration, first)
-    completions = serving.generate(requests)
-    rows, decode = [prompt.row for prompt in prompts], serving.scorer.decode
+    completions = generate(requests)
+    rows, decode = [prompt.row for prompt in prompts], scorer.decode
     if section.source == "spin":
         found = [
             spin_pair(row, [*own_answers(of_row, None, decode)])
             for row, of_row in zip(rows, completions, strict=True)
         ]
     else:
-        scores = serving.scorer.judge(rows, completions, requests)
+        scores = scorer.judge(rows, completions, requests)
         found = [
             best_worst_pair(row, [*own_answers(of_row, judged, decode)])
             for row, of_row, judged in zip(rows, completions, scores, strict=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from engines.config.base import local_path
 from flows.commands.run import run
 from flows.recipe.recipe import Recipe, parse_recipe
+from flows.recipe.secrets import refuse_secrets
 from flows.recipe.source import with_overrides, with_suites
 from flows.report.measured import measured_tables
 from infra.errors import ConfigError
@@ -62,6 +63,7 @@ def evaluation_recipe(
     Raises:
         ConfigError: one line about what is wrong.
     """
+    refuse_secrets(model, "MODEL")  # before a name is made of it
     named = {suite_name(suite): suite for suite in suites}
     if len(named) < len(suites):
         raise ConfigError("--suite", f"got {suites}; need names that differ; rename a file")

@@ -4,6 +4,7 @@ In this order, because a cause in one shows as a symptom in the next: a replica 
 steps long, and weights that do not arrive make rewards fall.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,7 +125,7 @@ def symptoms(
     evaluations = {
         of: stage
         for of, stage in _evaluations(stages).items()
-        if of in known or of.startswith("preference")
+        if of in known or re.fullmatch(r"preference(_\d+)?", of)
     }
     return round_findings(rounds, evaluations, thresholds)
 

@@ -6,9 +6,20 @@ from pydantic import ValidationError
 
 from engines.config.stages.base import StageConfig
 from engines.config.stages.data import PreprocessStageConfig
-from engines.config.stages.final import EvaluateStageConfig, MergeStageConfig, PromoteStageConfig
+from engines.config.stages.final import (
+    CompareStageConfig,
+    EvaluateStageConfig,
+    MergeStageConfig,
+    PromoteStageConfig,
+    SoupStageConfig,
+)
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.config.stages.supervised import SFTStageConfig
+from engines.config.stages.serving import SelfPlayStageConfig
+from engines.config.stages.supervised import (
+    PreferenceStageConfig,
+    RewardModelStageConfig,
+    SFTStageConfig,
+)
 from flows.diagnosis.findings import StageView
 from infra.store.process_stamp import is_dead
 from infra.store.runs import KnownRun
@@ -20,9 +31,14 @@ _STAGES: dict[str, type[StageConfig]] = {
     for each in (
         PreprocessStageConfig,
         SFTStageConfig,
+        RewardModelStageConfig,
+        SelfPlayStageConfig,
+        PreferenceStageConfig,
         RLRoundStageConfig,
         MergeStageConfig,
+        SoupStageConfig,
         EvaluateStageConfig,
+        CompareStageConfig,
         PromoteStageConfig,
     )
 }

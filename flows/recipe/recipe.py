@@ -137,8 +137,8 @@ class Recipe(StrictModel):
     rl: RLConfig = RLConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     suites: dict[Annotated[str, Field(pattern=SUITE_NAME)], SuiteConfig] = {}
-    """Further held-out sets for the final model, by a name of your choice: each is spelled out, or
-    the name of one that ships (`rlhf evaluate --help` lists them), or a YAML file."""
+    """Further held-out sets for the final model, by a name of your choice. In a recipe's file each
+    may be the name of one that ships (`rlhf evaluate --help` lists them), or of a YAML file."""
     against: ModelConfig | None = None
     """A model that the final one is compared with, problem by problem, on all that it is measured
     on; null: none."""
@@ -259,7 +259,8 @@ class Recipe(StrictModel):
             iteration=iteration,
             model=self.model,
             training=self.training,
-            preference=self.preference,
+            # What the pairs are made of counts for them.
+            preference=self.preference.model_copy(update={"self_play": None}),
             checkpoint=self.checkpoint,
             hardware=self.hardware,
         )
@@ -314,17 +315,25 @@ class Recipe(StrictModel):
 
     def against_stage(self, of_final: EvaluateStageConfig) -> EvaluateStageConfig:
         """Configuration of the stage that asks the model `against` what the final one was asked."""
-        of = f"{of_final.of}_{AGAINST}".lstrip("_")
-        return of_final.model_copy(update={"of": of, "model": self.against})
+        if self.against is None:
+            raise ValueError("the recipe compares with no model")
+        found = {
+            "of": f"{of_final.of}_{AGAINST}".lstrip("_"),
+            "model": _measured(self.against),
+            "model_section": AGAINST,
+        }
+        return of_final.model_copy(update=found)
 
     def compare_stage(self, suite: str = "") -> CompareStageConfig:
         """Configuration of the stage `compare`, of a suite or of the recipe's own problems."""
-        return CompareStageConfig(of=suite, confidence=self.evaluation.confidence)
+        evaluation = self.suites[suite].evaluation if suite else self.evaluation
+        return CompareStageConfig(of=suite, confidence=evaluation.confidence)
 
     def evaluate_suite_stage(self, name: str) -> EvaluateStageConfig:
         """Configuration of the stage `evaluate` of the final model on a suite."""
         suite = self.suites[name]
-        return self._evaluate_stage(name, suite.evaluation, suite.reward or self.rl.reward)
+        stage = self._evaluate_stage(name, suite.evaluation, suite.reward or self.rl.reward)
+        return stage.model_copy(update={"suite": name})
 
     def _evaluate_stage(
         self,
@@ -344,7 +353,7 @@ class Recipe(StrictModel):
             num_threads=self.training.num_threads,
             dtype=self.training.dtype,
             backend=self.training.backend if made_by_stage else None,
-            model=None if self.trains else self.model,
+            model=None if self.trains else _measured(self.model),
             evaluation=evaluation.model_copy(update=missing),
             rollout=self.rollout,
             reward=reward,
@@ -384,6 +393,14 @@ class Recipe(StrictModel):
             yield self.evaluate_suite_stage(name)
         if self.against:
             yield self.compare_stage()
+
+
+def _measured(model: ModelConfig) -> ModelConfig:
+    """What counts of a model that is only measured: not the context that training would need."""
+    if model.init == "random":
+        return model  # is refused
+    names = ("path", "revision", "chat_template")
+    return ModelConfig(**{name: getattr(model, name) for name in names})
 
 
 def parse_recipe(data: Any) -> Recipe:

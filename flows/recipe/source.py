@@ -99,8 +99,7 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     Raises:
         ConfigError: the file, what it extends, or an overlay cannot be read.
     """
-    data = with_suites(_read_with_bases(find_recipe(name_or_path), find_recipe))
-    return with_overrides(data, overrides)
+    return with_overrides(_read_with_bases(find_recipe(name_or_path), find_recipe), overrides)
 
 
 def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -247,6 +246,8 @@ def _read_with_bases(
     if not isinstance(data, dict):
         raise ConfigError(path.name, "need a mapping of recipe fields; see `rlhf recipes`")
     base = data.pop("extends", None)
+    if find is find_recipe:  # before the overlay: what is above may change a part of one
+        data = with_suites(data)
     if base is None:
         return data
     if not isinstance(base, str):

@@ -7,6 +7,7 @@ Does not promise: the content of files, or devices; `flows.preflight` looks at t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
 
 NUM_SIMILAR_FILES = 3
-MEASURED_STAGES = ("sft", "preference", "incumbent", "against")
-MEASURED_SERIES = ("rl_round_", "preference_")
-"""What an evaluation may be called after, beside a suite; the latter with a number."""
+MEASURED = re.compile(r"sft|preference(_\d+)?|rl_round_\d+|incumbent|final|(.*_)?against")
+"""What an evaluation may be called after, beside a suite."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -70,6 +70,7 @@ def check_recipe(recipe: Recipe) -> None:
         )
     if recipe.against is not None and recipe.against.init == "random":
         raise ConfigError("against.init", "got random; need a model that is there; name its path")
+    _check_promotion(recipe)
     if recipe.promote.suite is not None and recipe.promote.suite not in recipe.suites:
         raise ConfigError("promote.suite", unknown_name(recipe.promote.suite, [*recipe.suites]))
     if recipe.asks_reward_model and recipe.reward_model is None:
@@ -77,6 +78,20 @@ def check_recipe(recipe: Recipe) -> None:
             "rl.reward.model.path",
             "missing, and no stage trains a reward model; need a model directory or a hub id; set "
             "it, or give the recipe a section reward_model",
+        )
+
+
+def _check_promotion(recipe: Recipe) -> None:
+    """The metric that decides is one that the evaluation which decides has."""
+    suite, metric = recipe.suites.get(recipe.promote.suite or ""), recipe.promote.metric
+    evaluation = suite.evaluation if suite else recipe.evaluation
+    k = int(metric.partition("@")[2] or 0)
+    if k and not (evaluation.num_samples and k in evaluation.pass_at):
+        where = f"suites.{recipe.promote.suite}.evaluation" if suite else "evaluation"
+        raise ConfigError(
+            "promote.metric",
+            f"got {metric}; {where} has num_samples {evaluation.num_samples} and pass_at "
+            f"{list(evaluation.pass_at)}; need {k} in pass_at; add it, or take another metric",
         )
 
 
@@ -140,7 +155,7 @@ def _check_lengths(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     for name, suite in recipe.suites.items():
-        if name in MEASURED_STAGES or name.startswith(MEASURED_SERIES):
+        if MEASURED.fullmatch(name):
             raise ConfigError(
                 f"suites.{name}", "the evaluation of a stage is called so; choose another name"
             )
@@ -159,6 +174,11 @@ def _check_data(recipe: Recipe) -> None:
         "evaluation": True,
         "preference": (section is not None and plays is None) or recipe.reward_model is not None,
     }
+    if plays and recipe.reward_model is None and data.preference:
+        raise ConfigError(
+            "data.preference",
+            "got a source, which nothing reads beside preference.self_play; remove one of them",
+        )
     for name, needed in needs.items():
         if not needed or (data.arithmetic and name == "evaluation"):
             continue

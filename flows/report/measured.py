@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from flows.report.sources import PREFIX, is_shown, shown_share
 from infra.tracking.comparison import GAIN, MARGIN, verdicts
 
-EVALUATION, COMPARISON = "evaluate", "compare"
+EVALUATION, COMPARISON, OF_SUITE = "evaluate", "compare", "preprocess_"
+"""How the labels of these stages begin; the last makes the dataset of a suite."""
 
 
 def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -21,15 +22,11 @@ def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
     Returns:
         Lines of Markdown.
     """
-    evaluations = {label: found for label, found in stages.items() if _is(label, EVALUATION)}
-    comparisons = {label: found for label, found in stages.items() if _is(label, COMPARISON)}
-    has_suites = any(_is(label, "preprocess_") for label in stages)
+    evaluations = {each: found for each, found in stages.items() if each.startswith(EVALUATION)}
+    comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}
+    has_suites = any(label.startswith(OF_SUITE) for label in stages)
     shown = _evaluations(evaluations) if has_suites or comparisons else []
     return [*shown, *(_comparisons(comparisons) if comparisons else [])]
-
-
-def _is(label: str, kind: str) -> bool:
-    return label.startswith(kind)
 
 
 def _evaluations(found: Mapping[str, Mapping[str, float]]) -> list[str]:

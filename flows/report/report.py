@@ -85,8 +85,8 @@ class Report(BaseModel, frozen=True):
     """Wall seconds of this run, from its first stage to the end of its last."""
     stages: list[StageReport]
     accuracy: dict[str, float]
-    """Held-out accuracy by training stage, in order; then `final`, of the merged model, and
-    `incumbent`, of the one that it was compared with."""
+    """Held-out accuracy by training stage, in order; then `final`, of the final model, `against`
+    and `incumbent`, of those that it was compared with, and by suite, `<suite>_against` too."""
     promoted: bool
 
     @property
@@ -317,9 +317,9 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
 def _verdict(report: Report) -> str:
     parts = [f"{name.replace('_', ' ')} {value:.1%}" for name, value in report.accuracy.items()]
     accuracy = f"Held-out accuracy: {', '.join(parts)}. " if parts else ""
-    promoted = "The model was promoted. " if report.promoted else "The model was not promoted. "
-    if all(stage.name != "promote" for stage in report.stages):
-        promoted = ""
+    promoted = ""
+    if any(stage.name == "promote" for stage in report.stages):
+        promoted = f"The model was {'promoted' if report.promoted else 'not promoted'}. "
     return f"{accuracy}{promoted}Wall time {report.seconds:.0f} s, seed {report.seed}."
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from job_bench import Bench, journal_of
+from job_bench import HOLDER, JOB_DEADLINE_S, Bench, Job, journal_of
 from tiny_stages import DATA, EVALUATE, EVALUATION, MODEL
 
 from engines.checkpoint.model_directory import create_random_model
@@ -82,6 +82,22 @@ def test_another_reward_and_other_k_judge_the_same_answers(measured: Measured) -
     assert "pass@2" in record.metrics
 
 
+def test_an_evaluation_that_is_asked_for_again_samples_again(measured: Measured) -> None:
+    """A forced generation measures; its answers are the old ones, for they repeat."""
+    spec = measured.bench.spec("evaluate", EVALUATE, measured.inputs)
+    store = open_storage(spec.store_uri)
+    number = len(store.attempts.entries(spec.fingerprint))
+    store.attempts.hold(spec.fingerprint, HOLDER, number, force="again")
+    forced = spec.model_copy(update={"attempt": number})
+    store.channel(spec.fingerprint).write_specification(forced)
+    code, output = Job(forced.job_argv, measured.bench.environment).ended(JOB_DEADLINE_S)
+    assert code == 0, output
+    assert "answers were there already" not in output
+    record = store.lookup(spec.fingerprint, "again")
+    assert record is not None
+    assert record.artifact.digest == measured.record.artifact.digest
+
+
 @pytest.mark.parametrize(
     ("changes", "num_greedy"),
     [
@@ -98,11 +114,15 @@ def test_what_changes_an_answer_has_it_sampled(
 def test_answers_that_are_gone_or_damaged_are_sampled_and_come_out_the_same(
     measured: Measured,
 ) -> None:
-    before = {path: path.read_bytes() for each in measured.answers for path in each.glob("*.par*")}
-    damaged, gone = list(before)[0], list(before)[1]
-    damaged.chmod(0o644)
-    damaged.write_bytes(before[damaged][:-1] + bytes([before[damaged][-1] ^ 1]))
-    gone.unlink()
-    record, _ = measured.again(reward={"function": "exact", "timeout_s": 9.0})
+    for number, path in enumerate(
+        path for each in measured.answers for path in each.glob("*.par*")
+    ):
+        content = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        if number % 2:
+            path.unlink()
+    record, num_found = measured.again(reward={"function": "exact", "timeout_s": 9.0})
+    assert num_found == 0
     rows, first = rows_of(measured, record), rows_of(measured, measured.record)
     assert json.dumps(rows) == json.dumps(first)

@@ -13,6 +13,9 @@ from engines.config.plugins import (
 from engines.config.stages.base import StageConfig
 from engines.config.stages.inputs import ExternalInput, model_input
 
+HELD_OUT = "held_out."
+"""In front of a suite's name: the input that is its dataset."""
+
 
 class PreprocessStageConfig(StageConfig):
     """Raw data to rows, and the tokenizer of a model made from scratch."""

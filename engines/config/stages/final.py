@@ -13,6 +13,8 @@ from engines.config.sections import EvaluationConfig, PromoteConfig
 from engines.config.stages.base import StageConfig
 from engines.config.stages.inputs import ExternalInput, model_input
 from engines.config.stages.serving import ServingStageConfig
+from engines.config.suite import suite_sections
+from infra.section_names import renamed_sections
 
 
 class MergeStageConfig(StageConfig):
@@ -58,10 +60,15 @@ class EvaluateStageConfig(ServingStageConfig):
 
     stage = "evaluate"
     of: Annotated[str, NotIdentity] = ""
-    """Label of the stage whose policy it is, or the suite; empty for the merged model and the
-    recipe's own problems."""
+    """Label of the stage whose policy it is, or the suite, with `against` behind it of the model
+    that the final one is compared with, or `incumbent`; empty for the final model and the recipe's
+    own problems."""
+    suite: Annotated[str, NotIdentity] = ""
+    """Whose problems they are; empty for the recipe's own."""
     model: ModelConfig | None = None
     """What is evaluated, where no stage made it."""
+    model_section: Annotated[str, NotIdentity] = "model"
+    """Of the recipe, that names it."""
     evaluation: EvaluationConfig
 
     @property
@@ -69,17 +76,29 @@ class EvaluateStageConfig(ServingStageConfig):
         """With the label of the stage whose policy it is, or the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
+    @property
+    def sections(self) -> dict[str, str]:
+        """What the sections of a recipe that it reads are called in this one's."""
+        return {**(suite_sections(self.suite) if self.suite else {}), "model": self.model_section}
+
+    @property
+    def answer_setting(self) -> str:
+        """The field of a recipe that limits an answer."""
+        return f"{self.sections.get('evaluation', 'evaluation')}.max_new_tokens"
+
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """And the model of nobody's making."""
-        own = model_input(self.model) if self.model else {}
-        return {**super().external_inputs(given), **own}
+        with renamed_sections(self.sections):
+            own = model_input(self.model) if self.model else {}
+            return {**super().external_inputs(given), **own}
 
     def check(self) -> None:
         """The rollout engine can keep answers to their form."""
-        super().check()
-        check_structured_output(
-            "evaluation.structured_output", self.evaluation.structured_output, self.rollout
-        )
+        with renamed_sections(self.sections):
+            super().check()
+            check_structured_output(
+                "evaluation.structured_output", self.evaluation.structured_output, self.rollout
+            )
 
 
 class CompareStageConfig(StageConfig):
@@ -89,7 +108,7 @@ class CompareStageConfig(StageConfig):
     of: Annotated[str, NotIdentity] = ""
     """The suite; empty for the recipe's own problems."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the interval, two-sided, that a gain has to lie beyond; in a recipe of `evaluation`."""
+    """Of the interval, two-sided, that a gain has to lie beyond; in a recipe of the evaluation."""
 
     @property
     def label(self) -> str:

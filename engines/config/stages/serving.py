@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -60,6 +60,12 @@ class ServingStageConfig(ComputingStageConfig):
     def plugin_modules(self) -> tuple[str, ...]:
         """And what the backend needs on this platform."""
         return (*super().plugin_modules(), *repair_modules(self.hardware.platform, self.backend))
+
+    def serving_values(self) -> dict[str, Any]:
+        """What of `identity_values` says how the model is served; what judges it is left out."""
+        values = self.identity_values()
+        names = ("hardware", "backend", "num_threads", "dtype", "rollout", "model")
+        return {name: values[name] for name in names if name in values}
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """What the reward reads."""

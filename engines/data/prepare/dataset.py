@@ -20,7 +20,14 @@ from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.lengths import without_overlong
 from engines.data.prepare.sources import SourceReport
-from engines.data.prepare.splits import Splits, check_overlap, decontaminated, read_splits
+from engines.data.prepare.splits import (
+    NO_SUITES,
+    Splits,
+    Suites,
+    check_overlap,
+    decontaminated,
+    read_splits,
+)
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import (
     DECONTAMINATION_FILE,
@@ -108,6 +115,7 @@ def build_dataset(
     seed: int,
     out_dir: Path,
     tokenizer: ChatTokenizer | None = None,
+    suites: Suites = NO_SUITES,
 ) -> DatasetSummary:
     """Generate or read the data, check it, and write the artifact's files.
 
@@ -117,6 +125,7 @@ def build_dataset(
         seed: of generation and sampling.
         out_dir: created if it does not exist.
         tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
+        suites: further held-out rows, which training rows must not hold either.
 
     Returns:
         What summary.json holds.
@@ -126,8 +135,8 @@ def build_dataset(
     """
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="rows-", dir=out_dir.parent) as scratch:
-        splits, leaks = decontaminated(read_splits(data, seed, Path(scratch)), data)
-        num_overlapping = check_overlap(splits, data.allow_overlap)
+        splits, leaks = decontaminated(read_splits(data, seed, Path(scratch)), data, suites)
+        num_overlapping = check_overlap(splits, data.allow_overlap, suites)
         out_dir.mkdir(exist_ok=True)
         vocab_size = None
         if model and model.init == "random":

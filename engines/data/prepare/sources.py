@@ -194,7 +194,9 @@ def _load(
             with RowWriter(scratch / f"{name}.{place}.arrow", kind.format) as whole:
                 report = _load_source(source, path, data, layout, whole)
             num_rows = min(source.limit, report.num_rows)
-            writer.add_sample(whole.stored(), _sample(report.num_rows, num_rows, seed))
+            stored_whole = whole.stored()
+            writer.add_sample(stored_whole, _sample(report.num_rows, num_rows, seed))
+            stored_whole.path.unlink()  # else every limited source would lie there twice
             num_over_limit = report.num_rows - num_rows
             reports.append(replace(report, num_rows=num_rows, num_over_limit=num_over_limit))
     return LoadedRows(writer.stored(), tuple(reports))

@@ -4,9 +4,10 @@ Promises: memory grows with the held-out rows and with 16 bytes of a training ro
 reports name rows by their number in the split, from 0.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from engines.data.prepare.sources import (
     load_rl_rows,
     load_sft_rows,
 )
-from engines.data.prepare.stored_rows import StoredRows, stored
+from engines.data.prepare.stored_rows import StoredRows, prompt_digest, stored
 from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
@@ -40,6 +41,9 @@ _FORMATS = {
     "preference_evaluation": PREFERENCE_FORMAT,
 }
 _HELD_OUT = ("evaluation", "preference_evaluation")
+Suites = Mapping[str, Sequence[RLRow]]
+"""Held-out rows of a recipe's suites, by the section that has their data."""
+NO_SUITES: Suites = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,15 @@ def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
     return Splits(**rows, reports=reports)
 
 
-def decontaminated(splits: Splits, data: DataConfig) -> tuple[Splits, LeakReport | None]:
+def decontaminated(
+    splits: Splits, data: DataConfig, suites: Suites = NO_SUITES
+) -> tuple[Splits, LeakReport | None]:
     """The splits without training rows that share words with held-out ones.
 
     Args:
         splits: that were read.
         data: `decontamination`; null: nobody looks.
+        suites: further held-out rows.
 
     Returns:
         The splits, and the report where somebody looked.
@@ -115,7 +122,7 @@ def decontaminated(splits: Splits, data: DataConfig) -> tuple[Splits, LeakReport
     training: dict[str, StoredRows[Any]] = {
         name: getattr(splits, name) for name in _LOADERS if name not in _HELD_OUT
     }
-    held_out = {name: getattr(splits, name) for name in _HELD_OUT}
+    held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
     leaks = find_leaks(training, held_out, data.decontamination)
     kept = {
         name: rows.only(_without(leaks.rows_of(name), len(rows))) for name, rows in training.items()
@@ -123,12 +130,13 @@ def decontaminated(splits: Splits, data: DataConfig) -> tuple[Splits, LeakReport
     return replace(splits, **kept), leaks
 
 
-def check_overlap(splits: Splits, allow_overlap: bool) -> int:
+def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITES) -> int:
     """Count the held-out rows whose prompt a training split holds.
 
     Args:
         splits: that were read.
         allow_overlap: whether there may be some.
+        suites: further held-out rows.
 
     Returns:
         Their number.
@@ -136,7 +144,9 @@ def check_overlap(splits: Splits, allow_overlap: bool) -> int:
     Raises:
         ConfigError: there are some, and they are not allowed; names the first.
     """
-    held_out = {name: list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT}
+    held_out = {
+        f"data.{name}": list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT
+    } | {name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()}
     wanted = {digest for digests in held_out.values() for digest in digests}
     trained: dict[bytes, str] = {}
     for split in ("rl", "sft", "preference"):
@@ -149,7 +159,7 @@ def check_overlap(splits: Splits, allow_overlap: bool) -> int:
         if found and not allow_overlap:
             prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
             raise ConfigError(
-                f"data.{split}",
+                split,
                 f"{len(found)} eval {prompts} in train (first: row {found[0]} = "
                 f"{trained[digests[found[0]]]}); remove them, or set data.allow_overlap",
             )

@@ -8,7 +8,8 @@ Promises: rows come back as they were added and in that order; in memory are, pe
 its prompt's digest, 4 of its data source and 1 that says whether it is kept, and of the rows
 themselves one batch. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
 Does not promise: that the file can be read by another version; it is gone when the data set is
-written.
+written. A sample in another order takes 24 bytes of each row while it is drawn, and a source that
+drops duplicates about 100.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from engines.data.read.rows import Message
 
 _DIGEST_BYTES = 16
 _MIN_RUN_ROWS = 16 * BATCH_ROWS
+_RUN_BYTES = 256 * 2**20
 _MAX_RUNS = 128
 """Files that are open at a time."""
 
@@ -210,7 +212,9 @@ def digest_of(texts: Iterable[str]) -> bytes:
 
 def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordBatch]:
     """Batches in an order: the rows are dealt out to runs of it, each of which fits memory."""
-    run_rows = max(_MIN_RUN_ROWS, -(-len(order) // _MAX_RUNS))
+    # As many runs as keep one small, whether rows are many or long.
+    num_runs = max(len(order) // _MIN_RUN_ROWS, rows.path.stat().st_size // _RUN_BYTES, 1)
+    run_rows = max(1, -(-len(order) // min(num_runs, _MAX_RUNS)))
     paths = [
         rows.path.with_suffix(f".{number}.run") for number in range(-(-len(order) // run_rows))
     ]
@@ -233,7 +237,9 @@ def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordB
             table = reader.read_all()
         # The rows of a run lie there as in the file: the n-th smallest number at place n.
         places = np.argsort(np.argsort(order[run * run_rows : (run + 1) * run_rows]))
-        yield from table.take(pa.array(places)).combine_chunks().to_batches(BATCH_ROWS)
+        for start in range(0, len(places), BATCH_ROWS):
+            part = table.take(pa.array(places[start : start + BATCH_ROWS]))
+            yield from part.combine_chunks().to_batches()
         path.unlink()
 
 

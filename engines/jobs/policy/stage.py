@@ -73,7 +73,16 @@ def prompts_within(
     check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    return rl_prompts(rows, tokenizer, max_length - max_new_tokens)
+    prompts = rl_prompts(rows, tokenizer, max_length)
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+    room = max_length - len(longest.prompt_ids)
+    if room < max_new_tokens:
+        raise ConfigError(
+            path,
+            f"got {max_new_tokens}; prompt {longest.index} has {len(longest.prompt_ids)} tokens of "
+            f"a context of {max_length}; need at most {room}; lower it, or leave such prompts out",
+        )
+    return prompts
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:

@@ -12,8 +12,6 @@ Does not promise that the rest of the rows is as good as the first.
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +20,7 @@ from engines.checkpoint.model_directory import (
     check_reward_model,
     model_of_section,
     num_parameters,
+    stated_context,
     stored_tensor_names,
 )
 from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
@@ -32,6 +31,7 @@ from engines.config.distillation import DistillationConfig
 from engines.config.look import Answer, Look
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.suite import suite_sections
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
@@ -45,6 +45,7 @@ from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
 from infra.plugins import Row, load_row
+from infra.section_names import renamed_sections
 
 OnHub = TypeVar(
     "OnHub", ModelConfig, RewardModelConfig, JudgeConfig, DistillationConfig, SourceConfig
@@ -69,19 +70,25 @@ def look(at: Look) -> Look:
     Raises:
         ConfigError: names the field and what to do.
     """
-    tokenizer = look_at_model(at.model, at.lora, trains=at.trains)
+    tokenizer, of_other = look_at_model(at.model, at.lora, trains=at.trains), None
     if at.against is not None:
-        with _section("model", "against"):
-            look_at_model(at.against, None, trains=False)
+        with renamed_sections({"model": "against"}):
+            of_other = look_at_model(at.against, None, trains=False)
+            if local_path(at.against.path) is not None:
+                _look_at_engine(Path(str(at.against.path)), at.rollout_engine)
     look_at_stop_tokens(at)
     look_at_rollout(at)
     row = first_row(at.data, "data", tokenizer) if at.data else None
+    if of_other is not None and row is not None:
+        with renamed_sections({"model": "against"}):
+            look_at_prompt(row, of_other)
     for name, suite in at.suites.items():
-        with _section("rl.reward", f"suites.{name}.reward"):
-            of_suite = first_row(suite.data, f"suites.{name}.data", tokenizer)
+        with renamed_sections(suite_sections(name)):
+            of_suite = first_row(suite.data, "data", tokenizer)
             if suite.reward is not None:
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite
+    look_at_answers(at)
     if at.reward_model is not None:
         look_at_reward_model(at.reward_model, row)
     if at.judge is not None:
@@ -112,17 +119,6 @@ def first_row(data: DataConfig, section: str, tokenizer: DirectoryTokenizer | No
     if row is not None and tokenizer is not None:
         look_at_prompt(row, tokenizer)
     return row or generated_row(data)
-
-
-@contextmanager
-def _section(usual: str, actual: str) -> Iterator[None]:
-    """Errors about one section of a recipe, told of another that has the same fields."""
-    try:
-        yield
-    except ConfigError as error:
-        if not error.path.startswith(usual):
-            raise
-        raise ConfigError(actual + error.path.removeprefix(usual), error.problem) from None
 
 
 def with_commits(at: Look) -> Look:
@@ -304,6 +300,28 @@ def checkpoint_bytes(at: Look) -> int | None:
         return None
     bytes_each = BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
     return num_parameters(directory) * bytes_each
+
+
+def look_at_answers(at: Look) -> None:
+    """Refuse answers to a suite for which a model that is only measured has no room.
+
+    Args:
+        at: what the recipe names.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    measured = [at.against] if at.trains else [at.model, at.against]
+    for model in measured:
+        directory = local_path(model.path) if model else None
+        context = stated_context(directory) if directory else None
+        for setting, max_new_tokens in at.answer_lengths.items():
+            if context is not None and max_new_tokens >= context:
+                raise ConfigError(
+                    setting,
+                    f"got {max_new_tokens}; {directory} was built for {context} tokens, prompt and "
+                    "answer together; need less; lower it",
+                )
 
 
 def look_at_rollout(at: Look) -> None:

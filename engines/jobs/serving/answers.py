@@ -1,12 +1,12 @@
-"""The answers of an evaluation: sampled once, and kept for whoever judges them otherwise.
+"""The answers of a stage: sampled once, and kept for whoever judges them otherwise.
 
-What they depend on is a part of the evaluation's identity, so they have a fingerprint of their own:
+What they depend on is a part of the stage's identity, so they have a fingerprint of their own:
 the model, the requests, how they are sampled and served, the code that does it. The reward with its
 code, the models that judge, k and the confidence are no part of it. They are an artifact of kind
 `answers`, one for each call, committed under that fingerprint as the output of a stage is.
-Promises: what was asked of an equal model is found, by any evaluation over the same store, a
+Promises: what was asked of an equal model is found, by any stage over the same store, a
 repetition of one that was killed included; answers that are not there, or damaged, are sampled; a
-store that cannot take them ends no evaluation.
+store that cannot take them ends no stage.
 Does not promise to keep them for ever: nothing names them but their fingerprint, and `rlhf gc` goes
 by their age.
 """
@@ -17,15 +17,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engines.config.algorithm import RewardConfig
 from engines.config.plugins import PluginKind, named_rows, plugin_modules
-from engines.config.sections import EvaluationConfig
-from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.serving import ServingStageConfig
 from engines.jobs.process.runtime import JobContext
 from engines.types import Completion, RolloutRequest
 from infra import env
@@ -33,7 +31,7 @@ from infra.errors import PipelineError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Holder
+from infra.store.stage_log import Holder, generation
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 
@@ -43,8 +41,8 @@ _SCHEMA_VERSION = 1
 _JUDGES: tuple[PluginKind, ...] = ("reward",)
 _MODELS = ("policy", "model")
 """Inputs of which one is evaluated."""
-_SAMPLING_CODE = "engines.jobs.serving.model"
-"""From it everything is reached that samples, but for what the configuration names."""
+SAMPLING_CODE = ("engines.jobs.serving.model", "engines.jobs.process.torch_setup")
+"""From them everything is reached that samples, but for what the configuration names."""
 _SCHEMA = pa.schema(
     [
         ("request_id", pa.string()),
@@ -56,6 +54,7 @@ _SCHEMA = pa.schema(
     ]
 )
 
+Config = TypeVar("Config", bound=ServingStageConfig)
 Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 _log = logging.getLogger(__name__)
@@ -64,15 +63,22 @@ _log = logging.getLogger(__name__)
 class KeptAnswers:
     """Samples requests whose answers the store does not have.
 
+    A stage that was asked for again samples them all again; and where others may join the batches
+    of its engine (`rollout.openai_endpoint`), nothing is found, nor kept.
+
     Args:
-        context: of the evaluation.
+        context: of a stage that serves a model.
         generate: samples; called only for what is not there.
     """
 
-    def __init__(self, context: JobContext[EvaluateStageConfig], generate: Generate) -> None:
+    def __init__(self, context: JobContext[Config], generate: Generate) -> None:
         self._context = context
         self._generate = generate
+        self._repeats = not context.config.rollout.openai_endpoint
         self._identity = sampling_identity(context)
+        log = context.storage.attempts.entries(context.spec.fingerprint)
+        members = generation(log, context.spec.attempt)
+        self._finds = self._repeats and bool(members) and members[0].number == 0
         self.num_found = self.num_sampled = 0
 
     def __call__(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
@@ -86,12 +92,16 @@ class KeptAnswers:
         """
         asked = [dataclasses.asdict(request) for request in requests]
         fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
-        found = find_answers(self._context.storage, fingerprint, requests)
+        found = None
+        if self._finds:
+            found = find_answers(self._context.storage, fingerprint, requests)
         if found is not None:
             self.num_found += sum(map(len, found))
             return found
         answers = self._generate(requests)
         self.num_sampled += sum(map(len, answers))
+        if not self._repeats:
+            return answers
         try:
             self._keep(fingerprint, answers)
         except (PipelineError, OSError) as error:
@@ -119,28 +129,25 @@ class KeptAnswers:
         storage.commit(attempt, record)
 
 
-def sampling_identity(context: JobContext[EvaluateStageConfig]) -> dict[str, Any]:
-    """What the answers of an evaluation depend on, beside the requests.
+def sampling_identity(context: JobContext[Config]) -> dict[str, Any]:
+    """What the answers of a stage depend on, beside the requests.
 
     Args:
-        context: of the evaluation.
+        context: of the stage.
 
     Returns:
         Plain JSON values.
     """
     spec, config = context.spec, context.config
-    # Sampling is in the requests; all else of these two judges.
-    asked = config.model_copy(update={"evaluation": EvaluationConfig(), "reward": RewardConfig()})
     parts = [part for part in config.plugins() if part[0] not in _JUDGES]
-    roots = [_SAMPLING_CODE, *plugin_modules(parts)]
+    judging = plugin_modules([part for part in config.plugins() if part[0] in _JUDGES])
+    roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
     reached = source_closure(roots, counts=spec.sources.__contains__)
     return {
         "part": ANSWERS,
         "schema": _SCHEMA_VERSION,
-        "config": asked.identity_values(),
-        "model": {
-            name: spec.inputs[name].digest for name in ("policy", "model") if name in spec.inputs
-        },
+        "config": config.serving_values(),
+        "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
         "sources": reached,
         "parts": [row.counted for row in named_rows(parts)],
         "outside": outside_code(named_rows(parts)),
@@ -168,10 +175,12 @@ def find_answers(
         if record is None:
             return None
         answers = read_answers(storage.local_copy(record.artifact) / _FILE)
-    except (PipelineError, OSError) as error:
+    except (PipelineError, OSError, pa.ArrowException) as error:
         _log.warning("answers that were kept cannot be used: %s", error)
         return None
     by_sample = {(each.request_id, each.sample_index): each for each in answers}
+    if any(key not in by_sample for request in requests for key in request.sample_keys):
+        return None
     return [[by_sample[key] for key in request.sample_keys] for request in requests]
 
 

@@ -20,7 +20,9 @@ from engines.checkpoint.model_directory import (
 )
 from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.model import ModelConfig
+from engines.config.stages.serving import ServingStageConfig
 from engines.controller.launch import LaunchedModel
+from engines.controller.replica import ReplicaSpec
 from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
 from engines.rollout.service import RolloutService
 from engines.training.backends.merging import policy_weights
@@ -89,6 +91,28 @@ def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) ->
     check_model_directory(model_dir)
     write_hf_files(model_dir, serving_dir, model.chat_template)
     return ServedModel(serving_dir, partial(stored_tensors, model_dir))
+
+
+def replica_of(config: ServingStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:
+    """How the engines of a stage serve a model.
+
+    Args:
+        config: of the stage.
+        served: the model.
+        log_dir: of the engines.
+
+    Returns:
+        Of each engine.
+    """
+    return ReplicaSpec(
+        serving_dir=served.hf_dir,
+        rollout=config.rollout,
+        dtype=config.rollout.dtype or config.dtype,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        num_threads=config.num_threads,
+        log_dir=log_dir,
+    )
 
 
 class ServedOnDemand:

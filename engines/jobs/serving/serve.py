@@ -9,11 +9,10 @@ from engines.config.stages.serving import ServingStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import WorkerSpec
-from engines.controller.replica import ReplicaSpec
 from engines.jobs.policy.stage import policy_tokenizer, queueing
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
-from engines.jobs.serving.model import ServedModel, ServedOnDemand
+from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import NO_JUDGES
 from engines.trainers.scoring import CompletionScorer
@@ -58,15 +57,7 @@ def serve(
         ConfigError: an engine cannot serve the model, or a judge cannot be used.
     """
     config, seed = context.config, context.spec.seed
-    replica = ReplicaSpec(
-        serving_dir=served.hf_dir,
-        rollout=config.rollout,
-        dtype=config.rollout.dtype or config.dtype,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        num_threads=config.num_threads,
-        log_dir=context.attempt_dir,
-    )
+    replica = replica_of(config, served, context.attempt_dir)
     # Held by one rank, whatever trained the policy.
     alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
     role = reward_role(context, config.reward.model, alone)

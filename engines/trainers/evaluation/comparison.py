@@ -68,7 +68,7 @@ def compared_metrics(evaluation: Path, against: Path) -> list[str]:
 
 def metric_gain(
     evaluation: Path, against: Path, metric: str, confidence: float, seed: int
-) -> MetricGain:
+) -> MetricGain | None:
     """Compare one metric.
 
     Args:
@@ -79,12 +79,15 @@ def metric_gain(
         seed: of the signs that are drawn.
 
     Returns:
-        The gain.
+        The gain; None where no problem has a value in both.
 
     Raises:
-        ConfigError: the evaluations are of other problems, or no problem has a value in both.
+        ConfigError: the evaluations are of other problems.
     """
-    gain = paired_gain(differences_of(evaluation, against, metric), confidence, seed)
+    differences = differences_of(evaluation, against, metric)
+    if not differences:
+        return None
+    gain = paired_gain(differences, confidence, seed)
     value, other = (metrics_of(each)[metric] for each in (evaluation, against))
     return MetricGain(metric, value, other, gain.mean, gain.margin, gain.num_problems)
 

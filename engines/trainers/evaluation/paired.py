@@ -87,10 +87,10 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
         metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`.
 
     Returns:
-        The differences of the problems that have a value in both, in their order.
+        The differences of the problems that have a value in both, in their order; perhaps none.
 
     Raises:
-        ConfigError: the problems of the two are not the same, or no problem has a value in both.
+        ConfigError: the problems of the two are not the same.
     """
     now, before = _values(evaluation, metric), _values(incumbent, metric)
     differing = sorted(now.keys() ^ before.keys())
@@ -99,16 +99,10 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
         raise ConfigError(
             "inputs.incumbent_evaluation",
             f"got other problems than those of the candidate ({len(differing)} differ, the first "
-            f"is problem {index} of {source}); need the same; evaluate both on one dataset, or "
-            "register under another promote.model_name",
+            f"is problem {index} of {source}); need the same; evaluate both on one dataset",
         )
     pairs = [(value, before[problem]) for problem, value in now.items()]
-    found = [new - old for new, old in pairs if new is not None and old is not None]
-    if not found:
-        raise ConfigError(
-            "promote.metric", f"got {metric!r}; need one that both models have on some problem"
-        )
-    return found
+    return [new - old for new, old in pairs if new is not None and old is not None]
 
 
 Problem = tuple[int, str, str]

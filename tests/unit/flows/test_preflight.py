@@ -321,6 +321,14 @@ def test_what_is_only_measured_has_the_context_that_it_was_built_with(
     assert preflight(recipe).model == recipe.model
     text = problem(directory, *measured[:1])
     assert text.startswith("model.max_length: got 4096; need at most 64")
+    suite = f"suites.mine={{data: {{evaluation: [{{path: {directory}/rl.jsonl}}]}}}}"
+    long = "suites.mine.evaluation.max_new_tokens=64"
+    text = problem(directory, *measured, "data=null", suite, long)
+    assert text.startswith("suites.mine.evaluation.max_new_tokens: got 64; ")
+    assert text.endswith("was built for 64 tokens, prompt and answer together; need less; lower it")
+    stop = "suites.mine.evaluation.stop_token_ids=[999]"
+    text = problem(directory, *measured, "data=null", suite, stop)
+    assert text.startswith("suites.mine.evaluation.stop_token_ids: got 999; need ids below")
     text = problem(directory, f"against.path={directory}")
     assert text.startswith("against.path: ")
     assert "is not a model directory" in text

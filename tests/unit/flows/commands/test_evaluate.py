@@ -57,6 +57,11 @@ def test_two_suites_of_one_name_and_a_policy_are_refused(tmp_path: Path) -> None
         evaluation_recipe(str(tmp_path), ["gsm8k"])
 
 
+def test_a_name_that_holds_a_secret_is_told_by_its_argument() -> None:
+    with pytest.raises(ConfigError, match="^MODEL: secrets do not go into"):
+        evaluation_recipe("hf_abcdefghijklmnopqrstuvwxyz012345", ["gsm8k"])
+
+
 def test_help_names_the_suites(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["evaluate", "--help"])

@@ -59,6 +59,34 @@ def test_a_suite_is_a_name_a_file_or_spelled_out_and_an_overlay_changes_any(
     assert recipe.suites["hard"].evaluation.max_new_tokens == 6
 
 
+def test_a_recipe_changes_a_part_of_a_suite_that_its_base_names(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: quickstart\nsuites: {addition: addition}\n")
+    (tmp_path / "above.yaml").write_text(
+        "extends: base.yaml\nsuites: {addition: {evaluation: {num_problems: 5}}}\n"
+    )
+    suite = load_recipe(str(tmp_path / "above.yaml")).suites["addition"]
+    assert (suite.evaluation.num_problems, suite.evaluation.max_new_tokens) == (5, 6)
+
+
+def test_a_suite_s_own_confidence_is_that_of_its_comparison() -> None:
+    recipe = load_recipe(
+        "quickstart",
+        [ADDITION, "suites.addition.evaluation.confidence=0.99", "against.path=owner/name"],
+    )
+    found = (recipe.compare_stage("addition").confidence, recipe.compare_stage().confidence)
+    assert found == (0.99, 0.95)
+
+
+def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation() -> None:
+    first, second = (
+        measured(ADDITION, f"model.max_length={length}").evaluate_suite_stage("addition")
+        for length in (64, 128)
+    )
+    assert first.identity_values() == second.identity_values()
+    other = measured(ADDITION, "model.chat_template='{{ messages }}'")
+    assert other.evaluate_suite_stage("addition").identity_values() != first.identity_values()
+
+
 def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: Path) -> None:
     recipe = load_recipe(
         "quickstart",
@@ -66,11 +94,11 @@ def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: 
     )
     stages = planned(recipe, tmp_path)
     assert [*stages] == [
+        "preprocess_addition",
         "preprocess",
         "sft",
         "evaluate_sft",
         "merge",
-        "preprocess_addition",
         "evaluate",
         "evaluate_against",
         "compare",
@@ -105,6 +133,14 @@ def test_without_training_the_model_itself_is_measured(tmp_path: Path) -> None:
     assert [*planned(own, tmp_path)] == ["preprocess", "evaluate"]
 
 
+def test_training_rows_are_compared_with_a_suite_s(tmp_path: Path) -> None:
+    """What only measures has none to compare, and its dataset is that of any other suite."""
+    with_suite = planned(load_recipe("quickstart", [ADDITION]), tmp_path)
+    assert [*with_suite["preprocess"].inputs] == ["held_out.addition"]
+    own = "data={arithmetic: {num_sft: 0, num_rl: 0}}"
+    assert planned(measured(own, ADDITION), tmp_path)["preprocess"].inputs == {}
+
+
 def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
     first, second = (
         planned(measured(ADDITION, f"model.path=owner/{name}"), tmp_path) for name in "ab"
@@ -121,7 +157,31 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
         (("suites={sft: addition}",), "suites.sft: the evaluation of a stage is called so"),
         (("suites={rl_round_7: addition}",), "suites.rl_round_7: the evaluation of a stage"),
+        (("suites={final: addition}",), "suites.final: the evaluation of a stage is called so"),
+        (("suites={preference_2: addition}",), "suites.preference_2: the evaluation of a"),
+        (("suites={a: addition, a_against: addition}",), "suites.a_against: the evaluation"),
         (("suites={Big: addition}",), "suites.Big"),
+        (
+            ("suites={x: {data: {arithmetic: {}, on_overlong: drop}}}",),
+            "suites.x.data.on_overlong: got one; a suite has the problems of any model",
+        ),
+        (
+            ("suites={x: {data: {arithmetic: {}, decontamination: {}}}}",),
+            "suites.x.data.decontamination: got one; a suite has the problems of any model",
+        ),
+        (
+            (ADDITION, "suites.addition.reward.function=nope"),
+            "suites.addition.reward.function: no 'nope'; known: ",
+        ),
+        (
+            (ADDITION, "suites.addition.evaluation.structured_output={regex: '[0-9]+'}"),
+            "suites.addition.evaluation.structured_output: got",
+        ),
+        (
+            (ADDITION, "promote.suite=addition", "promote.metric=pass@8"),
+            "promote.metric: got pass@8; suites.addition.evaluation has num_samples 0",
+        ),
+        (("promote.metric=pass@8",), "promote.metric: got pass@8; evaluation has num_samples 4"),
         (("suites={x: {reward: {function: exact}}}",), "suites.x.data"),
         (
             ("suites={x: {data: {sft: [{path: owner/name}], evaluation: [{path: owner/name}]}}}",),

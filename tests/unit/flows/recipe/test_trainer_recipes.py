@@ -102,8 +102,8 @@ def test_a_pipeline_of_reinforcement_from_preferences_is_judged_by_a_rule_at_its
     tmp_path: Path,
 ) -> None:
     stages = {stage.label: stage for stage in planned("rm_ppo", tmp_path)}
-    assert [*stages][:5] == ["preprocess", "sft", "reward_model", "evaluate_sft", "rl_round_1"]
-    assert [*stages][-4:] == ["preprocess_addition", "evaluate", "evaluate_addition", "promote"]
+    assert [*stages][:4] == ["preprocess_addition", "preprocess", "sft", "reward_model"]
+    assert [*stages][-4:] == ["merge", "evaluate", "evaluate_addition", "promote"]
 
 
 def test_preferences_alone_train_the_model_itself(tmp_path: Path) -> None:

@@ -152,6 +152,23 @@ def test_an_equal_problem_in_another_template_is_found() -> None:
     assert report.leaks == (Leak("rl", 0, "exact", "4 and 4", "evaluation", 4, 1),)
 
 
+def test_the_problems_of_suites_are_held_out_too(tmp_path: Path) -> None:
+    suites = {"suites.hard.data": (rl("s0"),)}
+    build_dataset(data(tmp_path / "in"), PRETRAINED, 0, tmp_path / "out", None, suites)
+    dataset = load_dataset(tmp_path / "out")
+    assert [row.prompt[0].content for row in dataset.sft_rows()] == [OTHER]
+    report = json.loads((tmp_path / "out/decontamination.json").read_text(encoding="utf-8"))
+    assert ("sft", 0, "suites.hard.data", 0) in [
+        (each["split"], each["row"], each["evaluation_split"], each["evaluation_row"])
+        for each in report["leaks"]
+    ]
+    plain = data(tmp_path / "in", decontamination=None, allow_overlap=False)
+    suites = {"suites.hard.data": (rl("e7"), rl(f" {OTHER}\n"))}
+    with pytest.raises(ConfigError) as caught:
+        build_dataset(plain, PRETRAINED, 0, tmp_path / "plain", None, suites)
+    assert str(caught.value).startswith("suites.hard.data: 1 eval prompt occurs in train (first: ")
+
+
 def test_shorter_prompts_are_looked_for_from_their_least_length_on() -> None:
     training = {"sft": [SFTRow((Message("user", "q"), Message("assistant", "so a b c d e f.")))]}
     training["sft"].append(SFTRow((Message("user", "q"), Message("assistant", "no"))))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.jobs.serving.answers import read_answers, write_answers
+from engines.jobs.serving.answers import SAMPLING_CODE, read_answers, write_answers
 from engines.types import Completion
 from tasks.runner.numeric_code import numeric_sources
 
@@ -39,6 +39,6 @@ def test_what_is_written_is_read_to_the_last_bit(
 @pytest.mark.parametrize("judging", ["engines.rewards", "engines.trainers.judges"])
 def test_no_code_that_judges_is_reached_from_what_samples(judging: str) -> None:
     """Else an edit of a reward would have everything sampled again."""
-    reached = numeric_sources(["engines.jobs.serving.model"])
-    assert "engines.controller.launch" in reached
+    reached = numeric_sources(SAMPLING_CODE)
+    assert {"engines.controller.launch", "engines.controller.replica"} <= reached.keys()
     assert not [module for module in reached if module.startswith(judging)]

@@ -75,6 +75,7 @@ def test_the_verdict_is_the_sign_test_s(
     found = metric_gain(
         evaluation(tmp_path / "a", ours), evaluation(tmp_path / "b", theirs), "accuracy", 0.95, 0
     )
+    assert found is not None
     assert (found.verdict, found.gain) == (verdict, pytest.approx(gain))
     assert found.value - found.other == pytest.approx(gain)
 
@@ -83,8 +84,14 @@ def test_a_problem_without_a_score_is_in_neither(tmp_path: Path) -> None:
     found = metric_gain(
         evaluation(tmp_path / "a", "rru"), evaluation(tmp_path / "b", "wur"), "accuracy", 0.95, 0
     )
+    assert found is not None
     assert (found.num_problems, found.gain) == (1, 1.0)
     assert (found.value, found.other) == (1.0, 0.5)
+
+
+def test_a_metric_that_no_problem_has_in_both_is_left_out(tmp_path: Path) -> None:
+    ours, theirs = evaluation(tmp_path / "a", "ru"), evaluation(tmp_path / "b", "ur")
+    assert metric_gain(ours, theirs, "accuracy", 0.95, 0) is None
 
 
 def test_the_file() -> None:
