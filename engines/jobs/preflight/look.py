@@ -77,6 +77,8 @@ def look(at: Look) -> Look:
     look_at_rollout(at)
     row = first_row(at.data, "data", tokenizer) if at.data else None
     for name, suite in at.suites.items():
+        if suite.data is None:
+            continue
         with _section("rl.reward", f"suites.{name}.reward"):
             of_suite = first_row(suite.data, f"suites.{name}.data", tokenizer)
             if suite.reward is not None:
@@ -162,7 +164,9 @@ def with_commits(at: Look) -> Look:
         "model": resolved(at.model, "model", "model"),
         "against": resolved(at.against, "model", "against") if at.against else None,
         "suites": {
-            name: suite.model_copy(update={"data": of_data(suite.data, f"suites.{name}.data")})
+            name: suite.model_copy(
+                update={"data": suite.data and of_data(suite.data, f"suites.{name}.data")}
+            )
             for name, suite in at.suites.items()
         },
     }

@@ -96,7 +96,7 @@ class ServedOnDemand:
 
     Args:
         served: the model.
-        launch: starts the engines, and with them what judges their answers.
+        launch: starts the engines, and with them what reads beside them.
         stack: closes what was started.
     """
 
@@ -110,8 +110,8 @@ class ServedOnDemand:
         """All that was started."""
         launched = self._launch()
         self._stack.enter_context(closing(launched.pool))
-        if launched.reward_model is not None:
-            self._stack.enter_context(closing(launched.reward_model))
+        if launched.beside is not None:
+            self._stack.enter_context(closing(launched.beside))
         return launched
 
     @cached_property

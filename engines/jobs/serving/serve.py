@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engines.config.stages.serving import ServingStageConfig
+from engines.config.stages.serving import AnsweringStageConfig, ServingStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import WorkerSpec
@@ -21,6 +21,7 @@ from engines.training.roles import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
 
 Config = TypeVar("Config", bound=ServingStageConfig)
+Answering = TypeVar("Answering", bound=AnsweringStageConfig)
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,7 @@ def serve(
         ConfigError: an engine cannot serve the model, or a judge cannot be used.
     """
     config, seed = context.config, context.spec.seed
-    replica = ReplicaSpec(
-        serving_dir=served.hf_dir,
-        rollout=config.rollout,
-        dtype=config.rollout.dtype or config.dtype,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        num_threads=config.num_threads,
-        log_dir=context.attempt_dir,
-    )
+    replica = served_replica(context, served)
     # Held by one rank, whatever trained the policy.
     alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
     role = reward_role(context, config.reward.model, alone)
@@ -85,10 +78,32 @@ def serve(
     if role or judge:
         launched = engines.launched
         judges = stack.enter_context(
-            asked_judges(config.reward, seed, role, launched.reward_model, judge, launched.judge)
+            asked_judges(config.reward, seed, role, launched.beside, judge, launched.judge)
         )
     scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
     return Serving(engines, scorer)
+
+
+def served_replica(context: JobContext[Answering], served: ServedModel) -> ReplicaSpec:
+    """Engines of a stage for a model.
+
+    Args:
+        context: of the job.
+        served: what answers.
+
+    Returns:
+        What each of them builds.
+    """
+    config = context.config
+    return ReplicaSpec(
+        serving_dir=served.hf_dir,
+        rollout=config.rollout,
+        dtype=config.rollout.dtype or config.dtype,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        num_threads=config.num_threads,
+        log_dir=context.attempt_dir,
+    )
 
 
 def _reward_worker(config: ServingStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
