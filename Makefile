@@ -34,7 +34,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -77,6 +77,10 @@ test-vllm: $(STAMP)  ## a short pipeline whose answers come from vLLM in a pool 
 	$(MAKE) env-vllm
 	$(BIN)/python -m pytest $(VLLM_PIPELINE) $(ARGS)
 
+test-harness: $(STAMP)  ## tasks of lm-evaluation-harness beside the harness's own model
+	$(MAKE) env-lm-eval
+	$(BIN)/python -m pytest tests/e2e/test_harness.py $(ARGS)
+
 rollout-matrix: $(STAMP)  ## the quickstart on vLLM and SGLang, beside the ranks and in a pool of their own
 	set -e; for name in $(ROLLOUT_ENVIRONMENTS) torchtitan; do $(MAKE) env-$$name; done
 	$(BIN)/python -m pytest -s --ignore tests/contracts -m matrix $(ARGS)
@@ -102,7 +106,8 @@ contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in it
 	  OMP_NUM_THREADS=1 .envs/$$name/bin/python -m pytest --pyargs $(ROLLOUT_CONTRACT) \
 	    --engine $$name $(ARGS); done
 
-# Job environments of backends whose pins clash with the project's own: `make env-veomni`, ...
+# Job environments, of libraries that clash with the project's own or that few need: `make env-veomni`,
+# `make env-lm-eval`, ...
 env-%: .envs/%/.installed ;
 
 .envs/%/.installed: infra/locks/%.lock pyproject.toml

@@ -220,7 +220,7 @@ def look_of(recipe: Recipe) -> Look | None:
     all_own = own and all(
         {*suite.reward.functions} <= ours for suite in suites if suite.reward is not None
     )
-    data = (recipe.data, *(suite.data for suite in suites))
+    data = (recipe.data, *recipe.data_suites.values())
     if all_own and is_made and all(each and each.arithmetic for each in data):
         return None
     return Look(

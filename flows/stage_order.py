@@ -1,7 +1,8 @@
 """What comes after what.
 
 [suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
-merge, [soup], evaluate, [compare], promote. A recipe that trains nothing has its model evaluated.
+merge, [soup], evaluate, [harness], [compare], promote. A recipe that trains nothing has its model
+evaluated.
 
 Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
 """
@@ -19,6 +20,7 @@ from tasks.stages import (
     NOTHING_HELD_OUT,
     compare,
     evaluate,
+    harness,
     merge,
     preference,
     preprocess,
@@ -71,7 +73,7 @@ def run_stages(
     # First of all: what a suite's rows lack is found before anything trains.
     suites = {
         name: preprocess(run, recipe.preprocess_suite_stage(name)).artifact
-        for name in recipe.suites
+        for name in recipe.data_suites
     }
     data = None
     if recipe.data:
@@ -173,7 +175,7 @@ def _measure(
     model: Artifact | None = None,
     judge: Artifact | None = None,
 ) -> dict[str, Measured]:
-    """The final model, or else the recipe's own, on everything; by suite."""
+    """The final model, or else the recipe's own, on everything; by suite, but for a harness's."""
     asked = [(OWN, recipe.evaluate_stage(), data, judge)] if data else []
     for name, problems in suites.items():
         of_suite = None if recipe.suites[name].reward else judge
@@ -185,6 +187,11 @@ def _measure(
         found[name] = Measured(stage, problems, of_suite, scores)
         if recipe.against:
             theirs = evaluate(run, recipe.against_stage(stage), **given).artifact
+            compare(run, recipe.compare_stage(name), evaluation=scores, against=theirs)
+    for name in recipe.harness_suites:
+        scores = harness(run, recipe.harness_stage(name), model).artifact
+        if recipe.against:
+            theirs = harness(run, recipe.harness_stage(name, is_against=True)).artifact
             compare(run, recipe.compare_stage(name), evaluation=scores, against=theirs)
     return found
 

@@ -116,6 +116,12 @@ HF_TOKEN = EnvVar("HF_TOKEN", None, "Hugging Face hub token for gated models", s
 HF_HOME = EnvVar("HF_HOME", None, "directory of the Hugging Face cache")
 HF_ENDPOINT = EnvVar("HF_ENDPOINT", None, "address of the Hugging Face hub or of a mirror")
 HF_HUB_OFFLINE = EnvVar("HF_HUB_OFFLINE", None, "1 forbids every call to the Hugging Face hub")
+HF_DATASETS_CACHE = EnvVar(
+    "HF_DATASETS_CACHE", None, "directory of the harness's data sets; by default under HF_HOME"
+)
+HF_DATASETS_OFFLINE = EnvVar(
+    "HF_DATASETS_OFFLINE", None, "1 has lm-evaluation-harness read data sets from the cache alone"
+)
 
 AWS_ENDPOINT_URL = EnvVar("AWS_ENDPOINT_URL", None, "address of an S3 service other than Amazon's")
 AWS_ENDPOINT_URL_S3 = EnvVar("AWS_ENDPOINT_URL_S3", None, "the same, before AWS_ENDPOINT_URL")
@@ -192,6 +198,9 @@ VLLM_ASCEND_ENABLE_NZ = EnvVar(
 )
 RLHF_SGLANG_KEY = EnvVar(
     "RLHF_SGLANG_KEY", None, "set by us: what SGLang's server asks of its clients", secret=True
+)
+DISABLE_MULTIPROC = EnvVar(
+    "DISABLE_MULTIPROC", None, "set by us: 1, lm-evaluation-harness computes in one process"
 )
 SGLANG_PLUGINS = EnvVar("SGLANG_PLUGINS", None, "set by us: rlhf, the one plugin that is loaded")
 SGLANG_USE_CPU_ENGINE = EnvVar("SGLANG_USE_CPU_ENGINE", None, "set by us: 1, SGLang on a CPU")

@@ -1,4 +1,4 @@
-"""Virtual environments of jobs whose libraries clash with the project's own.
+"""Virtual environments of jobs whose libraries clash with the project's own, or that few need.
 
 `make env-<name>` makes one under `.envs/` of the checkout, from `infra/locks/<name>.lock`.
 Promises: looking for one imports nothing and starts no process; what is installed in it can be

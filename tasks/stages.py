@@ -17,6 +17,7 @@ from engines.config.stages.final import (
     PromoteStageConfig,
     SoupStageConfig,
 )
+from engines.config.stages.harness import HarnessStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (
@@ -157,6 +158,16 @@ def evaluate(
     Without either it is the model that the configuration names.
     """
     return run.run(_evaluation(run, config, dataset, reward_model, policy=policy, model=model))
+
+
+def harness(
+    run: StageRunner, config: HarnessStageConfig, model: Artifact | None = None
+) -> StageResult:
+    """A model as a user would load it, to an `evaluation` by tasks of lm-evaluation-harness.
+
+    Without it, it is the model that the configuration names.
+    """
+    return run.run(stage_request(config, run.seed, model=model))
 
 
 def compare(

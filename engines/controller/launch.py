@@ -47,17 +47,17 @@ MARGIN_S = 120.0
 
 @dataclass(frozen=True)
 class LaunchedModel:
-    """A model that is served and not trained, and what judges it.
+    """A model that is served and not trained, and what reads or judges its answers.
 
     Attributes:
         engines: without weights.
-        reward_model: the group of the role `reward`, if there is one.
+        beside: the group of one more model, if there is one: a reward model, or the same.
         judge: engines without weights, if there are some.
         pool: places of all that runs elsewhere; closed last.
     """
 
     engines: LaunchedEngines
-    reward_model: WorkerGroup | None
+    beside: WorkerGroup | None
     judge: LaunchedEngines | None
     pool: Pool = field(default_factory=lambda: Pool(None, ()))
 
@@ -203,15 +203,16 @@ def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> R
 
 def launch_served_model(
     spec: ReplicaSpec,
-    reward_model: WorkerSpec | None = None,
+    beside: WorkerSpec | None = None,
     judge: ReplicaSpec | None = None,
     queueing: Queueing = NO_NEWS,
 ) -> LaunchedModel:
-    """Start the engines of a model that nobody trains, and the models that judge it.
+    """Start the engines of a model that nobody trains, and the models that read beside them.
 
     Args:
         spec: of the engines.
-        reward_model: of one rank. None: there is none.
+        beside: one more model, of one rank: a reward model, or the same for what no engine says.
+            None: there is none.
         judge: of its engines, which are embedded if and only if the others are. None: likewise.
         queueing: how to wait for room.
 
@@ -225,9 +226,9 @@ def launch_served_model(
     """
     if is_embedded(spec.rollout):
         engines = launch_engines(spec)
-        group = None if reward_model is None else _group_here(reward_model, None)
+        group = None if beside is None else _group_here(beside, None)
         return LaunchedModel(engines, group, None if judge is None else launch_engines(judge))
-    num_ranks = int(reward_model is not None)
+    num_ranks = int(beside is not None)
     pool = reserve_replicas(spec, queueing, num_ranks, judge)
     num_replicas = spec.rollout.num_replicas
     try:
@@ -237,8 +238,8 @@ def launch_served_model(
             first = num_ranks + num_replicas
             judges = launch_engines(judge, pool.places(first, judge.rollout.num_replicas))
         group = None
-        if reward_model is not None:
-            group = _group_of_actors(reward_model, spec.log_dir, pool)
+        if beside is not None:
+            group = _group_of_actors(beside, spec.log_dir, pool)
     except BaseException:
         pool.close()
         raise

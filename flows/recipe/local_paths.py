@@ -56,8 +56,15 @@ def _reward(reward: RewardConfig) -> RewardConfig:
 
 
 def _suite(suite: SuiteConfig) -> SuiteConfig:
-    reward = _reward(suite.reward) if suite.reward else None
-    return suite.model_copy(update={"data": _data(suite.data), "reward": reward})
+    harness = suite.harness
+    if harness and harness.include:
+        harness = harness.model_copy(update={"include": _absolute(harness.include)})
+    found = {
+        "data": _data(suite.data) if suite.data else None,
+        "harness": harness,
+        "reward": _reward(suite.reward) if suite.reward else None,
+    }
+    return suite.model_copy(update=found)
 
 
 def _absolute(path: str) -> str:

@@ -36,6 +36,7 @@ from engines.config.stages.final import (
     PromoteStageConfig,
     SoupStageConfig,
 )
+from engines.config.stages.harness import HarnessStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (
@@ -43,7 +44,7 @@ from engines.config.stages.supervised import (
     RewardModelStageConfig,
     SFTStageConfig,
 )
-from engines.config.suite import SuiteConfig
+from engines.config.suite import HarnessConfig, SuiteConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.recipe.diagnosis import DiagnosisConfig
 from flows.recipe.local_paths import with_absolute_paths
@@ -171,6 +172,16 @@ class Recipe(StrictModel):
         return bool(self.sft or self.preference or self.rl.num_rounds)
 
     @property
+    def data_suites(self) -> dict[str, DataConfig]:
+        """Held-out data by suite, of those that have some."""
+        return {name: suite.data for name, suite in self.suites.items() if suite.data}
+
+    @property
+    def harness_suites(self) -> dict[str, HarnessConfig]:
+        """Tasks by suite, of those that a harness asks."""
+        return {name: suite.harness for name, suite in self.suites.items() if suite.harness}
+
+    @property
     def home(self) -> Path:
         """Directory of everything a run keeps, absolute."""
         home = self.location.home
@@ -190,7 +201,7 @@ class Recipe(StrictModel):
 
     def preprocess_suite_stage(self, name: str) -> PreprocessStageConfig:
         """Configuration of the stage `preprocess` of a suite: rows of any model."""
-        return PreprocessStageConfig(of=name, data=self.suites[name].data)
+        return PreprocessStageConfig(of=name, data=self.data_suites[name])
 
     def sft_stage(self) -> SFTStageConfig:
         """Configuration of the stage `sft`; the recipe must have one."""
@@ -335,6 +346,30 @@ class Recipe(StrictModel):
         stage = self._evaluate_stage(name, suite.evaluation, suite.reward or self.rl.reward)
         return stage.model_copy(update={"suite": name})
 
+    def harness_stage(self, name: str, *, is_against: bool = False) -> HarnessStageConfig:
+        """Configuration of the stage `harness`.
+
+        Args:
+            name: of a suite that a harness asks.
+            is_against: it asks the model `against`, and not the final one.
+
+        Returns:
+            The stage.
+        """
+        own = None if self.trains else self.model
+        model = self.against if is_against else own
+        return HarnessStageConfig(
+            suite=name,
+            is_against=is_against,
+            hardware=self.hardware,
+            num_threads=self.training.num_threads,
+            dtype=self.training.dtype,
+            rollout=self.rollout,
+            model=_measured(model) if model else None,
+            harness=self.harness_suites[name],
+            confidence=self.evaluation.confidence,
+        )
+
     def _evaluate_stage(
         self,
         of: str,
@@ -388,9 +423,11 @@ class Recipe(StrictModel):
     def _measuring_stages(self) -> Iterator[StageConfig]:
         if self.data:
             yield self.evaluate_stage()
-        for name in self.suites:
+        for name in self.data_suites:
             yield self.preprocess_suite_stage(name)
             yield self.evaluate_suite_stage(name)
+        for name in self.harness_suites:
+            yield self.harness_stage(name)
         if self.against:
             yield self.compare_stage()
 

@@ -22,6 +22,7 @@ from engines.config.options import (
 from engines.config.plugins import TRACKERS
 from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import EvaluationConfig
+from engines.config.suite import SuiteConfig
 from flows.recipe.model_paths import model_paths, registered_model
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -73,6 +74,12 @@ def check_recipe(recipe: Recipe) -> None:
     _check_promotion(recipe)
     if recipe.promote.suite is not None and recipe.promote.suite not in recipe.suites:
         raise ConfigError("promote.suite", unknown_name(recipe.promote.suite, [*recipe.suites]))
+    if recipe.promote.suite in recipe.harness_suites:
+        raise ConfigError(
+            "promote.suite",
+            f"got {recipe.promote.suite}, which a harness asks; need a suite with data, or null "
+            "for the recipe's own problems; choose one",
+        )
     if recipe.asks_reward_model and recipe.reward_model is None:
         raise ConfigError(
             "rl.reward.model.path",
@@ -116,7 +123,7 @@ def _check_plugins(recipe: Recipe) -> None:
     check_rollout(recipe.rollout)
     check_parts(recipe.rl.algorithm)
     check_reward(recipe.rl.reward)
-    for data in (recipe.data, *(suite.data for suite in recipe.suites.values())):
+    for data in (recipe.data, *recipe.data_suites.values()):
         if data is not None:
             check_preprocessors(data)
     TRACKERS.find(recipe.location.tracker)
@@ -155,12 +162,14 @@ def _check_lengths(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     for name, suite in recipe.suites.items():
+        _check_harness(suite, f"suites.{name}.harness.include")
         if MEASURED.fullmatch(name):
             raise ConfigError(
                 f"suites.{name}", "the evaluation of a stage is called so; choose another name"
             )
-        _check_paths(suite.data, f"suites.{name}.data")
-        _check_num_problems(suite.data, suite.evaluation, f"suites.{name}.")
+        if suite.data:
+            _check_paths(suite.data, f"suites.{name}.data")
+            _check_num_problems(suite.data, suite.evaluation, f"suites.{name}.")
     data = recipe.data
     if data is None:
         if recipe.trains:
@@ -193,6 +202,15 @@ def _check_data(recipe: Recipe) -> None:
             )
     _check_paths(data, "data")
     _check_num_problems(data, recipe.evaluation, "")
+
+
+def _check_harness(suite: SuiteConfig, setting: str) -> None:
+    """Tasks of one's own are in a directory that is there."""
+    directory = suite.harness.include if suite.harness else None
+    if directory and not Path(directory).expanduser().is_dir():
+        raise ConfigError(
+            setting, f"{directory} is no directory (cwd is {Path.cwd()}); need one with YAML files"
+        )
 
 
 def _check_paths(data: DataConfig, section: str) -> None:

@@ -6,10 +6,10 @@ that it is compared with, has no such table.
 
 from collections.abc import Mapping
 
-from flows.report.sources import PREFIX, is_shown, shown_share
+from flows.report.sources import BOUNDS, PREFIX, is_shown, shown_share
 from infra.tracking.comparison import GAIN, MARGIN, verdicts
 
-EVALUATION, COMPARISON, OF_SUITE = "evaluate", "compare", "preprocess_"
+EVALUATION, COMPARISON, HARNESS, OF_SUITE = "evaluate", "compare", "harness_", "preprocess_"
 """How the labels of these stages begin; the last makes the dataset of a suite."""
 
 
@@ -24,8 +24,10 @@ def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
     """
     evaluations = {each: found for each, found in stages.items() if each.startswith(EVALUATION)}
     comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}
+    harnesses = {each: found for each, found in stages.items() if each.startswith(HARNESS)}
     has_suites = any(label.startswith(OF_SUITE) for label in stages)
-    shown = _evaluations(evaluations) if has_suites or comparisons else []
+    shown = _evaluations(evaluations) if evaluations and (has_suites or comparisons) else []
+    shown += _harnesses(harnesses) if harnesses else []
     return [*shown, *(_comparisons(comparisons) if comparisons else [])]
 
 
@@ -44,6 +46,27 @@ def _evaluations(found: Mapping[str, Mapping[str, float]]) -> list[str]:
         ),
         "",
     ]
+
+
+def _harnesses(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A row for each metric of each task: they are as different as the tasks are."""
+    return [
+        "| harness | metric | value | interval |",
+        "|---|---|---:|---|",
+        *(
+            f"| {label} | {name} | {value:.4g} | {_interval(metrics, name)} |"
+            for label, metrics in found.items()
+            for name, value in sorted(metrics.items())
+            if "/" in name and not name.endswith(BOUNDS)
+        ),
+        "",
+    ]
+
+
+def _interval(metrics: Mapping[str, float], name: str) -> str:
+    """Empty where the harness has no standard error."""
+    ends = [f"{metrics[name + bound]:.4g}" for bound in BOUNDS if name + bound in metrics]
+    return f"[{', '.join(ends)}]" if ends else ""
 
 
 def _comparisons(found: Mapping[str, Mapping[str, float]]) -> list[str]:

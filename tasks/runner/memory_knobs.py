@@ -8,7 +8,7 @@ Does not promise that one of them suffices: nobody measured it.
 from engines.config.stages.base import StageConfig, TrainingStageConfig
 from engines.config.stages.final import MergeStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.config.stages.serving import ServingStageConfig
+from engines.config.stages.serving import AnsweringStageConfig
 from engines.config.training import TrainingConfig
 
 SAMPLING_PHASES = frozenset({"gen", "evaluate"})
@@ -34,7 +34,7 @@ def memory_knobs(config: StageConfig, phase: str = "") -> list[str]:
 
 
 def _sampling(config: StageConfig) -> list[str]:
-    if not isinstance(config, RLRoundStageConfig | ServingStageConfig):
+    if not isinstance(config, RLRoundStageConfig | AnsweringStageConfig):
         return []
     rollout, knobs = config.rollout, []
     if rollout.max_num_sequences > 1:

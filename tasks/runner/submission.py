@@ -162,6 +162,8 @@ def forwarded_environment() -> dict[str, str]:
         env.RLHF_FAULTS,
         env.RLHF_HOME,
         env.RLHF_USE_EXTERNAL_MODULES,
+        env.HF_DATASETS_CACHE,
+        env.HF_DATASETS_OFFLINE,
         env.HF_ENDPOINT,
         env.HF_HOME,
         env.HF_HUB_OFFLINE,

@@ -1,4 +1,4 @@
-"""What the stages share that serve a model and judge its answers."""
+"""What the stages share that serve a model, and that judge its answers."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,18 +20,15 @@ from hardware.platforms import repair_modules
 from infra.errors import ConfigError
 
 
-class ServingStageConfig(ComputingStageConfig):
-    """A policy or a model, served by rollout engines, and what scores its answers."""
+class AnsweringStageConfig(ComputingStageConfig):
+    """What the stages share that have rollout engines answer for a model."""
 
-    backend: str | None = None
-    """The training backend that wrote the policy's checkpoint; null for a merged model."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads; in a recipe `training.num_threads`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the reward model, and of the policy unless `rollout.dtype` is given; in a recipe
-    `training.dtype`."""
+    """Of what reads beside the engines, and of the model unless `rollout.dtype` is given; in a
+    recipe `training.dtype`."""
     rollout: RolloutConfig
-    reward: RewardConfig
 
     @property
     def driver_computes(self) -> bool:
@@ -39,21 +36,33 @@ class ServingStageConfig(ComputingStageConfig):
         return is_embedded(self.rollout)
 
     @property
-    def interpreter(self) -> Path | None:
-        """Of the training backend: where it ran, its checkpoint can be read."""
-        return job_interpreter(self.backend, "training.backend") if self.backend else None
-
-    @property
     def rollout_interpreter(self) -> Path | None:
         """Of the rollout engine."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the training backend, the rollout engine and the reward."""
+        """And the rollout engine."""
+        yield from super().plugins()
+        yield "rollout", self.rollout.engine
+
+
+class ServingStageConfig(AnsweringStageConfig):
+    """A policy or a model, served by rollout engines, and what scores its answers."""
+
+    backend: str | None = None
+    """The training backend that wrote the policy's checkpoint; null for a merged model."""
+    reward: RewardConfig
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Of the training backend: where it ran, its checkpoint can be read."""
+        return job_interpreter(self.backend, "training.backend") if self.backend else None
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """And the training backend and the reward."""
         yield from super().plugins()
         if self.backend:
             yield "backend", self.backend
-        yield "rollout", self.rollout.engine
         for name in self.reward.functions:
             yield "reward", name
 

@@ -83,6 +83,8 @@ def look(at: Look) -> Look:
         with renamed_sections({"model": "against"}):
             look_at_prompt(row, of_other)
     for name, suite in at.suites.items():
+        if suite.data is None:
+            continue
         with renamed_sections(suite_sections(name)):
             of_suite = first_row(suite.data, "data", tokenizer)
             if suite.reward is not None:
@@ -158,7 +160,9 @@ def with_commits(at: Look) -> Look:
         "model": resolved(at.model, "model", "model"),
         "against": resolved(at.against, "model", "against") if at.against else None,
         "suites": {
-            name: suite.model_copy(update={"data": of_data(suite.data, f"suites.{name}.data")})
+            name: suite.model_copy(
+                update={"data": suite.data and of_data(suite.data, f"suites.{name}.data")}
+            )
             for name, suite in at.suites.items()
         },
     }

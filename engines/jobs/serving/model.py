@@ -20,7 +20,7 @@ from engines.checkpoint.model_directory import (
 )
 from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.model import ModelConfig
-from engines.config.stages.serving import ServingStageConfig
+from engines.config.stages.serving import AnsweringStageConfig
 from engines.controller.launch import LaunchedModel
 from engines.controller.replica import ReplicaSpec
 from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
@@ -93,7 +93,7 @@ def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) ->
     return ServedModel(serving_dir, partial(stored_tensors, model_dir))
 
 
-def replica_of(config: ServingStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:
+def replica_of(config: AnsweringStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:
     """How the engines of a stage serve a model.
 
     Args:
@@ -120,7 +120,7 @@ class ServedOnDemand:
 
     Args:
         served: the model.
-        launch: starts the engines, and with them what judges their answers.
+        launch: starts the engines, and with them what reads beside them.
         stack: closes what was started.
     """
 
@@ -134,8 +134,8 @@ class ServedOnDemand:
         """All that was started."""
         launched = self._launch()
         self._stack.enter_context(closing(launched.pool))
-        if launched.reward_model is not None:
-            self._stack.enter_context(closing(launched.reward_model))
+        if launched.beside is not None:
+            self._stack.enter_context(closing(launched.beside))
         return launched
 
     @cached_property

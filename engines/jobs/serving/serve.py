@@ -76,7 +76,7 @@ def serve(
     if role or judge:
         launched = engines.launched
         judges = stack.enter_context(
-            asked_judges(config.reward, seed, role, launched.reward_model, judge, launched.judge)
+            asked_judges(config.reward, seed, role, launched.beside, judge, launched.judge)
         )
     scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
     return Serving(engines, scorer)

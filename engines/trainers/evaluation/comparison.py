@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.trainers.evaluation.documents import has_documents, is_mean
 from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.tracking.comparison import Verdict, verdict
 
@@ -62,8 +63,15 @@ def compared_metrics(evaluation: Path, against: Path) -> list[str]:
     Returns:
         Their names, sorted.
     """
-    names = metrics_of(evaluation).keys() & metrics_of(against).keys()
-    return sorted(filter(_OF_PROBLEMS.fullmatch, names))
+    ours, theirs = metrics_of(evaluation), metrics_of(against)
+    names = sorted(ours.keys() & theirs.keys())
+    if not has_documents(evaluation):
+        return list(filter(_OF_PROBLEMS.fullmatch, names))
+    return [
+        name
+        for name in names
+        if is_mean(evaluation, name, ours[name]) and is_mean(against, name, theirs[name])
+    ]
 
 
 def metric_gain(

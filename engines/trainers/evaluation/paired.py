@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from engines.trainers.evaluation.documents import document_values, has_documents
 from engines.trainers.evaluation.sampled import SampledAnswer, sampled_values
 from infra.errors import ConfigError
 
@@ -84,7 +85,7 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
     Args:
         evaluation: directory of an evaluation.
         incumbent: of the incumbent's.
-        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`.
+        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k`, `avg@k` or a harness's.
 
     Returns:
         The differences of the problems that have a value in both, in their order; perhaps none.
@@ -106,10 +107,12 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
 
 
 Problem = tuple[int, str, str]
-"""Number in the evaluation split, data source, true answer."""
+"""Number in the evaluation split, data source, true answer; of a harness's document its digest."""
 
 
-def _values(directory: Path, metric: str) -> dict[Problem, float | None]:
+def _values(directory: Path, metric: str) -> Mapping[Problem, float | None]:
+    if has_documents(directory):
+        return document_values(directory, metric)
     columns = ["index", "data_source", "ground_truth", "greedy", "samples"]
     rows = pq.read_table(directory / "rows.parquet", columns=columns).to_pylist()
     return {

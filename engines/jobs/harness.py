@@ -1,0 +1,133 @@
+"""Job `harness`: a model as a user would load it, to the metrics of lm-evaluation-harness.
+
+Runs in the job environment of the harness. One rank computes the log-likelihoods of given texts,
+rollout engines sample answers; both have the same weights.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from engines.checkpoint.model_directory import load_tokenizer, resolve_model
+from engines.config.stages.harness import HarnessStageConfig
+from engines.controller.launch import LaunchedModel, launch_served_model
+from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.jobs.policy.files import HF_DIR
+from engines.jobs.policy.stage import queueing
+from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.torch_setup import prepare_torch
+from engines.jobs.serving.model import (
+    ServedModel,
+    ServedOnDemand,
+    replica_of,
+    served_directory,
+    served_foreign,
+)
+from engines.trainers.evaluation.documents import write_measurement
+from engines.trainers.evaluation.harness.model import HarnessModel
+from engines.trainers.evaluation.harness.run import Measurement, run_tasks
+from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.types import ModelOutputs, Readouts, TokenBatch
+
+HARNESS_DEADLINE_S = 7200.0
+"""A measurement that answered nothing for so long hangs."""
+_LIKELIEST = Readouts(num_top=1)
+
+
+def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
+    """Have the harness ask the model, and write what it found.
+
+    Args:
+        context: of the job.
+
+    Returns:
+        An `evaluation`.
+
+    Raises:
+        ConfigError: the model or a task cannot be used.
+    """
+    config = context.config
+    with ExitStack() as stack:
+        with context.clock("load"):
+            prepare_torch(
+                config.hardware,
+                config.num_threads,
+                context.journal.log,
+                computes=config.driver_computes,
+            )
+            model = _model(context, stack)
+        context.heartbeat.enter("evaluate", HARNESS_DEADLINE_S)
+        with context.clock("evaluate"):
+            found = run_tasks(
+                config.harness,
+                model,
+                context.optional_input("tasks"),
+                context.spec.seed,
+                config.confidence,
+                config.section,
+            )
+    write_measurement(found.metrics, found.tasks, found.documents, context.output_dir)
+    _tell(context, found)
+    return JobOutput("evaluation", found.metrics)
+
+
+def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> HarnessModel:
+    """What the harness asks; engines start with the first question."""
+    config, spec = context.config, context.spec
+    weights_dir, served = _served(context)
+    replica = replica_of(config, served, context.attempt_dir)
+    reader = WorkerSpec(
+        roles={POLICY: RoleSpec(ModelSource(weights_dir), config.training)},
+        serving_dir=served.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=spec.seed,
+    )
+
+    def launch() -> LaunchedModel:
+        return launch_served_model(replica, reader, None, queueing(context, config.hardware))
+
+    engines = ServedOnDemand(served, launch, stack)
+
+    def infer(batch: TokenBatch) -> ModelOutputs:
+        ranks = engines.launched.beside
+        if ranks is None:
+            raise ValueError("no rank was launched beside the engines")
+        return ranks.run(ModelWorker.infer, batch, _LIKELIEST, POLICY)
+
+    def report(done: int, total: int, what: str) -> None:
+        context.heartbeat.tick()
+        context.journal.progress(done, total, f"{done} of {total} {what}")
+
+    return HarnessModel(
+        load_tokenizer(served.hf_dir),
+        served.context_length,
+        infer,
+        engines.generate,
+        report,
+        spec.seed,
+        config.harness.max_new_tokens,
+        config.section,
+    )
+
+
+def _served(context: JobContext[HarnessStageConfig]) -> tuple[Path, ServedModel]:
+    """Where the weights are, and what engines serve of them."""
+    model = context.config.model
+    if model is None:
+        directory = context.input("model")
+        return directory, served_directory(directory)
+    directory = context.optional_input("model") or resolve_model(model, max_length=None)
+    return directory, served_foreign(model, directory, context.attempt_dir / HF_DIR)
+
+
+def _tell(context: JobContext[HarnessStageConfig], found: Measurement) -> None:
+    context.journal.metrics(0, {f"val-core/{name}": v for name, v in found.metrics.items()})
+    context.journal.log(
+        f"{found.metrics['num_problems']:.0f} documents of {', '.join(sorted(found.tasks))}"
+    )
+
+
+if __name__ == "__main__":
+    run_job(HarnessStageConfig, harness)

@@ -1,0 +1,1 @@
+"""lm-evaluation-harness with a model of ours; imported in its own job environment alone."""
