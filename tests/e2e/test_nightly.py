@@ -57,9 +57,9 @@ class Nights:
         return last_night(self.home.path)
 
     def jobs(self, night: Night) -> dict[str, int]:
-        """How many attempts each recipe's store of that night has."""
+        """How many stages had a job in each recipe's store of that night."""
         stores = nights_of(self.home.path) / night.name / "stores"
-        return {each.name: len([*each.glob("stages/*/0")]) for each in stores.iterdir()}
+        return {each.name: len([*each.glob("work/*")]) for each in stores.iterdir()}
 
 
 def all_stages(*names: str) -> dict[str, int]:
