@@ -259,8 +259,20 @@ def test_a_verdict_is_consistent(stored: Measurement, night: Measurement) -> Non
 def test_a_run_more_never_makes_the_spread_narrower(
     stored: Measurement, night: Measurement, more: Observed
 ) -> None:
-    """The newest run stays the newest, since the room is taken from it."""
+    """The newest run stays the newest, since the room is taken from it.
+
+    Of what no run had a figure a run more may have the first, which is compared from then on.
+    """
     before = judge(stored, night)
+    had = {
+        name: all(each.stages.get(stage) and getattr(each.stages[stage], name) not in (None, ())
+                  for each in stored.runs for stage in FIGURES)
+        for name in ("curve", "accuracy", "tokens_per_s", "peak_bytes")
+    }  # fmt: skip
+    none = Observed(curve=(), accuracy=None, accuracy_room=0.0, tokens_per_s=None, peak_bytes=None)
+    more = more.model_copy(
+        update={name: getattr(none, name) for name, known in had.items() if not known}
+    )
     extra = Run(night="earlier", stages=dict.fromkeys(FIGURES, more))
     wider = stored.model_copy(update={"runs": (*[extra] * MIN_RUNS, *stored.runs)})
     if before.word == "drift" and len(stored.runs) >= MIN_RUNS:
