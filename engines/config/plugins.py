@@ -99,7 +99,12 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
-            capabilities=("sleep_frees_memory", "exact_continuation"),
+            capabilities=(
+                "sleep_frees_memory",
+                "exact_continuation",
+                "prompt_logprobs",
+                "prompt_logprobs_at_any_temperature",
+            ),
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from engines.architecture import class_refusal, model_class, position_refusal
@@ -29,6 +29,8 @@ from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, P
 from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.kv_cache import KVCache
 from engines.rollout.transformers.supported import refusal
+from engines.training.backends.transformers.head import LogprobHead
+from engines.training.model.head_rows import Targets
 from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 
@@ -71,7 +73,7 @@ class InferenceModel:
         _refuse(position_refusal(model), hf_dir)
         model.tie_weights()
         keep_float32(model)
-        self._model: nn.Module = model.to(device).eval().requires_grad_(False)
+        self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
         self._tied = {
@@ -79,6 +81,7 @@ class InferenceModel:
         } - self._parameters.keys()
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._decoder = Decoder(self._model) if is_covered(self._model) else None
+        self._logprob_head: LogprobHead | None = None
 
     def prefill(self, input_ids_T: Tensor, step: PrefillStep) -> Tensor:
         """(P, V) logits behind each of P sequences whose (T,) tokens are laid end to end."""
@@ -105,6 +108,42 @@ class InferenceModel:
         logits_TV = self._logits(ids_T[None], step.position_T[None], step, 0)[0, :-1].float()
         logprobs_TV = (logits_TV / temperature).log_softmax(-1)
         return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
+
+    def logprob_rows(
+        self, input_ids_T: Tensor, step: PrefillStep, rows_N: Tensor, targets: Targets
+    ) -> Tensor:
+        """What hidden states of several sequences say of given tokens, without their logits.
+
+        Args:
+            input_ids_T: (T,) int64, the sequences end to end.
+            step: of them.
+            rows_N: (N,) int64, places in T of the hidden states.
+            targets: what they predict.
+
+        Returns:
+            (rows, N) float32, see `engines.training.model.head_rows`.
+
+        Raises:
+            RolloutError: logits of this architecture are reworked behind its head; or as a prefill.
+        """
+        if self._logprob_head is None:
+            # Not before it is asked for: it stands in the way of whoever samples.
+            self._logprob_head = LogprobHead(self._model, chunked=True)
+        if self._logprob_head.why_whole is not None:
+            raise RolloutError(
+                f"a {type(self._model).__name__} says no logprobs of a prompt in the rollout "
+                f"engine transformers, since {self._logprob_head.why_whole}; choose another engine"
+            )
+        found = self._logprob_head(
+            rows_N,
+            targets,
+            input_ids=input_ids_T[None],
+            position_ids=step.position_T[None],
+            use_cache=False,
+            rollout_step=step,
+        )
+        self._check_attended(step)
+        return found
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """Overwrite every parameter and persistent buffer.
@@ -164,13 +203,16 @@ class InferenceModel:
             logits_to_keep=logits_to_keep,
             rollout_step=step,
         ).logits
+        self._check_attended(step)
+        return logits
+
+    def _check_attended(self, step: PrefillStep | DecodeStep) -> None:
         if len(step.attended) != self.num_layers:
             raise RolloutError(
                 f"{len(step.attended)} of {self.num_layers} layers of a "
                 f"{type(self._model).__name__} attend, the others keep a state of their own, which "
                 "the rollout engine transformers does not; choose another engine"
             )
-        return logits
 
     def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         if name in self._tied:
