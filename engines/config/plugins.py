@@ -121,6 +121,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "exact_continuation",
                 "structured_output",
                 "shared_memory",
+                "prompt_logprobs",
             ),
         ),
         RolloutRow(
@@ -137,6 +138,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "structured_output",
                 "shared_memory",
                 "adapters",
+                "prompt_logprobs",
             ),
         ),
     ],

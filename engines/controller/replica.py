@@ -27,6 +27,7 @@ from engines.driver_disk import DiskAccess
 from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
 from engines.rollout.create import behind_service, create_rollout_engine
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
@@ -230,6 +231,10 @@ class RemoteReplica(RolloutEngine):
     ) -> list[tuple[float, ...]]:
         """See the base class."""
         return await self._call("score", sequences, temperature)
+
+    async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """See the base class."""
+        return await self._call("prompt_logprobs", requests)
 
     async def pause(self) -> None:
         """See the base class."""

@@ -102,9 +102,7 @@ class LeastLoaded(Generic[Request]):
         sessions: place of each session that was seen; kept from batch to batch by the caller.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], sessions: MutableMapping[str, int]
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], sessions: MutableMapping[str, int]) -> None:
         self._waiting = list(requests)
         self._sessions = sessions
 

@@ -50,12 +50,14 @@ class TransformersEngine(RolloutEngine):
         ConfigError: bad options, no model configuration, or an unsupported architecture.
     """
 
-    capabilities = frozenset({
-        Capability.SLEEP_FREES_MEMORY,
-        Capability.EXACT_CONTINUATION,
-        Capability.PROMPT_LOGPROBS,
-        Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE,
-    })
+    capabilities = frozenset(
+        {
+            Capability.SLEEP_FREES_MEMORY,
+            Capability.EXACT_CONTINUATION,
+            Capability.PROMPT_LOGPROBS,
+            Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE,
+        }
+    )
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
