@@ -53,6 +53,8 @@ class BatchRun(Generic[Request]):
                 await self._fill()
         finally:
             await _end([watching, *self._running])
+            for task in list(self._running):
+                self._forget(task)
 
     async def _fill(self) -> None:
         await self._all()
@@ -81,9 +83,7 @@ class BatchRun(Generic[Request]):
 
     def _settle(self, task: "asyncio.Task[None]") -> None:
         """What a share that ended leaves behind: nothing, answers to be redone, or an error."""
-        slot, engine, share = self._running.pop(task)
-        if slot.engine is engine:
-            slot.num_in_flight -= share.num_samples
+        slot, engine, share = self._forget(task)
         if not task.cancelled():
             error = task.exception()
             if error is None:
@@ -92,6 +92,15 @@ class BatchRun(Generic[Request]):
                 raise error
             self._pool.lose(slot, engine, error)
         self._routing.lost(share, self._ledger)
+
+    def _forget(
+        self, task: "asyncio.Task[None]"
+    ) -> tuple[ReplicaSlot, RolloutEngine, Share[Request]]:
+        """Of a share that ended: it is no load any more."""
+        slot, engine, share = self._running.pop(task)
+        if slot.engine is engine:
+            slot.num_in_flight -= share.num_samples
+        return slot, engine, share
 
 
 class SampleRun(BatchRun[RolloutRequest]):
