@@ -255,3 +255,19 @@ def test_an_engine_without_the_capability_says_so(lab) -> None:
         publish(service, lab.model, 0)
         with pytest.raises(RolloutError, match="TransformersEngine says no logprobs of a prompt"):
             service.prompt_logprobs(PROMPTS)
+
+
+def test_what_one_replica_refuses_leaves_no_load_on_the_others(lab) -> None:
+    engines = [lab.bare_engine(), lab.bare_engine()]
+    inner = engines[1].prompt_logprobs
+
+    async def slow(requests):
+        await asyncio.sleep(30)
+
+    engines[1].prompt_logprobs = slow
+    with serving(*engines) as service:
+        publish(service, lab.model, 0)
+        with pytest.raises(RolloutError, match="unknown: a token is outside"):
+            service.prompt_logprobs([PromptRequest("unknown", (4, 10**6)), *PROMPTS])
+        engines[1].prompt_logprobs = inner
+        assert len(service.prompt_logprobs(PROMPTS)) == 7
