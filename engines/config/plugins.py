@@ -70,6 +70,8 @@ class RolloutRow(Row):
         structured_output: it can sample texts of a given form.
         capabilities: values of `engines.rollout.base.Capability` that it has, some of them by its
             options and platform.
+        num_spare_tokens: of the context that a sequence has to leave free whose logprobs are asked
+            for.
         refuses_model: ``module:function``, importable without torch, that is given the text
             configuration of a model (`config.json`) and says what of it the engine lacks, or None.
     """
@@ -77,6 +79,7 @@ class RolloutRow(Row):
     routing: RoutingName = "by_place"
     structured_output: bool = False
     capabilities: tuple[str, ...] = ()
+    num_spare_tokens: int = 0
     refuses_model: str | None = None
 
 
@@ -123,6 +126,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "shared_memory",
                 "prompt_logprobs",
             ),
+            num_spare_tokens=1,
         ),
         RolloutRow(
             name="vllm",
@@ -140,6 +144,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "adapters",
                 "prompt_logprobs",
             ),
+            num_spare_tokens=1,
         ),
     ],
     RolloutRow,

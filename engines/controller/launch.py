@@ -7,11 +7,12 @@ for where something computes on it, not in the driver.
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
@@ -106,26 +107,29 @@ def launch_policy_group(
 def launch_policy_with_rollout(
     spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> tuple[WorkerGroup, Rollout]:
-    """As `launch_judged_policy`, of a policy that no language model judges."""
-    workers, rollout, _ = launch_judged_policy(spec, None, log_dir, queueing)
+    """As `launch_policy_beside`, of a policy without such models."""
+    workers, rollout, _ = launch_policy_beside(spec, {}, log_dir, queueing)
     return workers, rollout
 
 
-def launch_judged_policy(
-    spec: WorkerSpec, judge: ReplicaSpec | None, log_dir: Path, queueing: Queueing = NO_NEWS
-) -> tuple[WorkerGroup, Rollout, LaunchedEngines | None]:
-    """Start the ranks of a policy, the engines that sample from it, and those of a judge.
+def launch_policy_beside(
+    spec: WorkerSpec,
+    others: Mapping[str, ReplicaSpec],
+    log_dir: Path,
+    queueing: Queueing = NO_NEWS,
+) -> tuple[WorkerGroup, Rollout, dict[str, LaunchedEngines]]:
+    """Start the ranks of a policy, the engines that sample from it, and those of other models.
 
     Args:
         spec: what each rank builds; `rollout` says how to sample.
-        judge: engines of a model that nobody trains; embedded only where the policy's are in this
-            process, too. None: there is none.
+        others: by name, engines of models that nobody trains: a judge, a teacher; embedded only
+            where the policy's are in this process, too.
         log_dir: as for `launch_policy_group`.
         queueing: as well.
 
     Returns:
-        All of them, ready for calls; the caller closes them, the ranks last: places of all are
-        given back with the group.
+        All of them, ready for calls, those of other models without weights; the caller closes
+        them, the ranks last: places of all are given back with the group.
 
     Raises:
         ConfigError: a rollout engine cannot serve its model, dtype or those options.
@@ -139,9 +143,9 @@ def launch_judged_policy(
     replica = policy_replica(spec, rollout, log_dir)
     if is_here and here:
         engines = launch_engines(replica)  # first, because it may refuse
-        judges = None if judge is None else launch_engines(judge)
+        beside = {name: launch_engines(other) for name, other in others.items()}
         workers = _group_here(replace(spec, rollout=None), None)
-        return workers, ServedRollout(engines, workers), judges
+        return workers, ServedRollout(engines, workers), beside
     connect_ray()
     first, num_replicas = num_ranks, rollout.num_replicas
     if is_here:
@@ -152,17 +156,13 @@ def launch_judged_policy(
     options = planned(spec.platform).ray_resource_options
     bundles = [options(1)] * first + [options(rollout.num_workers_per_replica)] * num_replicas
     num_sharing = [2 if first == 0 and not here else 1] * len(bundles)
-    if judge is not None:
-        bundles += [options(judge.rollout.num_workers_per_replica)] * judge.rollout.num_replicas
+    bundles += _bundles_of(others.values())
     pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
     try:
-        judges = None
-        if judge is not None:
-            places = pool.places(len(num_sharing), judge.rollout.num_replicas)
-            judges = launch_engines(judge, places)
+        beside = _launch_each(others, pool, len(num_sharing))
         if is_here:
             workers = _group_of_actors(spec, log_dir, pool)
-            return workers, RankRollout(workers), judges
+            return workers, RankRollout(workers), beside
         sender, places = pool.places(0, num_ranks)[0], pool.places(first, num_replicas)
         # Collectives of devices do not join two processes on one device.
         has_device = not here and not replica.shares_devices
@@ -173,7 +173,28 @@ def launch_judged_policy(
     except BaseException:
         pool.close()
         raise
-    return workers, ServedRollout(engines, workers), judges
+    return workers, ServedRollout(engines, workers), beside
+
+
+def _bundles_of(replicas: Iterable[ReplicaSpec]) -> list[dict[str, Any]]:
+    """What Ray reserves for each replica of some models."""
+    return [
+        planned(each.platform).ray_resource_options(each.rollout.num_workers_per_replica)
+        for each in replicas
+        for _ in range(each.rollout.num_replicas)
+    ]
+
+
+def _launch_each(
+    replicas: Mapping[str, ReplicaSpec], pool: Pool, first: int
+) -> dict[str, LaunchedEngines]:
+    """Engines of several models, in the places of a pool from `first` on."""
+    launched: dict[str, LaunchedEngines] = {}
+    for name, replica in replicas.items():
+        num_replicas = replica.rollout.num_replicas
+        launched[name] = launch_engines(replica, pool.places(first, num_replicas))
+        first += num_replicas
+    return launched
 
 
 def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> ReplicaSpec:
@@ -269,12 +290,8 @@ def reserve_replicas(
     if is_embedded(spec.rollout):
         return Pool(None, ())
     connect_ray()
-    options = planned(spec.platform).ray_resource_options
-    bundles = [options(1)] * num_ranks
-    for each in (spec, judge):
-        if each is not None:
-            of_replica = options(each.rollout.num_workers_per_replica)
-            bundles += [of_replica] * each.rollout.num_replicas
+    bundles = [planned(spec.platform).ray_resource_options(1)] * num_ranks
+    bundles += _bundles_of([spec] if judge is None else [spec, judge])
     return reserve(bundles, queueing)
 
 

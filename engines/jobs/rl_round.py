@@ -7,7 +7,7 @@ optimizer of the round before, and its critic's. The reference is loaded only fo
 from contextlib import ExitStack, closing
 
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.launch import launch_judged_policy, policy_replica
+from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens, text_config
@@ -29,7 +29,8 @@ from engines.jobs.policy.stage import (
 from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
+from engines.jobs.serving.judges import JUDGE, asked_judges, judge_source, reward_role
+from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt
@@ -78,23 +79,36 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 device_kind=config.hardware.device_kind,
                 seed=spec.seed,
             )
-            judge = judge_source(
+            like = policy_replica(worker_spec, config.rollout, context.attempt_dir)
+            embedded = config.driver_computes
+            judge = judge_source(context, rl.reward.judge, like, embedded=embedded)
+            teacher = served_teacher(
                 context,
-                rl.reward.judge,
-                policy_replica(worker_spec, config.rollout, context.attempt_dir),
-                embedded=config.driver_computes,
+                rl.distillation,
+                roles[POLICY].source,
+                config.model.max_length,
+                like,
+                embedded=embedded,
             )
-            workers, rollout, judge_engines = launch_judged_policy(
+            served = {JUDGE: judge, TEACHER: teacher}
+            workers, rollout, beside = launch_policy_beside(
                 worker_spec,
-                judge.replica if judge else None,
+                {name: model.replica for name, model in served.items() if model is not None},
                 context.attempt_dir,
                 queueing(context, config.hardware),
             )
             stack.enter_context(closing(workers))
             stack.enter_context(closing(rollout))
             judges = stack.enter_context(
-                asked_judges(rl.reward, spec.seed, roles.get(REWARD), workers, judge, judge_engines)
+                asked_judges(
+                    rl.reward, spec.seed, roles.get(REWARD), workers, judge, beside.get(JUDGE)
+                )
             )
+            vocab_size = int(text_config(hf_dir)["vocab_size"])
+            asked = None
+            if teacher is not None:
+                scope = asked_teacher(rl, teacher, beside[TEACHER], vocab_size)
+                asked = stack.enter_context(scope)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         trainer = RLTrainer(
@@ -111,9 +125,10 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
-            int(text_config(hf_dir)["vocab_size"]),
+            vocab_size,
             trained_steps(before) if before else None,
             context.attempt_dir,
+            asked,
         )
         trainer.run()
         return policy_output(context, progress, hf_dir, trainer.trained_steps())
@@ -164,9 +179,9 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
-    if rl.distillation is not None:
+    if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
-        teacher = teacher_source(rl.distillation, given, policy, limit)
+        teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
         # An adapter is the policy's.
         frozen = config.training.model_copy(update={"lora": None})
         roles[TEACHER] = RoleSpec(teacher, frozen)

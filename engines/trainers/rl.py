@@ -43,6 +43,7 @@ from engines.trainers.prompts import PromptSource, derive_seed
 from engines.trainers.rl_metrics import Updates, step_metrics
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.step_columns import StepColumns
+from engines.trainers.teacher import Teacher
 from engines.trainers.trained_steps import TrainedSteps
 from engines.training.roles import CRITIC, POLICY, RoleName
 from engines.training.spec import LossFn
@@ -64,6 +65,7 @@ class RLTrainer:
         vocab_size: of the policy.
         before: what the round before left; None for the first.
         attempt_dir: where samples are kept for people; None keeps none.
+        teacher: as in `StepColumns`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RLTrainer:
         vocab_size: int,
         before: TrainedSteps | None = None,
         attempt_dir: Path | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
@@ -105,7 +108,7 @@ class RLTrainer:
         first = config.rl.algorithm.kl_ctrl.kl_coef
         self.kl_coef = first if carried is None else carried
         self.seed = prompts.seed
-        self.columns = StepColumns(config.rl, workers.run, self.seed, vocab_size)
+        self.columns = StepColumns(config.rl, workers.run, self.seed, vocab_size, teacher)
         self.keeper = SampleKeeper(config, workers.run, scorer.tokenizer, attempt_dir)
 
     def run(self) -> None:

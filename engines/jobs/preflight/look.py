@@ -31,6 +31,7 @@ from engines.config.distillation import DistillationConfig
 from engines.config.look import Answer, Look
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.rules.distillation import num_spare_tokens
 from engines.config.suite import suite_sections
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
@@ -96,7 +97,7 @@ def look(at: Look) -> Look:
     if at.judge is not None:
         look_at_judge(at.judge, at.rollout_engine, row)
     if at.teacher is not None:
-        look_at_teacher(at.teacher, at.model)
+        look_at_teacher(at.teacher, at.model, at.rollout_engine)
     if at.reward is not None:
         look_at_reward(at.reward, row)
     found = with_commits(at)
@@ -245,19 +246,26 @@ def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | N
     _look_at_engine(directory, rollout_engine)
 
 
-def look_at_teacher(teacher: DistillationConfig, model: ModelConfig) -> None:
+def look_at_teacher(
+    teacher: DistillationConfig, model: ModelConfig, rollout_engine: str | None
+) -> None:
     """Check a local teacher by its headers, and its tokens against those of a local model.
 
     Args:
         teacher: of the recipe; of a hub id nothing is known yet.
         model: that it teaches; of one made from scratch the job compares.
+        rollout_engine: has to serve the teacher, where engines do; None asks none.
 
     Raises:
         ConfigError: names the setting below `rl.distillation`.
     """
     directory = local_path(teacher.path)
-    if directory is not None:
-        check_teacher(teacher, directory, local_path(model.path), model.max_length)
+    if directory is None:
+        return
+    num_spare = num_spare_tokens(teacher, rollout_engine)
+    check_teacher(teacher, directory, local_path(model.path), model.max_length, num_spare)
+    if teacher.served is not None:
+        _look_at_engine(directory, rollout_engine)
 
 
 def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:

@@ -18,12 +18,14 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
+from engines.jobs.serving.frozen import FrozenModel, replica_beside
+from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
 from engines.trainers.guards.probe import probe_prompt
@@ -108,7 +110,7 @@ def _files_on_the_stack(of: FrameType | None = None) -> list[str]:
 
 @pytest.fixture
 def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """Run a round in the process; returns the metrics of its steps."""
+    """Run a round in the process, in a directory of its own; returns the metrics of its steps."""
     reward_file = tmp_path / "rewards.py"
     reward_file.write_text(REWARD_CODE, encoding="utf-8")
 
@@ -119,6 +121,7 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         num_skipped: int = 0,
         kl_coef: float | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
+        work: str = ".",
         **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
@@ -146,7 +149,9 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         before = TrainedSteps(
             stage="rl_round", num_steps=0, num_skipped=num_skipped, kl_coef=kl_coef
         )
-        return _run(config, tiny_model, tmp_path, before)
+        directory = tmp_path / work
+        directory.mkdir(exist_ok=True)
+        return _run(config, tiny_model, directory, before)
 
     return run
 
@@ -159,12 +164,27 @@ def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
     }
     if config.rl.algorithm.needs_reference:
         roles[REFERENCE] = RoleSpec(source, training)
-    if config.rl.distillation:
+    if config.rl.distillation and config.rl.distillation.served is None:
         roles[TEACHER] = RoleSpec(ModelSource(Path(str(config.rl.distillation.path))), training)
     if critic:
         without_adapter = training.model_copy(update={"lora": None})
         roles[CRITIC] = RoleSpec(source, without_adapter, critic.optimizer, "value_model")
     return roles
+
+
+def _served_teachers(
+    config: RLRoundStageConfig, spec: WorkerSpec, work: Path
+) -> dict[str, FrozenModel]:
+    """By name: none, or the one in engines of its own."""
+    distillation = config.rl.distillation
+    if distillation is None or distillation.served is None:
+        return {}
+    directory = Path(str(distillation.path))
+    like = policy_replica(spec, config.rollout, work)
+    options = distillation.served.options
+    return {
+        TEACHER: FrozenModel(replica_beside(like, directory, 1, options, embedded=True), directory)
+    }
 
 
 def _run(
@@ -188,9 +208,16 @@ def _run(
             platform="cpu",
             seed=0,
         )
-        workers, rollout = launch_policy_with_rollout(spec, work)
+        vocab_size = text_config(model)["vocab_size"]
+        teachers = _served_teachers(config, spec, work)
+        replicas = {name: teacher.replica for name, teacher in teachers.items()}
+        workers, rollout, beside = launch_policy_beside(spec, replicas, work)
         stack.enter_context(closing(workers))
         stack.enter_context(closing(rollout))
+        teacher = None
+        for name, served in teachers.items():
+            scope = asked_teacher(config.rl, served, beside[name], vocab_size)
+            teacher = stack.enter_context(scope)
         journal = stack.enter_context(closing(Journal(work / "journal.jsonl")))
         progress = StageProgress(
             journal,
@@ -205,9 +232,9 @@ def _run(
         )
         source = PromptSource(prompts, config, 0)
         prompt = probe_prompt(model, config.model.max_length)
-        vocab_size = text_config(model)["vocab_size"]
         RLTrainer(
-            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work
-        ).run()
+            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work,
+            teacher,
+        ).run()  # fmt: skip
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]
