@@ -88,8 +88,7 @@ class ServedTeacher:
         requests: list[PromptRequest] = []
         places: list[slice] = []
         for start, end in zip(starts, starts[1:], strict=False):
-            # Nothing predicts the first token of a sequence.
-            taught = mask_T[start + 1 : end].nonzero().flatten() + 1
+            taught = mask_T[start:end].nonzero().flatten()
             if not len(taught):
                 continue
             # What stands before and behind what is taught nobody needs to hear of.

@@ -1,5 +1,7 @@
 """What a recipe names on the hub has one commit, and the commit is what counts."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,27 @@ def test_a_teacher_of_other_tokens_is_refused_before_anything_runs(tmp_path: Pat
         preflight.look(taught(student, path=str(tmp_path)))
     assert found.value.path.startswith("rl.distillation")
     preflight.look(taught(student, path=str(student)))
+
+
+def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    student = write_model(tmp_path, "0123456789+= user assistant")
+    asked = taught(student, path=str(student), served={})
+    preflight.look(asked)
+    # It writes a token behind what it reads, for which a context of 32 has no room.
+    with pytest.raises(ConfigError, match="need 33, for answers that fill .* 32") as found:
+        preflight.look(asked.model_copy(update={"rollout_engine": "vllm"}))
+    assert found.value.path == "rl.distillation.served"
+    preflight.look(taught(student, path=str(student)).model_copy(update={"rollout_engine": "vllm"}))
+    soft = tmp_path / "soft"
+    shutil.copytree(student, soft)
+    config = json.loads((soft / "config.json").read_text(encoding="utf-8"))
+    config["attn_logit_softcapping"] = 50.0
+    (soft / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    preflight.look(taught(student, path=str(soft)))
+    with pytest.raises(ConfigError, match="with attention scores with a soft cap"):
+        preflight.look(taught(student, path=str(soft), served={}))
 
 
 def test_a_teacher_of_the_hub_has_one_commit(asked: Questions, tmp_path: Path) -> None:
