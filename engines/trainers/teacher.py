@@ -32,6 +32,10 @@ class Teacher(Protocol):
         Returns:
             Of `topk` (T, K) int64 ids and float32 log-probabilities, else (T,) float32 of the
             sampled tokens; see `engines.algorithms.distillation.losses`.
+
+        Raises:
+            RolloutError: its engines cannot answer.
+            DeadlineError: the answers were not there in time.
         """
         ...
 
@@ -77,12 +81,7 @@ class ServedTeacher:
     vocab_size: int
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """See `Teacher`.
-
-        Raises:
-            RolloutError: an engine cannot answer.
-            DeadlineError: the answers were not there in time.
-        """
+        """See `Teacher`."""
         num_top = self.config.num_top if self.config.loss == TOPK else 0
         mask_T, starts = batch.columns["loss_mask"] != 0, batch.cu_seqlens.tolist()
         requests: list[PromptRequest] = []
