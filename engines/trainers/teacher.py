@@ -1,7 +1,7 @@
 """What a teacher says of a step's samples, as the columns that distillation reads.
 
-Promises: wherever the teacher is, the same columns, up to rounding: 0 where nothing is taught, and
-of equally likely tokens those with the lowest ids, where its engine knows their logprobs alike.
+Promises: wherever the teacher is, the same columns, up to rounding, which may order tokens that are
+all but equally likely; 0 where nothing is taught.
 Letters: T tokens of the step, K likeliest tokens of the teacher.
 """
 

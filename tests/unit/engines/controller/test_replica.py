@@ -236,16 +236,17 @@ def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
     policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """Both have their places at once; one that dies is replaced, and says the same."""
-    spec = replace(policy_spec, rollout=RolloutConfig(placement="disaggregated", timeout_s=60.0))
-    like, directory = policy_replica(spec, RolloutConfig(), tmp_path), policy_spec.serving_dir
+    rollout_config = RolloutConfig(placement="disaggregated", timeout_s=60.0)
+    spec, directory = replace(policy_spec, rollout=rollout_config), policy_spec.serving_dir
+    like = policy_replica(spec, rollout_config, tmp_path)
     asked = [PromptRequest(f"r{at}", tuple(ids), 2, 0.7, 4) for at, ids in enumerate(IDS)]
     alone = FrozenModel(replica_beside(like, directory, 1, {}, embedded=True), directory)
     with alone.served_by(launch.launch_engines(alone.replica)) as service:
         expected = service.prompt_logprobs(asked)
     beside = replica_beside(like, directory, 2, {}, embedded=False)
-    beside = replace(beside, log_dir=tmp_path, rollout=spec.rollout.model_copy(
-        update={"num_replicas": 2}
-    ))  # fmt: skip
+    beside = replace(beside, log_dir=tmp_path / "teacher")
+    for place in ("policy", "teacher"):
+        (tmp_path / place).mkdir()
     with ExitStack() as stack:
         workers, rollout, launched = launch.launch_policy_beside(
             spec, {"teacher": beside}, tmp_path / "policy"
