@@ -3,10 +3,11 @@
 Promises: answers that another evaluation of the same model kept are judged, not sampled again.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
+from engines.data.read.mapped_rows import MappedRows
 from engines.jobs.policy.files import HF_DIR
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
@@ -48,8 +49,9 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 computes=config.driver_computes,
             )
             served = evaluated_model(context)
-            rows = load_dataset(context.input("dataset")).evaluation_rows()
-            check_data_sources(config.reward, (row.data_source for row in rows))
+            dataset = load_dataset(context.input("dataset"))
+            rows = MappedRows(dataset.evaluation_rows(), context.attempt_dir)
+            stack.enter_context(closing(rows))
             prompts = prompts_within(
                 rows,
                 policy_tokenizer(served.hf_dir),
@@ -57,6 +59,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 config.evaluation.answer_length,
                 "evaluation.max_new_tokens",
             )
+            check_data_sources(config.reward, prompts.data_sources)
             serving = serve(context, stack, served, rewards)
         evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)
         answers = KeptAnswers(context, serving.generate)

@@ -10,6 +10,7 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.read.dataset import load_dataset
+from engines.data.read.mapped_rows import MappedRows
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
@@ -62,14 +63,16 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            rows = load_dataset(context.input("dataset")).rl_rows()
-            check_data_sources(rl.reward, (row.data_source for row in rows))
+            dataset = load_dataset(context.input("dataset"))
+            rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
+            stack.enter_context(closing(rows))
             roles = _roles(context)
             hf_dir = context.attempt_dir / "hf"
             write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
             prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
+            check_data_sources(rl.reward, prompts.data_sources)
             worker_spec = WorkerSpec(
                 roles=roles,
                 serving_dir=hf_dir,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.data.order.training_order import VisitedRow, VisitedRows, order_of
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
-from engines.data.read.training_order import VisitedRow, order_of
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
 
@@ -71,10 +71,7 @@ class PromptSource:
         estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
         self._greedy = GREEDY_SCORES in estimator.rows
         size = config.rl.batch_size_prompts
-        rows = [
-            VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
-            for prompt in prompts
-        ]
+        rows = VisitedRows(prompts, _visited)
         self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
         self._order = order_of(config.rl.order, rows, size, seed, path="rl.order")
         self._refill_order = order_of(
@@ -126,6 +123,10 @@ class PromptSource:
         sampling = replace(self._sampling, temperature=0.0)
         name = f"{request.request_id}/greedy"
         return RolloutRequest(name, request.prompt_ids, sampling, request.seeds[:1])
+
+
+def _visited(prompt: RLPrompt) -> VisitedRow:
+    return VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:

@@ -78,4 +78,4 @@ def _of_prompts(rows: Sequence[RLRow], tokenizer: ChatTokenizer) -> Iterable[int
 
 
 def _of_pairs(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    return longer_sides(as_policy(rows, tokenizer))
+    return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])

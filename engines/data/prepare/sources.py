@@ -16,6 +16,7 @@ from typing import Generic
 import numpy as np
 
 from engines.config.data import DataConfig, SourceConfig
+from engines.data.order.resumable import permutation
 from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.layouts import (
     LOOK_ROWS,
@@ -29,7 +30,6 @@ from engines.data.prepare.layouts import (
 )
 from engines.data.prepare.readers import BadRow, read_file
 from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of
-from engines.data.read.order import permutation
 from engines.data.read.row_files import RowT
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError

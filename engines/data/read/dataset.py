@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -35,25 +35,25 @@ class Dataset:
         """Rows of the supervised split, read as they are iterated."""
         return RowFile(self.directory / SFT_FILE, SFT_FORMAT)
 
-    def rl_rows(self) -> tuple[RLRow, ...]:
-        """Rows of the RL split."""
-        return read_rows(self.directory / RL_FILE, RL_FORMAT)
+    def rl_rows(self) -> RowFile[RLRow]:
+        """Rows of the RL split, likewise."""
+        return RowFile(self.directory / RL_FILE, RL_FORMAT)
 
-    def evaluation_rows(self) -> tuple[RLRow, ...]:
-        """Rows of the held-out split."""
-        return read_rows(self.directory / EVALUATION_FILE, RL_FORMAT)
+    def evaluation_rows(self) -> RowFile[RLRow]:
+        """Rows of the held-out split, likewise."""
+        return RowFile(self.directory / EVALUATION_FILE, RL_FORMAT)
 
-    def preference_rows(self) -> tuple[PreferenceRow, ...]:
-        """Pairs to train on; none where the data had none."""
+    def preference_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
+        """Pairs to train on, likewise; none where the data had none."""
         return self._pairs(PREFERENCE_FILE)
 
-    def preference_evaluation_rows(self) -> tuple[PreferenceRow, ...]:
+    def preference_evaluation_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
         """Pairs that are held out; likewise."""
         return self._pairs(PREFERENCE_EVALUATION_FILE)
 
-    def _pairs(self, name: str) -> tuple[PreferenceRow, ...]:
+    def _pairs(self, name: str) -> RowFile[PreferenceRow] | tuple[()]:
         path = self.directory / name
-        return read_rows(path, PREFERENCE_FORMAT) if path.exists() else ()
+        return RowFile(path, PREFERENCE_FORMAT) if path.exists() else ()
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -107,17 +107,48 @@ class RowFile(Generic[RowT]):
             return file.metadata.num_rows
 
     def __iter__(self) -> Iterator[RowT]:
-        for number, columns in enumerate(self._columns()):
-            try:
-                yield self.format.parse(columns)
-            except RowError as error:
-                raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+        number = 0
+        for batch in self.batches():
+            for columns in batch.to_pylist():
+                yield self.parse(number, columns)
+                number += 1
 
-    def _columns(self) -> Iterator[dict[str, Any]]:
+    def parse(self, number: int, columns: Mapping[str, Any]) -> RowT:
+        """A row of this file.
+
+        Args:
+            number: of the row.
+            columns: one value of each.
+
+        Returns:
+            The row.
+
+        Raises:
+            ConfigError: they make none.
+        """
+        try:
+            return self.format.parse(columns)
+        except RowError as error:
+            raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the columns as they stand in the file."""
+        with self._opened() as file:
+            return file.schema_arrow
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Columns of at most `BATCH_ROWS` rows at a time.
+
+        Yields:
+            pa.RecordBatch: in the order of the file.
+
+        Raises:
+            ConfigError: it is no parquet.
+        """
         try:
             with self._opened() as file:
-                for batch in file.iter_batches(BATCH_ROWS):
-                    yield from batch.to_pylist()
+                yield from file.iter_batches(BATCH_ROWS)
         except pa.ArrowInvalid as error:
             raise ConfigError(str(self.path), f"not a parquet file ({error})") from None
 
@@ -138,22 +169,6 @@ def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> Non
         rows: read once.
     """
     write_batches(path, format.schema, map(format.batch, in_batches(rows)))
-
-
-def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
-    """Read what `write_batches` wrote.
-
-    Args:
-        path: the file.
-        format: of its rows.
-
-    Returns:
-        The rows in order.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    return tuple(RowFile(path, format))
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:

@@ -18,8 +18,8 @@ from engines.data.read.raw_rows import rl_row
 from engines.data.read.row_files import (
     RL_FORMAT,
     SFT_FORMAT,
+    RowFile,
     RowFormat,
-    read_rows,
     write_batches,
 )
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow
@@ -53,16 +53,16 @@ def write(path: Path, format: RowFormat[Any], rows: Sequence[Any]) -> None:
 @given(st.lists(rl_rows, max_size=4))
 def test_rl_rows_come_back_equal(tmp_path: Path, rows: list[RLRow]) -> None:
     write(tmp_path / "rl.parquet", RL_FORMAT, rows)
-    assert read_rows(tmp_path / "rl.parquet", RL_FORMAT) == tuple(rows)
+    assert tuple(RowFile(tmp_path / "rl.parquet", RL_FORMAT)) == tuple(rows)
 
 
 def test_sft_rows_come_back_equal(tmp_path: Path) -> None:
     turns = tuple(Message(r, r * 2) for r in ("system", "user", "assistant", "user", "assistant"))
     rows = (SFTRow(turns, "a"), SFTRow(turns[:3], "b"))
     write(tmp_path / "sft.parquet", SFT_FORMAT, rows)
-    assert read_rows(tmp_path / "sft.parquet", SFT_FORMAT) == rows
+    assert tuple(RowFile(tmp_path / "sft.parquet", SFT_FORMAT)) == rows
     write(tmp_path / "none.parquet", SFT_FORMAT, ())
-    assert read_rows(tmp_path / "none.parquet", SFT_FORMAT) == ()
+    assert tuple(RowFile(tmp_path / "none.parquet", SFT_FORMAT)) == ()
 
 
 def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_row_group_of_long_texts_ends_early(
         write_batches(tmp_path / name, SFT_FORMAT.schema, batches)
         metadata = pq.read_metadata(tmp_path / name)
         assert [metadata.row_group(n).num_rows for n in range(4)] == [2, 2, 2, 2]
-        assert read_rows(tmp_path / name, SFT_FORMAT) == tuple(rows)
+        assert tuple(RowFile(tmp_path / name, SFT_FORMAT)) == tuple(rows)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "many").read_bytes()
 
 
@@ -173,9 +173,9 @@ def test_a_file_that_holds_something_else(tmp_path: Path) -> None:
         [SFTRow((Message("user", "q"), Message("assistant", "a")))],
     )
     with pytest.raises(ConfigError, match=r"x\.parquet row 0: prompt is null"):
-        read_rows(tmp_path / "x.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "x.parquet", RL_FORMAT))
     with pytest.raises(ConfigError, match="does not exist"):
-        read_rows(tmp_path / "none.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "none.parquet", RL_FORMAT))
     (tmp_path / "bad.parquet").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="not a parquet file"):
-        read_rows(tmp_path / "bad.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "bad.parquet", RL_FORMAT))
