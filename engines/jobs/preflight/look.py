@@ -30,7 +30,6 @@ from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.distillation import DistillationConfig
 from engines.config.look import Answer, Look
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
-from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.suite import suite_sections
 from engines.config.training import LoraConfig
 from engines.data.prepare.arithmetic import generate
@@ -39,12 +38,12 @@ from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.errors import RewardError
+from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
 from engines.rewards.base import SampledTokens, ScoreRequest, Unscored
 from engines.rewards.judges.question import question
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 from infra.identity.hub import RepoType, hub_commit
-from infra.plugins import Row, load_row
 from infra.section_names import renamed_sections
 
 OnHub = TypeVar(
@@ -70,14 +69,16 @@ def look(at: Look) -> Look:
     Raises:
         ConfigError: names the field and what to do.
     """
-    tokenizer, of_other = look_at_model(at.model, at.lora, trains=at.trains), None
+    lora = at.training.lora if at.training else None
+    tokenizer, of_other = look_at_model(at.model, lora, trains=at.trains), None
     if at.against is not None:
         with renamed_sections({"model": "against"}):
             of_other = look_at_model(at.against, None, trains=False)
-            if local_path(at.against.path) is not None:
-                _look_at_engine(Path(str(at.against.path)), at.rollout_engine)
+            look_at_rollout(at.against.path, at.rollout_engine)
+    if at.trains:
+        look_at_training(at.model.path, at.training)
     look_at_stop_tokens(at)
-    look_at_rollout(at)
+    look_at_rollout(at.model.path, at.rollout_engine)
     row = first_row(at.data, "data", tokenizer) if at.data else None
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
@@ -93,10 +94,14 @@ def look(at: Look) -> Look:
     look_at_answers(at)
     if at.reward_model is not None:
         look_at_reward_model(at.reward_model, row)
+        with renamed_sections({"model": "rl.reward.model"}):
+            look_at_training(at.reward_model.path, at.training, values=True)
     if at.judge is not None:
         look_at_judge(at.judge, at.rollout_engine, row)
     if at.teacher is not None:
         look_at_teacher(at.teacher, at.model)
+        with renamed_sections({"model": TEACHER_SECTION}):
+            look_at_training(at.teacher.path, at.training)
     if at.reward is not None:
         look_at_reward(at.reward, row)
     found = with_commits(at)
@@ -242,7 +247,7 @@ def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | N
     with model_of_section("rl.reward.judge"):
         check_model_directory(directory, max_length=judge.max_length)
         _look_at_template(directory, judge.chat_template, row)
-    _look_at_engine(directory, rollout_engine)
+    look_at_rollout(judge.path, rollout_engine)
 
 
 def look_at_teacher(teacher: DistillationConfig, model: ModelConfig) -> None:
@@ -300,7 +305,8 @@ def checkpoint_bytes(at: Look) -> int | None:
         checkpoints are small.
     """
     directory = local_path(at.model.path)
-    if directory is None or at.lora is not None or not at.trains:
+    has_adapter = at.training is not None and at.training.lora is not None
+    if directory is None or has_adapter or not at.trains:
         return None
     bytes_each = BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
     return num_parameters(directory) * bytes_each
@@ -326,37 +332,6 @@ def look_at_answers(at: Look) -> None:
                     f"got {max_new_tokens}; {directory} was built for {context} tokens, prompt and "
                     "answer together; need less; lower it",
                 )
-
-
-def look_at_rollout(at: Look) -> None:
-    """Refuse a local model that the rollout engine does not serve.
-
-    Args:
-        at: what the recipe names.
-
-    Raises:
-        ConfigError: names the engine and what of the model it lacks.
-    """
-    directory = local_path(at.model.path)
-    if directory is not None:
-        _look_at_engine(directory, at.rollout_engine)
-
-
-def _look_at_engine(directory: Path, rollout_engine: str | None) -> None:
-    if rollout_engine is None:
-        return
-    row = ROLLOUT_ENGINES.place(rollout_engine)
-    if row.refuses_model is None:
-        return
-    target = Row(name=f"{row.name} (models)", target=row.refuses_model, owner=row.owner)
-    config = text_config(directory)
-    lacking = load_row(target, ROLLOUT_ENGINES.setting)(config)
-    if lacking:
-        raise ConfigError(
-            ROLLOUT_ENGINES.setting,
-            f"got {row.name}; {directory} is a {config.get('model_type')} model with {lacking}, "
-            "which this engine does not compute; choose another engine or model",
-        )
 
 
 def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:

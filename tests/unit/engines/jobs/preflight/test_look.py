@@ -1,5 +1,7 @@
 """What a recipe names on the hub has one commit, and the commit is what counts."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,14 @@ def test_a_teacher_of_the_hub_has_one_commit(asked: Questions, tmp_path: Path) -
     assert asked == [("owner/teacher", "model", None, "rl.distillation")]
     assert seen.teacher is not None
     assert seen.teacher.revision == f"{1:040x}"
+
+
+def test_a_teacher_has_to_be_one_that_the_ranks_compute(tmp_path: Path) -> None:
+    student = write_model(tmp_path, "0123456789+= user assistant")
+    teacher = tmp_path / "teacher"
+    shutil.copytree(student, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "model_type": "doge"}))
+    with pytest.raises(ConfigError, match="a doge model with a mask") as found:
+        preflight.look(taught(student, path=str(teacher)))
+    assert found.value.path == "rl.distillation.path"
