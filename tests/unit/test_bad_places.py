@@ -24,7 +24,7 @@ from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
-from engines.jobs.preflight.look import BYTES_PER_PARAMETER, checkpoint_bytes
+from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows import platform_probe
 from flows.platform_probe import check_devices, memory_shortage
 from flows.preflight import check_tracking_database, look_of, preflight
