@@ -9,10 +9,13 @@ from contextlib import ExitStack, closing
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
+from engines.controller.rollout import Rollout
+from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
+    HF_DIR,
     initial_source,
     policy_source,
     trained_steps,
@@ -33,6 +36,7 @@ from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt
+from engines.trainers.judges.asking import Judges
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
@@ -51,7 +55,7 @@ from infra.errors import ConfigError
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     """Generate, score and train for one round."""
-    config, spec, rl = context.config, context.spec, context.config.rl
+    config, rl = context.config, context.config.rl
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
@@ -63,52 +67,20 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             )
             rows = load_dataset(context.input("dataset")).rl_rows()
             check_data_sources(rl.reward, (row.data_source for row in rows))
-            roles = _roles(context)
-            hf_dir = context.attempt_dir / "hf"
-            write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
+            worker_spec = _worker_spec(context)
+            hf_dir = worker_spec.serving_dir
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
             prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
-            worker_spec = WorkerSpec(
-                roles=roles,
-                serving_dir=hf_dir,
-                rollout=config.rollout,
-                temperature=rl.sampling.temperature,
-                platform=config.hardware.platform,
-                device_kind=config.hardware.device_kind,
-                seed=spec.seed,
-            )
-            judge = judge_source(
-                context,
-                rl.reward.judge,
-                policy_replica(worker_spec, config.rollout, context.attempt_dir),
-                embedded=config.driver_computes,
-            )
-            workers, rollout, judge_engines = launch_judged_policy(
-                worker_spec,
-                judge.replica if judge else None,
-                context.attempt_dir,
-                queueing(context, config.hardware),
-            )
-            stack.enter_context(closing(workers))
-            stack.enter_context(closing(rollout))
-            judges = stack.enter_context(
-                asked_judges(rl.reward, spec.seed, roles.get(REWARD), workers, judge, judge_engines)
-            )
+            workers, rollout, judges = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         trainer = RLTrainer(
             config,
             workers,
             rollout,
-            PromptSource(prompts, config, spec.seed),
-            CompletionScorer(
-                rewards,
-                tokenizer,
-                rl.algorithm.overlong,
-                num_new_tokens,
-                judges,
-            ),
+            PromptSource(prompts, config, context.spec.seed),
+            CompletionScorer(rewards, tokenizer, rl.algorithm.overlong, num_new_tokens, judges),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
             int(text_config(hf_dir)["vocab_size"]),
@@ -117,6 +89,46 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
         )
         trainer.run()
         return policy_output(context, progress, hf_dir, trainer.trained_steps())
+
+
+def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
+    """What each rank builds; writes what is served of the policy beside its weights."""
+    config, roles = context.config, _roles(context)
+    hf_dir = context.attempt_dir / HF_DIR
+    write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
+    return WorkerSpec(
+        roles=roles,
+        serving_dir=hf_dir,
+        rollout=config.rollout,
+        temperature=config.rl.sampling.temperature,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=context.spec.seed,
+    )
+
+
+def _launch(
+    context: JobContext[RLRoundStageConfig], stack: ExitStack, spec: WorkerSpec
+) -> tuple[WorkerGroup, Rollout, Judges]:
+    """Start the ranks, the engines and the models that judge; the stack closes them."""
+    config, reward = context.config, context.config.rl.reward
+    judge = judge_source(
+        context,
+        reward.judge,
+        policy_replica(spec, config.rollout, context.attempt_dir),
+        embedded=config.driver_computes,
+    )
+    workers, rollout, judge_engines = launch_judged_policy(
+        spec,
+        judge.replica if judge else None,
+        context.attempt_dir,
+        queueing(context, config.hardware),
+    )
+    stack.enter_context(closing(workers))
+    stack.enter_context(closing(rollout))
+    role = spec.roles.get(REWARD)
+    judges = asked_judges(reward, context.spec.seed, role, workers, judge, judge_engines)
+    return workers, rollout, stack.enter_context(judges)
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
