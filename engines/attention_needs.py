@@ -24,6 +24,19 @@ _FAMILIES: Mapping[str, str] = {
 """Model type -> what each of its models needs, whatever its fields say."""
 
 
+def rotary_type(config: Mapping[str, Any]) -> str:
+    """Which rotary embeddings a model has.
+
+    Args:
+        config: of a text model, as in `config.json` of any release of transformers.
+
+    Returns:
+        transformers' name of them; `default` where nothing is said.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def unusual_attention(config: Mapping[str, Any]) -> str | None:
     """What of a model's attention is not computed.
 

@@ -144,6 +144,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
         options="engines.training.backends.megatron_options:MegatronOptions",
+        check_model="engines.training.backends.megatron_models:check_model",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
             "npu": (
@@ -198,6 +199,7 @@ BACKENDS: Mapping[str, Backend] = {
     "torchtitan": Backend(
         language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
         options="engines.training.backends.torchtitan.options:TorchTitanOptions",
+        check_model="engines.training.backends.torchtitan.supported:check_model",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.backends import BACKENDS
 from engines.config.training import TrainingConfig
 from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
 from infra.errors import ConfigError
@@ -33,9 +34,15 @@ def test_what_the_ranks_would_refuse_is_refused_by_the_plan(
     look_at_training("owner/of_the_hub", TrainingConfig())
 
 
-def test_a_backend_that_computes_attention_itself_is_asked_when_it_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_backend_is_asked_before_anything_runs(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
-    look_at_training(str(tmp_path), TrainingConfig(backend="megatron"))
+    with pytest.raises(
+        ConfigError, match=r"^model\.path: got .*, a gpt_oss model.*; need .*; choose"
+    ):
+        look_at_training(str(tmp_path), TrainingConfig(backend=backend))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    look_at_training(str(tmp_path), TrainingConfig(backend=backend))
 
 
 def test_a_rollout_engine_is_asked_in_its_own_words(tmp_path: Path) -> None:
