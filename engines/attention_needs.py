@@ -1,7 +1,7 @@
-"""Which attention a model needs that no attention function of ours computes. No torch.
+"""Which attention a model needs, read from `config.json` alone. No torch: the plan asks, too.
 
 Training and the rollout engine `transformers` replace a model's attention by causal attention, full
-or in a window. Read from `config.json` alone, so that the plan refuses what the engines would.
+or in a window.
 Promises: a model that is named here would be refused at its first forward pass, or computed
 wrongly. Does not promise that every other one is computed: families are known by name, and another
 may ask its attention for what only that pass shows.
