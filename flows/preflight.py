@@ -229,7 +229,7 @@ def look_of(recipe: Recipe) -> Look | None:
         against=recipe.against,
         data=recipe.data,
         suites=recipe.suites,
-        lora=recipe.training.lora,
+        training=recipe.training,
         averages=_averages(recipe),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,

@@ -2,7 +2,8 @@
 
 Promises: `RemoteReplica` is the engine's contract, wherever it runs; its errors arrive as they
 were raised; a replica that died is a `ReplicaLostError` with the last lines of its log.
-Does not start one: `engines.controller.replica_start`.
+Does not start one: `engines.controller.replica_start`. Does not promise deadlines: `close`
+apart, whoever calls has one, and says what it waited for.
 """
 
 import asyncio

@@ -8,17 +8,10 @@ from contextlib import ExitStack, closing
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.mapped_rows import MappedRows
-from engines.jobs.policy.files import HF_DIR
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.answers import KeptAnswers
-from engines.jobs.serving.model import (
-    ServedModel,
-    served_directory,
-    served_foreign,
-    served_policy,
-)
+from engines.jobs.serving.load import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
@@ -42,13 +35,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     with renamed_sections(config.sections), ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            prepare_torch(
-                config.hardware,
-                config.num_threads,
-                context.journal.log,
-                computes=config.driver_computes,
-            )
-            served = evaluated_model(context)
+            served = load_served(context, config.model)
             dataset = load_dataset(context.input("dataset"))
             rows = MappedRows(dataset.evaluation_rows(), context.attempt_dir)
             stack.enter_context(closing(rows))
@@ -75,17 +62,6 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     }
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
     return JobOutput("evaluation", metrics | told_sources(evaluation))
-
-
-def evaluated_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
-    """The input `policy`, or the input `model`, or the model of nobody's making."""
-    policy_dir, model_dir = (context.optional_input(name) for name in ("policy", "model"))
-    if policy_dir is not None:
-        return served_policy(policy_dir)
-    if context.config.model is not None:
-        serving_dir = context.attempt_dir / HF_DIR
-        return served_foreign(context.config.model, model_dir, serving_dir)
-    return served_directory(context.input("model"))
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:

@@ -16,9 +16,8 @@ from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.errors import NothingToTrainOnError
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.answers import Generate, KeptAnswers
-from engines.jobs.serving.model import served_policy
+from engines.jobs.serving.load import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
@@ -45,13 +44,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            prepare_torch(
-                config.hardware,
-                config.num_threads,
-                context.journal.log,
-                computes=config.driver_computes,
-            )
-            served = served_policy(context.input("policy"))
+            served = load_served(context)
             rows = asked_rows(config, load_dataset(context.input("dataset")), context.spec.seed)
             if config.self_play.source == "best_worst":
                 check_data_sources(config.reward, (row.data_source for row in rows))

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from engines.architecture import class_refusal, model_class, position_refusal
+from engines.architecture import class_refusal, model_class, position_refusal, text_settings
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
@@ -233,9 +233,7 @@ class InferenceModel:
 
 def _check_supported(whole: PretrainedConfig, hf_dir: Path) -> None:
     config = whole.get_text_config()
-    # Some configurations compute the types of their layers and keep them out of their dictionary.
-    layer_types = getattr(config, "layer_types", None)
-    lacking = refusal({**config.to_dict(), "layer_types": layer_types})
+    lacking = refusal(text_settings(config))
     if lacking:
         raise ConfigError(
             "rollout.engine",
