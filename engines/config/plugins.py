@@ -280,6 +280,12 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="xlam",
+            target=f"{_LAYOUTS}.xlam:XLAM",
+            options=f"{_LAYOUTS}.xlam:XLAMOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="dapo_math_17k",
             target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
             options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",

@@ -155,7 +155,7 @@ def build_dataset(
         for name, file in _FILES.items():
             if name not in _PAIRS or len(getattr(kept, name)):
                 rows = getattr(kept, name)
-                write_batches(out_dir / file, rows.format.schema, rows.batches())
+                write_batches(out_dir / file, rows.format, rows.batches(), rows.is_plain)
     checked = tokenizer is not None
     summary = DatasetSummary(
         **{

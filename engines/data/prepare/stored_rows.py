@@ -45,6 +45,7 @@ class StoredRows(Generic[RowT]):
         sources: (N,) int32, the place of its data source in `data_sources`.
         data_sources: names.
         kept: (N,) bool, whether the row is one of these rows.
+        is_plain: whether all stored rows are, without tools and calls.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class StoredRows(Generic[RowT]):
     sources: np.ndarray
     data_sources: tuple[str, ...]
     kept: np.ndarray
+    is_plain: bool
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.kept))
@@ -121,6 +123,7 @@ class RowWriter(Generic[RowT]):
         self._prompts = bytearray()
         self._sources = array("i")
         self._places: dict[str, int] = {}
+        self._is_plain = True
 
     def __enter__(self) -> "RowWriter[RowT]":
         self._writer = self._files.enter_context(_writing(self._path, self._format.schema))
@@ -139,6 +142,7 @@ class RowWriter(Generic[RowT]):
     def add(self, row: RowT) -> None:
         """The next row."""
         self._waiting.append(row)
+        self._is_plain = self._is_plain and row.is_plain
         self._prompts += prompt_digest(row.prompt)
         self._sources.append(self._places.setdefault(row.data_source, len(self._places)))
         if len(self._waiting) == BATCH_ROWS:
@@ -152,6 +156,7 @@ class RowWriter(Generic[RowT]):
             order: their numbers as they are to follow, each at most once, (M,) int64.
         """
         self._flush()
+        self._is_plain = self._is_plain and rows.is_plain
         self._prompts += rows.prompts[order].tobytes()
         names = [self._places.setdefault(n, len(self._places)) for n in rows.data_sources]
         self._sources.extend(np.array(names, np.int32)[rows.sources[order]].tolist())
@@ -168,6 +173,7 @@ class RowWriter(Generic[RowT]):
             sources=sources,
             data_sources=tuple(self._places),
             kept=np.ones(len(sources), bool),
+            is_plain=self._is_plain,
         )
 
     def _flush(self) -> None:
@@ -196,13 +202,15 @@ def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredR
 def prompt_digest(prompt: Iterable[Message]) -> bytes:
     """What prompts have in common that differ in nothing but white space around their messages.
 
+    The tools that are offered do not count.
+
     Args:
         prompt: its messages; no text of a row holds NUL.
 
     Returns:
         16 bytes.
     """
-    return digest_of(part for each in prompt for part in (each.role, each.content.strip()))
+    return digest_of(part for each in prompt for part in (each.role, each.said.strip()))
 
 
 def digest_of(texts: Iterable[str]) -> bytes:

@@ -3,8 +3,8 @@
 Promises: the same messages give the same text on every day and machine (there is no clock: a
 template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
 sandbox, since it comes with the model; its errors become one line that names the template line.
-Renders what transformers renders for messages with a role and text content. Not supported:
-descriptions of tools, documents, images.
+Renders what transformers renders for messages with text content, calls of tools and what these
+returned, and for the tools themselves. Not supported: documents, images.
 """
 
 import json
@@ -77,7 +77,9 @@ def render(
     compiled = _compile(template)
     try:
         marked = compiled.render(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
+            messages=[_turn(message) for message in messages],
+            tools=[json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             **(special_tokens or {}),
         )
@@ -89,6 +91,23 @@ def render(
             f"({roles}); need a template for these roles",
         ) from None
     return _take_spans(marked)
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: no key that says nothing, arguments as objects."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.is_plain:
+        return turn
+    calls = [
+        {
+            **({"id": call.id} if call.id else {}),
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call in message.tool_calls
+    ]
+    given = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    return turn | {key: value for key, value in given.items() if value}
 
 
 def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
@@ -177,8 +196,20 @@ def _where(error: Exception) -> str:
     return f"line {line}: " if line else ""
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
