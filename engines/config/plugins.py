@@ -280,6 +280,12 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="geometry3k",
+            target=f"{_LAYOUTS}.geometry3k:Geometry3k",
+            options=f"{_LAYOUTS}.geometry3k:Geometry3kOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="xlam",
             target=f"{_LAYOUTS}.xlam:XLAM",
             options=f"{_LAYOUTS}.xlam:XLAMOptions",

@@ -6,7 +6,8 @@
 
 Promises: rows come back as they were added and in that order; in memory are, per row, 16 bytes of
 its prompt's digest, 4 of its data source and 1 that says whether it is kept, and of the rows
-themselves one batch. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
+themselves one batch; their images lie beside them, each once. Prompts with equal digests (BLAKE2b,
+128 bits) count as equal.
 Does not promise: that the file can be read by another version; it is gone when the data set is
 written. A sample in another order takes 24 bytes of each row while it is drawn, and a source that
 drops duplicates about 100.
@@ -24,8 +25,9 @@ from typing import Generic
 import numpy as np
 import pyarrow as pa
 
+from engines.data.images.store import ImageFolder, keep_images
 from engines.data.read.row_files import BATCH_ROWS, RowFormat, RowT
-from engines.data.read.rows import Message
+from engines.data.read.rows import Message, RLRow
 
 _DIGEST_BYTES = 16
 _MIN_RUN_ROWS = 16 * BATCH_ROWS
@@ -45,7 +47,7 @@ class StoredRows(Generic[RowT]):
         sources: (N,) int32, the place of its data source in `data_sources`.
         data_sources: names.
         kept: (N,) bool, whether the row is one of these rows.
-        is_plain: whether all stored rows are, without tools and calls.
+        is_plain: whether all stored rows are, without tools, calls and images.
     """
 
     path: Path
@@ -75,6 +77,12 @@ class StoredRows(Generic[RowT]):
                     yield batch
                 elif kept.any():
                     yield batch.filter(pa.array(kept))
+
+    def images(self) -> Iterator[str]:
+        """The digests of the images of these rows, in their order; some come again."""
+        if not self.is_plain and "images" in self.format.schema.names:
+            for batch in self.batches():
+                yield from batch.column("images").flatten().to_pylist()
 
     def only(self, chosen: np.ndarray) -> "StoredRows[RowT]":
         """Some of these rows.
@@ -141,6 +149,8 @@ class RowWriter(Generic[RowT]):
 
     def add(self, row: RowT) -> None:
         """The next row."""
+        if isinstance(row, RLRow):
+            row = keep_images(row, image_folder(self._path))
         self._waiting.append(row)
         self._is_plain = self._is_plain and row.is_plain
         self._prompts += prompt_digest(row.prompt)
@@ -180,6 +190,11 @@ class RowWriter(Generic[RowT]):
         if self._waiting:
             self._writer.write_batch(self._format.batch(self._waiting))
             self._waiting = []
+
+
+def image_folder(path: Path) -> ImageFolder:
+    """Where the images of stored rows lie: beside them, each once for all files of a directory."""
+    return ImageFolder(path.parent / "images")
 
 
 def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredRows[RowT]:

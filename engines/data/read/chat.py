@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engines.data.read.chat_template import Rendered, render
-from engines.data.read.rows import Message
+from engines.data.read.rows import IMAGE_MARK, Message
 from engines.data.read.tokenizer import ChatTokenizer, encode_texts, template_source
 from infra.errors import ConfigError
 
@@ -198,18 +198,24 @@ def _render(
         )
 
     whole = rendered(messages)
-    for without, lost, remedy in _TOOL_PARTS:
+    for without, lost, remedy in _PARTS:
         less = [without(message) for message in messages]
         if less != list(messages) and rendered(less).text == whole.text:
             raise ConfigError(
                 "model.chat_template",
-                f"leaves out {lost}; need one that writes {remedy}; set another, or leave out the "
-                "rows with tools",
+                f"leaves out {lost}; need one that writes {remedy}; set another, or leave out such "
+                "rows",
             )
     return whole
 
 
-_TOOL_PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
+def _without_images(message: Message) -> Message:
+    if not message.images:
+        return message
+    return replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
+
+
+_PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     (
         lambda message: replace(message, content="") if message.role == "tool" else message,
         "what a tool returned",
@@ -217,6 +223,7 @@ _TOOL_PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     ),
     (lambda message: replace(message, tool_calls=()), "what the assistant calls", "tool_calls"),
     (lambda message: replace(message, tools=()), "the tools that are offered", "tools"),
+    (_without_images, "images", "a placeholder for each part of the type image"),
 )
 """Many templates know three roles and text alone, and skip the rest: a message without the part,
 what the part is, and what a template has to write."""

@@ -3,8 +3,8 @@
 Promises: the same messages give the same text on every day and machine (there is no clock: a
 template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
 sandbox, since it comes with the model; its errors become one line that names the template line.
-Renders what transformers renders for messages with text content, calls of tools and what these
-returned, and for the tools themselves. Not supported: documents, images.
+Renders what transformers renders for messages with text and images, calls of tools and what these
+returned, and for the tools themselves. Not supported: documents.
 """
 
 import json
@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engines.data.read.rows import Message
+from engines.data.read.rows import IMAGE_MARK, Message
 from infra.errors import ConfigError
 
 END_TOKEN = "<|end|>"  # noqa: S105 - a token of the vocabulary
@@ -93,9 +93,20 @@ def render(
     return _take_spans(marked)
 
 
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Text or, of a message with images, its parts."""
+    if not message.images:
+        return message.content
+    first, *others = message.content.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += ({"type": "image"}, {"type": "text", "text": text})
+    return [part for part in parts if part.get("text") != ""]
+
+
 def _turn(message: Message) -> dict[str, Any]:
     """A message as templates expect it: no key that says nothing, arguments as objects."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.is_plain:
         return turn
     calls = [

@@ -2,6 +2,7 @@
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
     preference.parquet  preference_eval.parquet (where there are such rows)
+    images.parquet (where rows show images)
     decontamination.json (where `data.decontamination` asks for it)
 
 Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.data.images.store import ImageFile
 from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
@@ -21,6 +23,7 @@ SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
 PREFERENCE_FILE = "preference.parquet"
 PREFERENCE_EVALUATION_FILE = "preference_eval.parquet"
 SUMMARY_FILE = "summary.json"
+IMAGES_FILE = "images.parquet"
 DECONTAMINATION_FILE = "decontamination.json"
 TOKENIZER_DIR = "tokenizer"
 
@@ -54,6 +57,10 @@ class Dataset:
     def _pairs(self, name: str) -> tuple[PreferenceRow, ...]:
         path = self.directory / name
         return read_rows(path, PREFERENCE_FORMAT) if path.exists() else ()
+
+    def images(self) -> ImageFile:
+        """Those that rows show, by their digests."""
+        return ImageFile.open(self.directory / IMAGES_FILE)
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

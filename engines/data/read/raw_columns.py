@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.data.read.rows import (
     ROLES,
+    Image,
     Message,
     RowError,
     ToolCall,
@@ -161,6 +162,37 @@ def parse_tools(value: object, name: str) -> tuple[str, ...]:
         check_json(tool, where)
         tools.append(json_text({"type": "function", **tool}))
     return tuple(tools)
+
+
+def parse_images(value: object, name: str) -> tuple[Image, ...]:
+    """Images of a raw row: `{bytes, path}`, as `datasets` stores them, or bytes.
+
+    Args:
+        value: a list of them, or null.
+        name: the field's name, for errors.
+
+    Returns:
+        In their order.
+
+    Raises:
+        RowError: another type, or a path alone.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{name} is {type_name(value)}; need a list")
+    return tuple(_image(item, f"{name}[{place}]") for place, item in enumerate(value))
+
+
+def _image(item: object, where: str) -> Image:
+    if isinstance(item, Image):
+        return item
+    if isinstance(item, Mapping):
+        item, where = item.get("bytes"), f"{where}.bytes"
+    if not isinstance(item, bytes):
+        shown = "null" if item is None else type_name(item)
+        raise RowError(f"{where} is {shown}; need the bytes of a file, embedded in the table")
+    return Image.of(item)
 
 
 def json_text(value: object) -> str:

@@ -5,12 +5,13 @@ Promises: a row of another shape raises `RowError` with the path of the first th
 Does not promise: other layouts; `engines.data.prepare.preprocessors` reads those.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.data.read.raw_columns import (
     check_weight,
     messages_of_text,
+    parse_images,
     parse_json,
     parse_json_list,
     parse_json_object,
@@ -25,6 +26,7 @@ from engines.data.read.rows import (
     RowError,
     SFTRow,
     check_text,
+    with_images,
     with_tools,
 )
 
@@ -34,7 +36,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
 
     Args:
         columns: `prompt` and `reward_model` are needed; `data_source`, `ability`,
-            `extra_info` and `tools` have defaults.
+            `extra_info`, `tools` and `images` have defaults.
 
     Returns:
         The valid row.
@@ -44,10 +46,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     """
     return RLRow(
         data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
-        prompt=with_tools(
-            parse_messages(columns.get("prompt"), "prompt"),
-            parse_tools(columns.get("tools"), "tools"),
-        ),
+        prompt=_with_extras(parse_messages(columns.get("prompt"), "prompt"), columns),
         ability=columns.get("ability") or "",
         reward_model=_reward_model(columns.get("reward_model")),
         extra_info=parse_json_object(columns.get("extra_info"), "extra_info"),
@@ -72,7 +71,7 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
         check_weight(turn, message.role, f"messages[{place}]")
     return SFTRow(
-        with_tools(parsed, parse_tools(columns.get("tools"), "tools")),
+        _with_extras(parsed, columns),
         check_text(columns.get("data_source", "unknown"), "data_source"),
     )
 
@@ -111,7 +110,7 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     if not prompt:
         raise RowError("prompt is null, and chosen is no conversation that holds it")
     return PreferenceRow(
-        with_tools(prompt, parse_tools(columns.get("tools"), "tools")),
+        _with_extras(prompt, columns),
         chosen.content,
         rejected.content,
         check_text(columns.get("data_source") or "unknown", "data_source"),
@@ -138,6 +137,12 @@ def parse_margin(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowError(f"margin is {value!r}; need a number or null")
     return float(value)
+
+
+def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Messages with the tools and the images of their row."""
+    offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
+    return with_images(offered, parse_images(columns.get("images"), "images"))
 
 
 def _answer(value: object, name: str) -> tuple[tuple[Message, ...], Message]:

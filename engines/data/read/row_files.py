@@ -8,10 +8,11 @@
                                prompt list<struct<role, content>>, chosen string, rejected string,
                                data_source string, margin double
 
-Files in which a row has tools or calls hold more: messages have `tool_calls` (as OpenAI's API has
-them: list<struct<id, type, function<name, arguments>>>, arguments a JSON object as text),
-`tool_call_id` and `name`; rows have `tools` (JSON text of a list), pairs `chosen_calls` and
-`rejected_calls`.
+Files in which a row has tools, calls or images hold more: messages have `tool_calls` (as OpenAI's
+API has them: list<struct<id, type, function<name, arguments>>>, arguments a JSON object as text),
+`tool_call_id` and `name`; rows have `tools` (JSON text of a list), RL rows `images` (list<string>,
+the digests of those in the prompt; `engines.data.images.store` holds them), pairs `chosen_calls`
+and `rejected_calls`.
 A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
 `ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
 Promises: what is written is read back equal; equal rows give equal bytes, however they are cut into
@@ -34,6 +35,7 @@ import pyarrow.parquet as pq
 from engines.data.read.raw_columns import parse_messages, parse_tool_calls, parse_tools
 from engines.data.read.raw_rows import parse_margin, rl_row, sft_row
 from engines.data.read.rows import (
+    Image,
     Message,
     PreferenceRow,
     RewardModel,
@@ -63,6 +65,7 @@ _CALLS = pa.list_(
         ]
     )
 )
+_DIGESTS = pa.list_(pa.string())
 _MESSAGES = pa.list_(
     pa.struct(
         [
@@ -85,7 +88,8 @@ class RowFormat(Generic[RowT]):
 
     Attributes:
         schema: of the columns.
-        plain_schema: of a file in which no row has tools or calls: some of the columns.
+        plain_schema: of a file whose rows are plain, without tools, calls and images: some of the
+            columns.
         columns: of rows, in the order of the schema.
         parse: the row of one value of each column; raises `RowError`.
     """
@@ -335,6 +339,7 @@ def _rl_columns(rows: Sequence[RLRow]) -> list[pa.Array]:
         _rewards([row.reward_model for row in rows]),
         _texts([_JSON.encode(row.extra_info) if row.extra_info else "{}" for row in rows]),
         _tools([row.prompt for row in rows]),
+        pa.array([[image.sha256 for image in row.images] or None for row in rows], _DIGESTS),
     ]
 
 
@@ -359,6 +364,12 @@ def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
     ]
 
 
+def _stored_rl(columns: Mapping[str, Any]) -> RLRow:
+    """A row as it was written: its images are digests."""
+    digests = columns.get("images")
+    return rl_row({**columns, "images": [Image(each) for each in digests]} if digests else columns)
+
+
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
     """A pair as it was written: its answers are texts, even those that are JSON of messages."""
     return PreferenceRow(
@@ -376,8 +387,8 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
 
 
 def _schemas(*fields: tuple[str, pa.DataType], more: Iterable[str]) -> tuple[pa.Schema, pa.Schema]:
-    """Of all columns, `more` the last, and of those of rows without tools and calls."""
-    types = {"tools": pa.string()}
+    """Of all columns, `more` the last, and of those of plain rows."""
+    types = {"tools": pa.string(), "images": _DIGESTS}
     plain = [(name, _PLAIN_MESSAGES if type == _MESSAGES else type) for name, type in fields]
     whole = [*fields, *((name, types.get(name, _CALLS)) for name in more)]
     return pa.schema(whole), pa.schema(plain)
@@ -390,10 +401,10 @@ RL_FORMAT: RowFormat[RLRow] = RowFormat(
         ("ability", pa.string()),
         ("reward_model", _REWARD_MODEL),
         ("extra_info", pa.string()),
-        more=("tools",),
+        more=("tools", "images"),
     ),
     _rl_columns,
-    rl_row,
+    _stored_rl,
 )
 SFT_FORMAT: RowFormat[SFTRow] = RowFormat(
     *_schemas(("messages", _MESSAGES), ("data_source", pa.string()), more=("tools",)),

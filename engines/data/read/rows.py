@@ -14,9 +14,11 @@ A row that breaks a rule raises `RowError`, whose text starts with the field's p
 knows the file adds the place.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 _FOLLOWERS = {
@@ -26,6 +28,9 @@ _FOLLOWERS = {
     "tool": ("assistant", "tool"),
 }
 ROLES = tuple(_FOLLOWERS)
+IMAGE_MARK = "<image>"
+"""Where an image stands in the text of a message."""
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")
 PROMPT_ENDS = ("user", "tool")
 """Roles that an answer follows."""
 
@@ -50,6 +55,29 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image that a message shows; equal ones have equal bytes.
+
+    Attributes:
+        sha256: of its bytes, in hex.
+        data: the bytes, as a source has them; None: the images of the data set hold them.
+    """
+
+    sha256: str
+    data: bytes | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(data: bytes) -> "Image":
+        """The image of these bytes."""
+        return Image(hashlib.sha256(data).hexdigest(), data)
+
+    @property
+    def word(self) -> str:
+        """The digest in letters alone: one word, which no other image has."""
+        return self.sha256.translate(_LETTERS)
+
+
+@dataclass(frozen=True)
 class Message:
     """One turn of a conversation.
 
@@ -61,6 +89,8 @@ class Message:
         name: of the role `tool`, the function that returned; likewise.
         tools: of the first message alone: what the assistant may call in this conversation. Each
             is the JSON text of `{type: function, function: {name, description, parameters}}`.
+        images: of the user, one for each `IMAGE_MARK` in the content, in their order; without
+            images the mark is text.
     """
 
     role: str
@@ -69,17 +99,23 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     tools: tuple[str, ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether role and content say all."""
-        return not (self.tool_calls or self.tool_call_id or self.name or self.tools)
+        extras = (self.tool_calls, self.tool_call_id, self.name, self.tools, self.images)
+        return not any(extras)
 
     @property
     def said(self) -> str:
-        """Content and calls as one text: equal only where both are."""
+        """Content, calls and images as one text: equal only where all of them are."""
         calls = (f"\n{call.name}{call.arguments}" for call in self.tool_calls)
-        return "".join((self.content, *calls))
+        if not self.images:
+            return "".join((self.content, *calls))
+        first, *others = self.content.split(IMAGE_MARK)
+        shown = zip(self.images, others, strict=True)
+        return "".join((first, *(f" {image.word} {text}" for image, text in shown)))
 
 
 def with_tools(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
@@ -94,6 +130,33 @@ def with_tools(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Mes
     """
     first, *others = messages
     return (replace(first, tools=tools), *others) if tools else tuple(messages)
+
+
+def with_images(messages: Sequence[Message], images: Sequence[Image]) -> tuple[Message, ...]:
+    """A conversation that shows images.
+
+    Args:
+        messages: with as many `IMAGE_MARK` in what the user says.
+        images: in the order of the marks; none: the marks are text.
+
+    Returns:
+        The same messages, each with its images.
+
+    Raises:
+        RowError: there are more marks, or fewer.
+    """
+    if not images:
+        return tuple(messages)
+    counts = [m.content.count(IMAGE_MARK) if m.role == "user" else 0 for m in messages]
+    if sum(counts) != len(images):
+        raise RowError(
+            f"{len(images)} images are given for {sum(counts)} {IMAGE_MARK}; need one each"
+        )
+    ends = accumulate(counts)
+    return tuple(
+        replace(message, images=tuple(images[end - count : end])) if count else message
+        for message, count, end in zip(messages, counts, ends, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -144,6 +207,11 @@ class RLRow:
         """Whether all messages are."""
         return all(message.is_plain for message in self.prompt)
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Those of the prompt, in their order."""
+        return tuple(image for message in self.prompt for image in message.images)
+
 
 @dataclass(frozen=True)
 class SFTRow:
@@ -160,6 +228,7 @@ class SFTRow:
     def __post_init__(self) -> None:
         check_text(self.data_source, "data_source")
         check_roles(self.messages, "messages", last=("assistant",))
+        _refuse_images(self.messages)
 
     @property
     def is_plain(self) -> bool:
@@ -198,6 +267,7 @@ class PreferenceRow:
     def __post_init__(self) -> None:
         check_text(self.data_source, "data_source")
         check_roles(self.prompt, "prompt", last=PROMPT_ENDS)
+        _refuse_images(self.prompt)
         for name, answer in zip(("chosen", "rejected"), self.answers, strict=True):
             _check_said(answer, name, name)
         check_json(self.margin, "margin")
@@ -265,6 +335,10 @@ def _check_said(message: Message, where: str, content: str) -> None:
         return
     if message.tool_calls and message.role != "assistant":
         raise RowError(f"{where}.tool_calls is given; need it of the assistant alone")
+    if message.images and message.role != "user":
+        raise RowError(f"{where}.images is given; need it of the user alone")
+    if message.images and message.content.count(IMAGE_MARK) != len(message.images):
+        raise RowError(f"{where}.images are {len(message.images)}; need one for each {IMAGE_MARK}")
     if (message.tool_call_id or message.name) and message.role != "tool":
         named = "tool_call_id" if message.tool_call_id else "name"
         raise RowError(f"{where}.{named} is given; need it of the role tool alone")
@@ -277,6 +351,11 @@ def _check_said(message: Message, where: str, content: str) -> None:
         _check_object(call.arguments, f"{at}.arguments")
     for place, tool in enumerate(message.tools):
         _check_object(tool, f"{where}.tools[{place}]")
+
+
+def _refuse_images(messages: Sequence[Message]) -> None:
+    if any(message.images for message in messages):
+        raise RowError("images are given; need text: rows of data.rl and data.evaluation have some")
 
 
 def _check_object(text: str, name: str) -> None:

@@ -110,7 +110,8 @@ def test_problems_with_answers_are_not_all_of_one_set(tmp_path: Path) -> None:
 
 
 def test_each_that_can_be_recognised_is_tried_above() -> None:
-    assert {layout for _, layout, _ in ROWS} == {*recognised_layouts()}
+    # Geometry3k has images, which only a table holds; its own tests find it.
+    assert {layout for _, layout, _ in ROWS} | {"geometry3k"} == {*recognised_layouts()}
 
 
 def test_rows_that_cannot_be_used_are_reported_as_ever(tmp_path: Path) -> None:
