@@ -37,6 +37,10 @@ PluginKind = Literal[
 ]
 
 
+IMAGES = "images"
+"""Capability of a rollout engine: `engines.rollout.base.Capability.IMAGES`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardRow(Row):
     """A reward function.
@@ -99,7 +103,7 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
-            capabilities=("sleep_frees_memory", "exact_continuation"),
+            capabilities=("sleep_frees_memory", "exact_continuation", "images"),
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
@@ -374,6 +378,12 @@ def structured_output_engines() -> list[str]:
     """Names of the rollout engines that can sample texts of a given form, sorted."""
     rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
     return sorted({row.name for row in rows if row.structured_output})
+
+
+def image_engines() -> list[str]:
+    """Names of the rollout engines that show a model images, sorted."""
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return sorted({row.name for row in rows if IMAGES in row.capabilities})
 
 
 def named_rows(

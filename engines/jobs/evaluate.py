@@ -6,6 +6,7 @@ Promises: answers that another evaluation of the same model kept are judged, not
 from contextlib import ExitStack
 
 from engines.config.stages.final import EvaluateStageConfig
+from engines.data.images.processor import prompt_images
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy.files import HF_DIR
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
@@ -48,17 +49,20 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
                 computes=config.driver_computes,
             )
             served = evaluated_model(context)
-            rows = load_dataset(context.input("dataset")).evaluation_rows()
+            dataset = load_dataset(context.input("dataset"))
+            rows = dataset.evaluation_rows()
             check_data_sources(config.reward, (row.data_source for row in rows))
+            images = prompt_images(served.hf_dir, dataset.images())
             prompts = prompts_within(
                 rows,
                 policy_tokenizer(served.hf_dir),
                 served.context_length,
                 config.evaluation.answer_length,
                 "evaluation.max_new_tokens",
+                images,
             )
             serving = serve(context, stack, served, rewards)
-        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)
+        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed, images)
         answers = KeptAnswers(context, serving.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
+from engines.data.images.processor import prompt_images
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
@@ -61,14 +62,18 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            rows = load_dataset(context.input("dataset")).rl_rows()
+            dataset = load_dataset(context.input("dataset"))
+            rows = dataset.rl_rows()
             check_data_sources(rl.reward, (row.data_source for row in rows))
             roles = _roles(context)
             hf_dir = context.attempt_dir / "hf"
             write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
-            prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
+            images = prompt_images(hf_dir, dataset.images())
+            prompts = prompts_within(
+                rows, tokenizer, config.model.max_length, num_new_tokens, images=images
+            )
             worker_spec = WorkerSpec(
                 roles=roles,
                 serving_dir=hf_dir,
@@ -101,7 +106,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             config,
             workers,
             rollout,
-            PromptSource(prompts, config, spec.seed),
+            PromptSource(prompts, config, spec.seed, images),
             CompletionScorer(
                 rewards,
                 tokenizer,

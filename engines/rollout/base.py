@@ -39,6 +39,9 @@ class Capability(Enum):
     """Takes its weights in processes of its own: the source must be readable there."""
     ADAPTERS = "adapters"
     """Takes an adapter beside the weights it stands on; such an engine is made with its shape."""
+    IMAGES = "images"
+    """Shows a model that sees the images of a request: `RolloutRequest.images`. In the engine's
+    row, too."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.data.images.processor import PromptImages
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
 from engines.data.read.training_order import VisitedRow, order_of
@@ -56,6 +57,7 @@ class PromptSource:
         prompts: the tokenized RL split.
         config: sizes, sampling and round.
         seed: of the run.
+        images: of the prompts; None: they show none.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class PromptSource:
         prompts: Sequence[RLPrompt],
         config: RLRoundStageConfig,
         seed: int,
+        images: PromptImages | None = None,
     ) -> None:
         self._prompts = prompts
+        self.images = images
         self._config, self._round = config.rl, config.round
         self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
@@ -115,6 +119,7 @@ class PromptSource:
                 seeds=sample_seeds(
                     self.seed, f"{name}{first_group + place}", self._config.group_size
                 ),
+                images=self.images.encoded(prompt.row) if self.images else (),
             )
             for place, prompt in enumerate(prompts)
         )
@@ -125,7 +130,9 @@ class PromptSource:
     def _greedy_request(self, request: RolloutRequest) -> RolloutRequest:
         sampling = replace(self._sampling, temperature=0.0)
         name = f"{request.request_id}/greedy"
-        return RolloutRequest(name, request.prompt_ids, sampling, request.seeds[:1])
+        return RolloutRequest(
+            name, request.prompt_ids, sampling, request.seeds[:1], images=request.images
+        )
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:

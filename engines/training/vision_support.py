@@ -1,12 +1,9 @@
 """Where a model that sees images can be trained; read from its `config.json` alone."""
 
-from engines.checkpoint.model_directory import vision_model_type
+from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
 from engines.config.backends import BACKENDS
 from engines.training.spec import EngineSpec
 from infra.errors import ConfigError
-
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures whose images are patches with a grid, and whose positions follow the grid."""
 
 
 def check_vision(spec: EngineSpec) -> None:
@@ -25,8 +22,8 @@ def check_vision(spec: EngineSpec) -> None:
     what = f"{spec.hf_dir} is a {architecture}, which sees images"
     if backend not in able:
         problem = f"{what}; {backend} trains text models; use {' or '.join(able)}"
-    elif architecture not in MODEL_TYPES:
-        problem = f"{what}; of those only {', '.join(MODEL_TYPES)} can be trained"
+    elif architecture not in VISION_MODEL_TYPES:
+        problem = f"{what}; of those only {', '.join(VISION_MODEL_TYPES)} can be trained"
     elif spec.model_type == "value_model":
         problem = f"{what}; a value model cannot; choose a text model"
     elif spec.training.ulysses_size > 1:

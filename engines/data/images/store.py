@@ -5,7 +5,6 @@
 Promises: the bytes are those of the source, undecoded; equal images in equal order give an equal
 file; a row group ends at 1 MiB, so reading one image reads no more than that beside it, and writing
 holds no more; what is read has the digest that it is asked by.
-Does not promise: that an image decodes to the end; its header was read (`image_size`).
 """
 
 import hashlib
@@ -93,12 +92,18 @@ def check_images(row: RLRow) -> None:
         row: as a layout made it.
 
     Raises:
-        RowError: one has no bytes, or they are no image.
+        RowError: one has no bytes, or they are no whole image.
     """
     for place, image in enumerate(row.images):
+        name = f"images[{place}]"
         if image.data is None:
-            raise RowError(f"images[{place}] is a digest; need the bytes of a file")
-        image_size(image.data, f"images[{place}]")
+            raise RowError(f"{name} is a digest; need the bytes of a file")
+        image_size(image.data, name)
+        try:
+            with Pillow.open(io.BytesIO(image.data), formats=FORMATS) as picture:
+                picture.load()
+        except (OSError, ValueError, SyntaxError) as error:
+            raise RowError(f"{name} ends early or is damaged ({error}); need the whole") from None
 
 
 def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:

@@ -6,7 +6,7 @@ counted; ids and order are a pure function of rows and tokenizer.
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -17,6 +17,8 @@ from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
+Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
+"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it."""
 
 
 class PackedConversations(Sequence[RenderedConversation]):
@@ -131,6 +133,7 @@ def rl_prompts(
     tokenizer: ChatTokenizer,
     max_prompt_length: int,
     on_overlong: OnOverlong = "error",
+    expanded: Expanded | None = None,
 ) -> tuple[RLPrompt, ...]:
     """Tokenize the prompts of RL or evaluation rows.
 
@@ -139,14 +142,25 @@ def rl_prompts(
         tokenizer: with a chat template.
         max_prompt_length: most tokens of one prompt, chat template included.
         on_overlong: `error`, or `drop` and count.
+        expanded: makes room for the images of a row; None where nobody sees any.
 
     Returns:
         The prompts that fit, in row order.
 
     Raises:
-        ConfigError: a prompt has no token, is too long, or none is left.
+        ConfigError: a prompt has no token, is too long, shows images that nobody sees, or none is
+            left.
     """
     prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
+    for place, row in enumerate(rows):
+        if row.images and expanded is None:
+            raise ConfigError(
+                "data",
+                f"row {place} of the split shows images, which this stage does not read; need "
+                "text; leave out such rows",
+            )
+        if row.images and expanded is not None:
+            prompt_ids[place] = expanded(row, prompt_ids[place])
     kept = fitting_prompts([len(ids) for ids in prompt_ids], max_prompt_length, on_overlong)
     return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
 

@@ -44,6 +44,8 @@ _HF_FILES = (
     "merges.txt",
     "chat_template.jinja",
     TOOL_TEMPLATE,
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

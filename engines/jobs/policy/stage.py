@@ -12,6 +12,7 @@ from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.pool import Queueing
+from engines.data.images.processor import PromptImages
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
@@ -54,6 +55,7 @@ def prompts_within(
     max_length: int,
     max_new_tokens: int,
     path: str = "rl.sampling.max_new_tokens",
+    images: PromptImages | None = None,
 ) -> tuple[RLPrompt, ...]:
     """Tokenized prompts that leave room for a whole answer.
 
@@ -63,6 +65,7 @@ def prompts_within(
         max_length: context in tokens.
         max_new_tokens: of an answer.
         path: the setting that limits it.
+        images: of the rows; None: they show none.
 
     Returns:
         One prompt per row, in row order.
@@ -73,7 +76,8 @@ def prompts_within(
     check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    prompts = rl_prompts(rows, tokenizer, max_length)
+    expanded = images.expanded if images else None
+    prompts = rl_prompts(rows, tokenizer, max_length, expanded=expanded)
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
     room = max_length - len(longest.prompt_ids)
     if room < max_new_tokens:

@@ -48,7 +48,9 @@ class TransformersEngine(RolloutEngine):
         ConfigError: bad options, no model configuration, or an unsupported architecture.
     """
 
-    capabilities = frozenset({Capability.SLEEP_FREES_MEMORY, Capability.EXACT_CONTINUATION})
+    capabilities = frozenset(
+        {Capability.SLEEP_FREES_MEMORY, Capability.EXACT_CONTINUATION, Capability.IMAGES}
+    )
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -87,7 +89,13 @@ class TransformersEngine(RolloutEngine):
         if not self._can_serve():
             raise RolloutError(self._refusal())
         taken = itertools.chain.from_iterable(self._taken.values())
-        check_requests(requests, taken, self._model.context_length, self._model.vocab_size)
+        check_requests(
+            requests,
+            taken,
+            self._model.context_length,
+            self._model.vocab_size,
+            images=self._model.sees,
+        )
         call = next(self._call_ids)
         samples = [sample for request in requests for sample in self._samples_of(request, call)]
         self._calls[call] = asyncio.Queue()

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Literal
 
 from engines.config.sections import EvaluationConfig
+from engines.data.images.processor import PromptImages
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
@@ -89,6 +90,7 @@ class Evaluator:
         prompts: the tokenized evaluation split.
         scorer: judges the answers.
         seed: of the sampled part.
+        images: of the prompts; None: they show none.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Evaluator:
         prompts: Sequence[RLPrompt],
         scorer: CompletionScorer,
         seed: int,
+        images: PromptImages | None = None,
     ) -> None:
+        self._images = images
         self._config = config
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
@@ -162,6 +166,7 @@ class Evaluator:
                 prompt.prompt_ids,
                 sampling,
                 sample_seeds(self._seed, name, num_samples),
+                images=self._images.encoded(prompt.row) if self._images else (),
             )
             for prompt in prompts
         ]
