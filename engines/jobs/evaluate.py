@@ -52,7 +52,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             dataset = load_dataset(context.input("dataset"))
             rows = dataset.evaluation_rows()
             check_data_sources(config.reward, (row.data_source for row in rows))
-            images = prompt_images(served.hf_dir, dataset.images())
+            images = prompt_images(served.hf_dir, dataset.images_path)
             prompts = prompts_within(
                 rows,
                 policy_tokenizer(served.hf_dir),

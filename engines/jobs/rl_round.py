@@ -70,7 +70,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
             tokenizer = policy_tokenizer(hf_dir)
             num_new_tokens = rl.sampling.max_new_tokens
-            images = prompt_images(hf_dir, dataset.images())
+            images = prompt_images(hf_dir, dataset.images_path)
             prompts = prompts_within(
                 rows, tokenizer, config.model.max_length, num_new_tokens, images=images
             )

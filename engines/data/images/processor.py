@@ -130,12 +130,12 @@ class PromptImages:
         return tuple(self._images.read(image.sha256) for image in row.images)
 
 
-def prompt_images(hf_dir: Path, images: ImageFile) -> PromptImages | None:
+def prompt_images(hf_dir: Path, path: Path) -> PromptImages | None:
     """The images of a data set for a model; None where the data set has none.
 
     Args:
         hf_dir: of the model.
-        images: of the data set.
+        path: of the images (`Dataset.images_path`).
 
     Returns:
         They.
@@ -143,4 +143,5 @@ def prompt_images(hf_dir: Path, images: ImageFile) -> PromptImages | None:
     Raises:
         ConfigError: there are some, and the model does not see them.
     """
+    images = ImageFile.open(path)
     return PromptImages(ImageProcessor(hf_dir), images) if images.places else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.images.store import ImageFile
 from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
@@ -58,9 +57,10 @@ class Dataset:
         path = self.directory / name
         return read_rows(path, PREFERENCE_FORMAT) if path.exists() else ()
 
-    def images(self) -> ImageFile:
-        """Those that rows show, by their digests."""
-        return ImageFile.open(self.directory / IMAGES_FILE)
+    @property
+    def images_path(self) -> Path:
+        """Of the images that rows show (`engines.data.images.store`); absent without any."""
+        return self.directory / IMAGES_FILE
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

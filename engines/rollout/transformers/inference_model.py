@@ -132,12 +132,14 @@ class InferenceModel:
         logits_PV = self._logits(ids, positions, step, step.last_P, inputs)[0]
         return logits_PV, seen.ahead_P.to(self.device)
 
-    def decode(self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor) -> Tensor:
-        """(B, V) logits behind one more token of each row; `ahead_B` is of `prefill`."""
+    def decode(
+        self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
+    ) -> Tensor:
+        """(B, V) logits behind one more token of each row; a model that sees needs `ahead_B`."""
         if self._decoder is not None:
             return self._decoder.logits(input_ids_B, step)
         position_B1 = step.position_B[:, None]
-        if self._vision is not None:
+        if ahead_B is not None:
             # Without a fourth row the model takes these for rotary positions alone.
             position_B1 = (position_B1 + ahead_B[:, None]).expand(3, -1, -1)
         return self._logits(input_ids_B[:, None], position_B1, step, 0)[:, -1]

@@ -107,7 +107,8 @@ class RunningBatch:
         """Draw one more token of every row; returns the samples it finished."""
         self._cache.reserve(len(self._samples), self._longest)
         step = DecodeStep(self._cache, self._ints_6B[1], self._longest)
-        logits_BV = self._model.decode(self._ints_6B[0], step, self._ints_6B[5])
+        ahead_B = self._ints_6B[5] if self._model.sees else None
+        logits_BV = self._model.decode(self._ints_6B[0], step, ahead_B)
         return self._draw(logits_BV, first_row=0)
 
     @torch.inference_mode()

@@ -40,7 +40,7 @@ def one_step(model: InferenceModel, *, written_out: bool) -> torch.Tensor:
     step = DecodeStep(cache, torch.tensor(LENGTHS), max(LENGTHS) + 1)
     ids = torch.tensor([5, 6, 7])
     if written_out:
-        return model.decode(ids, step, torch.zeros(len(LENGTHS), dtype=torch.int64))
+        return model.decode(ids, step)
     return model._logits(ids[:, None], step.position_B[:, None], step, 0)[:, -1]
 
 

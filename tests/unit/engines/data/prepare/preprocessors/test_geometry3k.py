@@ -16,6 +16,7 @@ from PIL import Image as Pillow
 
 from engines.config.data import DataConfig, DecontaminationConfig, SourceConfig
 from engines.config.model import ModelConfig
+from engines.data.images.store import ImageFile
 from engines.data.prepare import readers
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
@@ -80,7 +81,7 @@ def test_the_artifact_holds_each_image_once_and_only_those_of_its_rows(tmp_path:
     dataset = load_dataset(tmp_path / "a")
     shown = [image.sha256 for row in dataset.rl_rows() for image in row.images]
     shown += [image.sha256 for row in dataset.evaluation_rows() for image in row.images]
-    images = dataset.images()
+    images = ImageFile.open(dataset.images_path)
     assert set(shown) == set(images.places)
     assert summary.num_images == len(set(shown)) >= 3
     originals = {hashlib.sha256(figure(i)).hexdigest(): figure(i) for i in (0, 1, 2, 7)}
