@@ -30,6 +30,10 @@ class Look(StrictModel):
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
+    backend: str | None = None
+    """Trains the model; null where nothing is trained."""
+    ulysses_size: int = 1
+    has_critic: bool = False
     checkpoint_bytes: int | None = None
     """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
     answer_lengths: dict[str, int] = {}

@@ -90,9 +90,11 @@ class LayoutRow(Row):
 
     Attributes:
         recognised: `auto` may find it; it has columns of its own, and needs no option.
+        images: its rows show images.
     """
 
     recognised: bool = False
+    images: bool = False
 
 
 ROLLOUT_ENGINES = PluginTable(
@@ -288,6 +290,7 @@ PREPROCESSORS = PluginTable(
             target=f"{_LAYOUTS}.geometry3k:Geometry3k",
             options=f"{_LAYOUTS}.geometry3k:Geometry3kOptions",
             recognised=True,
+            images=True,
         ),
         LayoutRow(
             name="xlam",
@@ -372,6 +375,12 @@ def recognised_layouts() -> list[str]:
     """Names of the layouts that `auto` may find, other people's behind this project's."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return [row.name for row in rows if row.recognised]
+
+
+def layouts_with_images() -> frozenset[str]:
+    """Names of the layouts whose rows show images."""
+    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
+    return frozenset(row.name for row in rows if row.images)
 
 
 def structured_output_engines() -> list[str]:

@@ -33,12 +33,11 @@ from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.suite import suite_sections
 from engines.config.training import LoraConfig
-from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
-from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.errors import RewardError
+from engines.jobs.preflight.images import look_at_images
+from engines.jobs.preflight.rows import first_row, first_rows, look_at_prompt, shows_images
 from engines.rewards.base import SampledTokens, ScoreRequest, Unscored
 from engines.rewards.judges.question import question
 from engines.rewards.scorer import RewardScorer
@@ -78,7 +77,11 @@ def look(at: Look) -> Look:
                 _look_at_engine(Path(str(at.against.path)), at.rollout_engine)
     look_at_stop_tokens(at)
     look_at_rollout(at)
-    row = first_row(at.data, "data", tokenizer) if at.data else None
+    row = None
+    if at.data is not None:
+        rows = first_rows(at.data, "data", tokenizer)
+        row = first_row(at.data, rows)
+        look_at_images(at, shows_images(at.data, rows, "data"))
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
             look_at_prompt(row, of_other)
@@ -86,7 +89,9 @@ def look(at: Look) -> Look:
         if suite.data is None:
             continue
         with renamed_sections(suite_sections(name)):
-            of_suite = first_row(suite.data, "data", tokenizer)
+            rows = first_rows(suite.data, "data", tokenizer)
+            of_suite = first_row(suite.data, rows)
+            look_at_images(at, shows_images(suite.data, rows, "data"))
             if suite.reward is not None:
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite
@@ -101,26 +106,6 @@ def look(at: Look) -> Look:
         look_at_reward(at.reward, row)
     found = with_commits(at)
     return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
-
-
-def first_row(data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None) -> RLRow | None:
-    """A row with a prompt, read or generated, which the template can write.
-
-    Args:
-        data: of a recipe or a suite.
-        section: of it, for errors.
-        tokenizer: of the model; None looks at no template.
-
-    Returns:
-        The row; None if all of the data is on the hub.
-
-    Raises:
-        ConfigError: of `look_at_data` or `look_at_prompt`.
-    """
-    row = look_at_data(data, section)
-    if row is not None and tokenizer is not None:
-        look_at_prompt(row, tokenizer)
-    return row or generated_row(data)
 
 
 def with_commits(at: Look) -> Look:
@@ -374,53 +359,6 @@ def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
         )
 
 
-def look_at_data(data: DataConfig, section: str = "data") -> RLRow | None:
-    """Read the first usable row of every local source.
-
-    Args:
-        data: of the recipe, or of a suite.
-        section: of it, for errors.
-
-    Returns:
-        The first RL row, else evaluation row; None if no local source has one.
-
-    Raises:
-        ConfigError: a column is absent, or no row is usable.
-    """
-    for place, source in enumerate(data.sft):
-        if local_path(source.path):
-            first_sft_row(source, f"{section}.sft.{place}")
-    for split in ("preference", "preference_evaluation"):
-        for place, source in enumerate(getattr(data, split)):
-            if local_path(source.path):
-                first_preference_row(source, f"{section}.{split}.{place}")
-    rows = [
-        first_rl_row(source, f"{section}.{split}.{place}")
-        for split in ("rl", "evaluation")
-        for place, source in enumerate(getattr(data, split))
-        if local_path(source.path)
-    ]
-    return rows[0] if rows else None
-
-
-def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
-    """Refuse a chat template that renders a prompt to nothing.
-
-    Args:
-        row: with a prompt.
-        tokenizer: with the template that will be used.
-
-    Raises:
-        ConfigError: the rendered prompt has no token.
-    """
-    if not render_prompts(tokenizer, [row.prompt])[0]:
-        raise ConfigError(
-            "model.chat_template",
-            "renders the first prompt to 0 tokens; need a template that writes the messages; set "
-            "model.chat_template",
-        )
-
-
 def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
     """Load the reward function and call it once.
 
@@ -461,14 +399,6 @@ def _perfect_answer(row: RLRow | None) -> ScoreRequest:
         model_score=0.0,
         judgement="0",
     )
-
-
-def generated_row(data: DataConfig) -> RLRow | None:
-    """One row of generated data; None where the rows are the hub's."""
-    if data.arithmetic is None:
-        return None
-    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0).rl[0]
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -20,7 +20,9 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.model_worker import WorkerSpec
+from engines.data.images.processor import PromptImages, prompt_images
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
@@ -59,6 +61,11 @@ def two_components(data_source, solution_str, ground_truth, extra_info=None):
 def often_broken(data_source, solution_str, ground_truth, extra_info=None):
     return None if "0" in solution_str else float(len(solution_str) % 2)
 """
+
+SUMS = tuple(
+    RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
+    for i in range(8)
+)
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +126,8 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         num_skipped: int = 0,
         kl_coef: float | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
+        prompts: tuple[Path, Path] | None = None,
+        see: Callable[[PromptImages], None] = lambda images: None,
         **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
@@ -146,7 +155,13 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         before = TrainedSteps(
             stage="rl_round", num_steps=0, num_skipped=num_skipped, kl_coef=kl_coef
         )
-        return _run(config, tiny_model, tmp_path, before)
+        if prompts is None:
+            return _run(config, tiny_model, tmp_path, before)
+        model, dataset = prompts
+        images = prompt_images(model, dataset / "images.parquet")
+        assert images is not None
+        see(images)
+        return _run(config, model, tmp_path, before, load_dataset(dataset).rl_rows(), images)
 
     return run
 
@@ -168,14 +183,15 @@ def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
 
 
 def _run(
-    config: RLRoundStageConfig, model: Path, work: Path, before: TrainedSteps
+    config: RLRoundStageConfig,
+    model: Path,
+    work: Path,
+    before: TrainedSteps,
+    rows: Sequence[RLRow] = SUMS,
+    images: PromptImages | None = None,
 ) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
-    rows = [
-        RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
-        for i in range(8)
-    ]
-    prompts = rl_prompts(rows, tokenizer, 27)
+    prompts = rl_prompts(rows, tokenizer, 27, expanded=images.expanded if images else None)
     with ExitStack() as stack:
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
@@ -203,7 +219,7 @@ def _run(
         scorer = CompletionScorer(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
-        source = PromptSource(prompts, config, 0)
+        source = PromptSource(prompts, config, 0, images)
         prompt = probe_prompt(model, config.model.max_length)
         vocab_size = text_config(model)["vocab_size"]
         RLTrainer(

@@ -11,14 +11,15 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from rlhf.testing.rollout_calls import send_weights
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_cases import (
     END,
     IMAGE,
     START,
+    VIDEO,
     VISION_PARTS,
     load,
     plain_logprobs,
+    write_processor,
     write_vision_model,
 )
 
@@ -45,9 +46,7 @@ WIDE, TALL, SMALL = picture(1, 12, 6), picture(2, 5, 13), picture(3, 4, 4)
 @pytest.fixture(scope="module", params=VISION_PARTS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_vision_model(tmp_path_factory.mktemp(request.param), request.param)
-    size = {"shortest_edge": 16, "longest_edge": 100}
-    Qwen2VLImageProcessorPil(patch_size=2, size=size).save_pretrained(path)
-    return path
+    return write_processor(path)
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def plain_logprobs_at(
     """Of the first sequence; its placeholders, of images and of videos, are never drawn."""
 
     def changed(module: object, args: object, logits: torch.Tensor) -> torch.Tensor:
-        never = torch.tensor([IMAGE, 33])
+        never = torch.tensor([IMAGE, VIDEO])
         return (logits / temperature).index_fill(-1, never, -torch.inf)
 
     hook = model.get_output_embeddings().register_forward_hook(changed)
