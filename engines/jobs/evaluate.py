@@ -6,7 +6,6 @@ Promises: answers that another evaluation of the same model kept are judged, not
 from contextlib import ExitStack
 
 from engines.config.stages.final import EvaluateStageConfig
-from engines.data.images.processor import prompt_images
 from engines.data.read.dataset import load_dataset
 from engines.jobs.policy.files import HF_DIR
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
@@ -30,6 +29,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
+from engines.vision.processor import prompt_images
 from infra.section_names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0

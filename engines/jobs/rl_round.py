@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_judged_policy, policy_replica
 from engines.controller.model_worker import WorkerSpec
-from engines.data.images.processor import prompt_images
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
@@ -47,6 +46,7 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import prompt_images
 from infra.errors import ConfigError
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.data.images.processor import PromptImages
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
 from engines.data.read.training_order import VisitedRow, order_of
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
+from engines.vision.processor import PromptImages
 
 GREEDY_SCORES = "greedy_scores"
 """Row of an estimator that compares with the greedy answer."""

@@ -12,7 +12,6 @@ from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.pool import Queueing
-from engines.data.images.processor import PromptImages
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
@@ -20,6 +19,7 @@ from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
+from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest

@@ -1,7 +1,7 @@
 """Images into the prefill of a rollout model, and where rotary positions go on behind them.
 
 Promises: features and positions are those of the trainer's forward pass over the same sequence
-(`engines.image_positions`). Behind its prompt a sequence's rotary position is its place plus a
+(`engines.vision.positions`). Behind its prompt a sequence's rotary position is its place plus a
 number of its own, since an image takes fewer positions than places. A placeholder is never sampled:
 it would stand for an image that nobody has. Its probability, next to nothing in a trained model, is
 missing from the distribution, which the trainer's has whole.
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.data.images.processor import ImageProcessor
 from engines.errors import RolloutError
-from engines.image_positions import image_positions
 from engines.rollout.transformers.attention import ATTENTION_NAME
 from engines.types import TokenBatch
+from engines.vision.positions import image_positions
+from engines.vision.processor import ImageProcessor
 
 ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 """`attn_implementation` of a model that sees: its tower keeps one of transformers."""

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Literal
 
 from engines.config.sections import EvaluationConfig
-from engines.data.images.processor import PromptImages
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
@@ -22,6 +21,7 @@ from engines.trainers.prompts import sample_seeds
 from engines.trainers.sampling import sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.vision.processor import PromptImages
 
 PROBLEMS_PER_CALL = 1024
 """Problems of one generation call: large enough to keep the batch full, small enough to report."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engines.image_positions import image_positions
 from engines.training.model.attention import ATTENTION_NAME
 from engines.training.model.image_layout import ImageLayout
 from engines.types import TokenBatch
+from engines.vision.positions import image_positions
 
 _DUMMY = "dummy_image"
 

@@ -20,7 +20,6 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.model_worker import WorkerSpec
-from engines.data.images.processor import PromptImages, prompt_images
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
@@ -44,6 +43,7 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import PromptImages, prompt_images
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 

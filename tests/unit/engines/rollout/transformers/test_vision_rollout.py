@@ -1,7 +1,6 @@
 """Sampling from models that see, against the plain model of transformers one sequence at a time."""
 
 import asyncio
-import io
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image as Pillow
 from rlhf.testing.rollout_calls import send_weights
 from vision_cases import (
     END,
@@ -18,6 +16,7 @@ from vision_cases import (
     VIDEO,
     VISION_PARTS,
     load,
+    picture,
     plain_logprobs,
     write_processor,
     write_vision_model,
@@ -25,22 +24,14 @@ from vision_cases import (
 
 from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.rollout import RolloutConfig
-from engines.data.images.processor import ImageProcessor
 from engines.errors import RolloutError
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+from engines.vision.processor import ImageProcessor
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
-
-def picture(seed: int, width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = random.Random(seed).randbytes(width * height * 3)
-    Pillow.frombytes("RGB", (width, height), pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-WIDE, TALL, SMALL = picture(1, 12, 6), picture(2, 5, 13), picture(3, 4, 4)
+WIDE, TALL, SMALL = picture(1), picture(2, 5, 13), picture(3, 4, 4)
 
 
 @pytest.fixture(scope="module", params=VISION_PARTS)

@@ -4,18 +4,25 @@ The reference runs one sequence at a time through the model's own forward pass, 
 positions itself, and takes log-softmax and AdamW from torch.
 """
 
+import io
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from PIL import Image as Pillow
 from rlhf.testing.plain_loop import adamw, take_step
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import TokenizerConfig
+from engines.data.prepare.dataset import build_dataset
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.images import ImagePatches
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
@@ -114,6 +121,41 @@ def write_chat_model(path: Path) -> Path:
     weights["lm_head.weight"][:, 0] = 0.0
     weights["lm_head.weight"][[IMAGE, VIDEO], 0] = -200.0
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def picture(seed: int, width: int = 12, height: int = 6) -> bytes:
+    """A PNG of noise."""
+    buffer = io.BytesIO()
+    pixels = random.Random(seed).randbytes(width * height * 3)
+    Pillow.frombytes("RGB", (width, height), pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_geometry(path: Path) -> Path:
+    """Write a data set of eight problems, every other one with two images, of Geometry3k's layout.
+
+    Args:
+        path: a directory that is made; the table lies beside it.
+
+    Returns:
+        The directory.
+    """
+    rows = [
+        {
+            "images": [
+                {"bytes": data, "path": None}
+                for data in (picture(i), picture(9, 5, 13))[: 1 + i % 2]
+            ],
+            "problem": "<image>x=" + "<image>" * (i % 2),
+            "answer": "3",
+        }
+        for i in range(8)
+    ]
+    table = path.with_suffix(".parquet")
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    source = SourceConfig(path=str(table), format="geometry3k", options={"instruction": ""})
+    build_dataset(DataConfig(rl=(source,)), None, 0, path)
     return path
 
 
