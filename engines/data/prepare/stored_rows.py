@@ -152,7 +152,6 @@ class RowWriter(Generic[RowT]):
         if isinstance(row, RLRow):
             row = keep_images(row, image_folder(self._path))
         self._waiting.append(row)
-        self._is_plain = self._is_plain and row.is_plain
         self._prompts += prompt_digest(row.prompt)
         self._sources.append(self._places.setdefault(row.data_source, len(self._places)))
         if len(self._waiting) == BATCH_ROWS:
@@ -188,7 +187,9 @@ class RowWriter(Generic[RowT]):
 
     def _flush(self) -> None:
         if self._waiting:
-            self._writer.write_batch(self._format.batch(self._waiting))
+            batch = self._format.batch(self._waiting)
+            self._is_plain = self._is_plain and self._format.is_plain(batch)
+            self._writer.write_batch(batch)
             self._waiting = []
 
 

@@ -66,8 +66,8 @@ def parse_messages(value: object, name: str) -> tuple[Message, ...]:
 def _message(role: str, item: Mapping[str, Any], where: str) -> Message:
     if item.get("function_call"):
         raise RowError(f"{where}.function_call is given; need a list, in tool_calls")
-    calls = parse_tool_calls(item.get("tool_calls"), f"{where}.tool_calls")
-    said = item.get("content")
+    called, said = item.get("tool_calls"), item.get("content")
+    calls = parse_tool_calls(called, f"{where}.tool_calls") if called else ()
     if isinstance(said, list | tuple):
         said = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(said))
     content = "" if calls and said is None else said

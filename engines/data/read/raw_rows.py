@@ -141,6 +141,8 @@ def parse_margin(value: object) -> float | None:
 
 def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
     """Messages with the tools and the images of their row."""
+    if not columns.get("tools") and not columns.get("images"):
+        return tuple(messages)
     offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
     return with_images(offered, parse_images(columns.get("images"), "images"))
 

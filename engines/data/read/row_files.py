@@ -66,16 +66,10 @@ _CALLS = pa.list_(
     )
 )
 _DIGESTS = pa.list_(pa.string())
-_MESSAGES = pa.list_(
-    pa.struct(
-        [
-            *_PLAIN_MESSAGES.value_type,
-            ("tool_calls", _CALLS),
-            ("tool_call_id", pa.string()),
-            ("name", pa.string()),
-        ]
-    )
+_MORE_OF_MESSAGES = pa.struct(
+    [("tool_calls", _CALLS), ("tool_call_id", pa.string()), ("name", pa.string())]
 )
+_MESSAGES = pa.list_(pa.struct([*_PLAIN_MESSAGES.value_type, *_MORE_OF_MESSAGES]))
 _REWARD_MODEL = pa.struct(
     [("style", pa.string()), ("ground_truth", pa.string()), ("ground_truth_json", pa.string())]
 )
@@ -102,6 +96,16 @@ class RowFormat(Generic[RowT]):
     def batch(self, rows: Sequence[RowT]) -> pa.RecordBatch:
         """The columns of rows."""
         return pa.RecordBatch.from_arrays(self.columns(rows), schema=self.schema)
+
+    def is_plain(self, batch: pa.RecordBatch) -> bool:
+        """Whether no row of a batch has more than `plain_schema` holds."""
+        more = set(self.schema.names) - set(self.plain_schema.names)
+        columns = [batch.column(name) for name in more]
+        for field in self.schema:
+            if field.type == _MESSAGES:
+                turns = batch.column(field.name).values
+                columns += [turns.field(each.name) for each in _MORE_OF_MESSAGES]
+        return all(column.null_count == len(column) for column in columns)
 
     def plain_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The columns of `plain_schema`."""
@@ -175,15 +179,15 @@ class RowFile(Generic[RowT]):
 
 
 def write_rows(path: Path, format: RowFormat[RowT], rows: Sequence[RowT]) -> None:
-    """Write rows as `write_batches` does, some at a time.
+    """Write rows as `write_batches` does; their columns are in memory too.
 
     Args:
         path: of the file.
         format: of the rows.
         rows: none, or some.
     """
-    is_plain = all(row.is_plain for row in rows)
-    write_batches(path, format, map(format.batch, in_batches(rows)), is_plain)
+    batches = [format.batch(batch) for batch in in_batches(rows)]
+    write_batches(path, format, batches, all(map(format.is_plain, batches)))
 
 
 def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
@@ -288,8 +292,7 @@ def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
     flat = [message for messages in conversations for message in messages]
     columns = [_texts([m.role for m in flat]), _texts([m.content for m in flat])]
     if all(message.is_plain for message in flat):
-        rest = list(_MESSAGES.value_type)[len(columns) :]
-        columns += [pa.nulls(len(flat), field.type) for field in rest]
+        columns += [pa.nulls(len(flat), field.type) for field in _MORE_OF_MESSAGES]
     else:
         columns.append(_calls([m.tool_calls for m in flat]))
         columns += [_texts([m.tool_call_id or None for m in flat])]

@@ -104,14 +104,15 @@ class Message:
     @property
     def is_plain(self) -> bool:
         """Whether role and content say all."""
-        extras = (self.tool_calls, self.tool_call_id, self.name, self.tools, self.images)
-        return not any(extras)
+        return not (self.tool_calls or self.tool_call_id or self.name or self.tools or self.images)
 
     @property
     def said(self) -> str:
         """Content, calls and images as one text: equal only where all of them are."""
-        calls = (f"\n{call.name}{call.arguments}" for call in self.tool_calls)
+        if not self.tool_calls and not self.images:
+            return self.content
         if not self.images:
+            calls = (f"\n{call.name}{call.arguments}" for call in self.tool_calls)
             return "".join((self.content, *calls))
         first, *others = self.content.split(IMAGE_MARK)
         shown = zip(self.images, others, strict=True)
@@ -203,11 +204,6 @@ class RLRow:
             raise RowError(f"reward_model.ground_truth is {shown}; need the answer to compare with")
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all messages are."""
-        return all(message.is_plain for message in self.prompt)
-
-    @property
     def images(self) -> tuple[Image, ...]:
         """Those of the prompt, in their order."""
         return tuple(image for message in self.prompt for image in message.images)
@@ -229,11 +225,6 @@ class SFTRow:
         check_text(self.data_source, "data_source")
         check_roles(self.messages, "messages", last=("assistant",))
         _refuse_images(self.messages)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all messages are."""
-        return all(message.is_plain for message in self.messages)
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -274,11 +265,6 @@ class PreferenceRow:
         chosen, rejected = (answer.said.strip() for answer in self.answers)
         if chosen == rejected:
             raise RowError("chosen and rejected are identical; nothing is preferred")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all messages and both answers are."""
-        return all(message.is_plain for message in (*self.prompt, *self.answers))
 
     @property
     def answers(self) -> tuple[Message, Message]:

@@ -154,7 +154,7 @@ def test_hermes_stays_text_where_nobody_asks(tmp_path: Path) -> None:
     """Its system message tells the tools, so the column does not tell them again."""
     (read,) = rows_of(write(tmp_path / "t.jsonl", HERMES), "sharegpt")
     assert [m.content for m in read.messages] == [t["value"] for t in HERMES["conversations"]]
-    assert read.is_plain
+    assert all(message.is_plain for message in read.messages)
 
 
 def test_several_calls_and_responses_of_hermes(tmp_path: Path) -> None:
