@@ -198,6 +198,8 @@ def _render(
         )
 
     whole = rendered(messages)
+    if all(message.is_plain and message.role != "tool" for message in messages):
+        return whole
     for without, lost, remedy in _PARTS:
         less = [without(message) for message in messages]
         if less != list(messages) and rendered(less).text == whole.text:
