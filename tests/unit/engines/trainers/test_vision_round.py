@@ -1,17 +1,33 @@
 """A round of RL over Geometry3k's rows: one image in what samples and in what trains."""
 
+import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all, send_weights
 from vision_cases import write_chat_model, write_geometry
 
+from engines.checkpoint.tensor_files import stored_tensors
+from engines.config.algorithm import RewardConfig
+from engines.config.rollout import RolloutConfig
+from engines.config.sections import EvaluationConfig
 from engines.data.images.store import ImageFile
+from engines.data.read.dataset import load_dataset
+from engines.data.read.examples import rl_prompts
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import WeightSyncError
 from engines.images import ImagePatches
-from engines.vision.processor import PromptImages
+from engines.rewards.scorer import RewardScorer
+from engines.rollout.transformers.engine import TransformersEngine
+from engines.trainers.evaluation.evaluator import Evaluator
+from engines.trainers.scoring import CompletionScorer
+from engines.types import Completion, RolloutRequest
+from engines.vision.processor import PromptImages, prompt_images
+from hardware.cpu import CPUPlatform
 
 
 @pytest.fixture
@@ -66,3 +82,30 @@ def test_images_are_read_when_their_prompt_is_sampled(
     )
     run_round("odd_length", prompts=(model, dataset), batch_size_prompts=2)
     assert 4 <= len(read) <= 8
+
+
+def test_an_evaluation_shows_the_images_too(model: Path, dataset: Path) -> None:
+    data = load_dataset(dataset)
+    rows, tokenizer = data.rl_rows(), DirectoryTokenizer.load(model)
+    images = prompt_images(model, data.images_path)
+    assert images is not None
+    engine = TransformersEngine(model, RolloutConfig(), "float32", CPUPlatform())
+    send_weights(engine, stored_tensors(model), 0)
+    asked: list[RolloutRequest] = []
+
+    def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        asked.extend(requests)
+        return [[each] for each in generate_all(engine, requests)]
+
+    with RewardScorer(RewardConfig(function="exact")) as rewards:
+        evaluation = Evaluator(
+            EvaluationConfig(max_new_tokens=4, num_samples=0),
+            rl_prompts(rows, tokenizer, 60, expanded=images.expanded),
+            CompletionScorer(rewards, tokenizer),
+            seed=1,
+            images=images,
+        ).run(generate, lambda done, total: None)
+    asyncio.run(engine.close())
+    assert evaluation.metrics["num_problems"] == len(rows)
+    assert [request.images for request in asked] == [images.encoded(row) for row in rows]
+    assert evaluation.problems[1].prompt_text.count("\u2460") == 2

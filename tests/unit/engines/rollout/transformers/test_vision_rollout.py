@@ -2,13 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rlhf.testing.rollout_calls import send_weights
+from rlhf.testing.rollout_calls import send_weights, send_weights_async
 from vision_cases import (
     END,
     IMAGE,
@@ -86,13 +87,9 @@ def check_logprobs(
     directory: Path,
     asked: Sequence[RolloutRequest],
     found: dict[tuple[str, int], Completion],
-    factor: float = 1.0,
 ) -> None:
     """What was reported is what the plain model says of the whole sequence."""
     model = load(directory)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
     processor = ImageProcessor(directory)
     for request in asked:
         for place in range(request.num_samples):
@@ -108,9 +105,7 @@ def check_logprobs(
 
 
 @torch.no_grad()
-def plain_logprobs_at(
-    model: torch.nn.Module, batch: TokenBatch, temperature: float
-) -> torch.Tensor:
+def plain_logprobs_at(model: Any, batch: TokenBatch, temperature: float) -> torch.Tensor:
     """Of the first sequence; its placeholders, of images and of videos, are never drawn."""
 
     def changed(module: object, args: object, logits: torch.Tensor) -> torch.Tensor:
@@ -152,14 +147,12 @@ def test_new_weights_see_too_also_for_samples_in_flight(
         while not engine.num_running:
             await asyncio.sleep(0)
         await engine.pause()
-        await asyncio.to_thread(lambda: None)
         weights = [(name, tensor * 1.2) for name, tensor in stored_tensors(directory)]
-        receipt = await engine.update_weights(Source(weights), 1)
-        await engine.finish_update(1, receipt.digest)
+        await send_weights_async(engine, weights, 1)
         await engine.resume()
         return await task
 
-    async def collect(stream) -> list[Completion]:  # noqa: ANN001
+    async def collect(stream: AsyncIterator[Completion]) -> list[Completion]:
         return [each async for each in stream]
 
     found = {(c.request_id, c.sample_index): c for c in asyncio.run(interrupted())}
@@ -172,16 +165,6 @@ def test_new_weights_see_too_also_for_samples_in_flight(
             for version, factor in model.items():
                 wanted = [i for i, v in enumerate(completion.policy_versions) if v == version]
                 check_some(directory, request, completion, wanted, factor)
-
-
-class Source:
-    """Weights as an engine reads them."""
-
-    def __init__(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        self._weights = weights
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._weights)
 
 
 def check_some(
