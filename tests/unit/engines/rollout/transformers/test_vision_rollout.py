@@ -136,6 +136,19 @@ def test_samples_are_of_the_model_and_of_their_images(
     assert generate(engine, [other])["r=0", 0].logprobs != found["r=0", 0].logprobs
 
 
+def test_samples_that_join_a_prompt_later_go_on_where_its_images_end(directory: Path) -> None:
+    """The prompt was computed once, for the first of them."""
+    small = TransformersEngine(
+        directory, RolloutConfig(max_num_sequences=3), "float32", CPUPlatform()
+    )
+    send(small, directory, 0)
+    asked = [replace(requests(directory)[3], seeds=tuple(range(8)))]
+    found = generate(small, asked)
+    asyncio.run(small.close())
+    assert len(found) == 8
+    check_logprobs(directory, asked, found)
+
+
 def test_new_weights_see_too_also_for_samples_in_flight(
     engine: TransformersEngine, directory: Path
 ) -> None:
