@@ -31,6 +31,8 @@ class Look(StrictModel):
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
+    has_critic: bool = False
+    """A model of values is trained beside it."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
     answer_lengths: dict[str, int] = {}

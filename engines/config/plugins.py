@@ -37,6 +37,10 @@ PluginKind = Literal[
 ]
 
 
+IMAGES = "images"
+"""Capability of a rollout engine: `engines.rollout.base.Capability.IMAGES`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardRow(Row):
     """A reward function.
@@ -89,9 +93,11 @@ class LayoutRow(Row):
 
     Attributes:
         recognised: `auto` may find it; it has columns of its own, and needs no option.
+        images: its rows show images.
     """
 
     recognised: bool = False
+    images: bool = False
 
 
 ROLLOUT_ENGINES = PluginTable(
@@ -107,6 +113,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "exact_continuation",
                 "prompt_logprobs",
                 "prompt_logprobs_at_any_temperature",
+                "images",
             ),
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
@@ -292,6 +299,19 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="geometry3k",
+            target=f"{_LAYOUTS}.geometry3k:Geometry3k",
+            options=f"{_LAYOUTS}.geometry3k:Geometry3kOptions",
+            recognised=True,
+            images=True,
+        ),
+        LayoutRow(
+            name="xlam",
+            target=f"{_LAYOUTS}.xlam:XLAM",
+            options=f"{_LAYOUTS}.xlam:XLAMOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="dapo_math_17k",
             target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
             options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",
@@ -370,10 +390,22 @@ def recognised_layouts() -> list[str]:
     return [row.name for row in rows if row.recognised]
 
 
+def layouts_with_images() -> frozenset[str]:
+    """Names of the layouts whose rows show images."""
+    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
+    return frozenset(row.name for row in rows if row.images)
+
+
 def structured_output_engines() -> list[str]:
     """Names of the rollout engines that can sample texts of a given form, sorted."""
     rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
     return sorted({row.name for row in rows if row.structured_output})
+
+
+def image_engines() -> list[str]:
+    """Names of the rollout engines that show a model images, sorted."""
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return sorted({row.name for row in rows if IMAGES in row.capabilities})
 
 
 def named_rows(

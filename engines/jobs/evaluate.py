@@ -5,6 +5,7 @@ Promises: answers that another evaluation of the same model kept are judged, not
 
 from contextlib import ExitStack, closing
 
+from engines.config.rules.images import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.mapped_rows import MappedRows
@@ -23,6 +24,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
+from engines.vision.processor import prompt_images
 from infra.section_names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0
@@ -39,16 +41,21 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             dataset = load_dataset(context.input("dataset"))
             rows = MappedRows(dataset.evaluation_rows(), context.attempt_dir)
             stack.enter_context(closing(rows))
+            images = prompt_images(served.hf_dir, dataset.images_path)
             prompts = prompts_within(
                 rows,
                 policy_tokenizer(served.hf_dir),
                 served.context_length,
                 config.evaluation.answer_length,
                 "evaluation.max_new_tokens",
+                images,
             )
             check_data_sources(config.reward, prompts.data_sources)
+            if prompts.num_with_images:
+                shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
+                check_seen_by_judges(shown, config.reward.model, config.reward.judge)
             serving = serve(context, stack, served, rewards)
-        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)
+        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed, images)
         answers = KeptAnswers(context, serving.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:

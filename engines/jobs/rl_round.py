@@ -6,7 +6,9 @@ optimizer of the round before, and its critic's. The reference is loaded only fo
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 
+from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
@@ -14,7 +16,7 @@ from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
 from engines.data.read.mapped_rows import MappedRows
-from engines.data.read.tokenizer import check_same_tokens, text_config
+from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
     HF_DIR,
@@ -54,6 +56,7 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import prompt_images
 from infra.errors import ConfigError
 
 
@@ -69,15 +72,10 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            dataset = load_dataset(context.input("dataset"))
-            rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
-            stack.enter_context(closing(rows))
             worker_spec = _worker_spec(context)
             hf_dir = worker_spec.serving_dir
             tokenizer = policy_tokenizer(hf_dir)
-            num_new_tokens = rl.sampling.max_new_tokens
-            prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
-            check_data_sources(rl.reward, prompts.data_sources)
+            prompts = _prompts(context, stack, hf_dir, tokenizer)
             launched = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
@@ -85,9 +83,13 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             config,
             launched.workers,
             launched.rollout,
-            PromptSource(prompts, config, context.spec.seed),
+            prompts,
             CompletionScorer(
-                rewards, tokenizer, rl.algorithm.overlong, num_new_tokens, launched.judges
+                rewards,
+                tokenizer,
+                rl.algorithm.overlong,
+                rl.sampling.max_new_tokens,
+                launched.judges,
             ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
@@ -114,6 +116,30 @@ def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
         device_kind=config.hardware.device_kind,
         seed=context.spec.seed,
     )
+
+
+def _prompts(
+    context: JobContext[RLRoundStageConfig],
+    stack: ExitStack,
+    hf_dir: Path,
+    tokenizer: ChatTokenizer,
+) -> PromptSource:
+    """What is asked: it fits, and everyone who is told of it sees it; the stack closes the rows."""
+    config, rl = context.config, context.config.rl
+    dataset = load_dataset(context.input("dataset"))
+    rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
+    stack.enter_context(closing(rows))
+    images = prompt_images(hf_dir, dataset.images_path)
+    num_new_tokens = rl.sampling.max_new_tokens
+    prompts = prompts_within(
+        rows, tokenizer, config.model.max_length, num_new_tokens, images=images
+    )
+    check_data_sources(rl.reward, prompts.data_sources)
+    if prompts.num_with_images:
+        shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
+        check_seen_by_judges(shown, rl.reward.model, rl.reward.judge)
+        check_seen_by_teacher(shown, rl.distillation)
+    return PromptSource(prompts, config, context.spec.seed, images)
 
 
 @dataclass(frozen=True)

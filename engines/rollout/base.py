@@ -41,9 +41,12 @@ class Capability(Enum):
     ADAPTERS = "adapters"
     """Takes an adapter beside the weights it stands on; such an engine is made with its shape."""
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """Says what is likely in each place of a given sequence: it can serve a teacher."""
+    """Says what is likely in each place of a given sequence of text: it can serve a teacher."""
     PROMPT_LOGPROBS_AT_ANY_TEMPERATURE = "prompt_logprobs_at_any_temperature"
     """Says that at other temperatures than 1, too."""
+    IMAGES = "images"
+    """Shows a model that sees the images of a request: `RolloutRequest.images`. In the engine's
+    row, too."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
+from engines.vision.processor import PromptImages
 
 GREEDY_SCORES = "greedy_scores"
 """Row of an estimator that compares with the greedy answer."""
@@ -56,6 +57,7 @@ class PromptSource:
         prompts: the tokenized RL split.
         config: sizes, sampling and round.
         seed: of the run.
+        images: of the prompts; None: they show none.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class PromptSource:
         prompts: Sequence[RLPrompt],
         config: RLRoundStageConfig,
         seed: int,
+        images: PromptImages | None = None,
     ) -> None:
         self._prompts = prompts
+        self.images = images
         self._config, self._round = config.rl, config.round
         self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
@@ -112,6 +116,7 @@ class PromptSource:
                 seeds=sample_seeds(
                     self.seed, f"{name}{first_group + place}", self._config.group_size
                 ),
+                images=self.images.encoded(prompt.row) if self.images else (),
             )
             for place, prompt in enumerate(prompts)
         )
@@ -122,7 +127,9 @@ class PromptSource:
     def _greedy_request(self, request: RolloutRequest) -> RolloutRequest:
         sampling = replace(self._sampling, temperature=0.0)
         name = f"{request.request_id}/greedy"
-        return RolloutRequest(name, request.prompt_ids, sampling, request.seeds[:1])
+        return RolloutRequest(
+            name, request.prompt_ids, sampling, request.seeds[:1], images=request.images
+        )
 
 
 def _visited(prompt: RLPrompt) -> VisitedRow:

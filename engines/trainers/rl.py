@@ -84,6 +84,7 @@ class RLTrainer:
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
+        self.see = prompts.images.processor.of_sequences if prompts.images else None
         self.scorer, self.progress = scorer, progress
         self.loss_fn = MeasuredObjective(round_loss_fn(config.rl))
         self.guard = PoisonGuard(
@@ -174,7 +175,9 @@ class RLTrainer:
 
     def _collect(self, global_step: int, clock: PhaseClock) -> Collector:
         """Generate and score until the step has the groups it trains on."""
-        collector = Collector(self.config.batch_size_prompts, self.config.algorithm.filter_groups)
+        collector = Collector(
+            self.config.batch_size_prompts, self.config.algorithm.filter_groups, self.see
+        )
         for prompts in self.prompts.generation_batches(global_step):
             with clock("gen"):
                 completions = self.rollout.generate(prompts.all_requests)

@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-from engines.checkpoint.model_directory import vision_model_type
+from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
 from engines.config.backends import BACKENDS
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures whose images are patches with a grid, and whose positions follow the grid."""
 
 
 def check_vision(hf_dir: Path, training: TrainingConfig, *, values: bool = False) -> None:
@@ -29,8 +26,8 @@ def check_vision(hf_dir: Path, training: TrainingConfig, *, values: bool = False
     what = f"{hf_dir} is a {architecture}, which sees images"
     if backend not in able:
         problem = f"{what}; {backend} trains text models; use {' or '.join(able)}"
-    elif architecture not in MODEL_TYPES:
-        problem = f"{what}; of those only {', '.join(MODEL_TYPES)} can be trained"
+    elif architecture not in VISION_MODEL_TYPES:
+        problem = f"{what}; of those only {', '.join(VISION_MODEL_TYPES)} can be trained"
     elif values:
         problem = f"{what}; a value model cannot; choose a text model"
     elif training.ulysses_size > 1:

@@ -223,7 +223,7 @@ def _load_source(
             num_usable += 1
             if layout.preprocessor.drop_duplicates:
                 identity = layout.kind.identity(row)
-                digest = digest_of(part for m in identity for part in (m.role, m.content))
+                digest = digest_of(part for m in identity for part in (m.role, m.said))
                 # While reading: a file may repeat each of its rows a hundred times.
                 if digest in seen:
                     continue

@@ -2,6 +2,7 @@
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
     preference.parquet  preference_eval.parquet (where there are such rows)
+    images.parquet (where rows show images)
     decontamination.json (where `data.decontamination` asks for it)
 
 Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
@@ -21,6 +22,7 @@ SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
 PREFERENCE_FILE = "preference.parquet"
 PREFERENCE_EVALUATION_FILE = "preference_eval.parquet"
 SUMMARY_FILE = "summary.json"
+IMAGES_FILE = "images.parquet"
 DECONTAMINATION_FILE = "decontamination.json"
 TOKENIZER_DIR = "tokenizer"
 
@@ -54,6 +56,11 @@ class Dataset:
     def _pairs(self, name: str) -> RowFile[PreferenceRow] | tuple[()]:
         path = self.directory / name
         return RowFile(path, PREFERENCE_FORMAT) if path.exists() else ()
+
+    @property
+    def images_path(self) -> Path:
+        """Of the images that rows show (`engines.data.images.store`); absent without any."""
+        return self.directory / IMAGES_FILE
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -6,7 +6,7 @@ counted; ids and order are a pure function of rows and tokenizer.
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,8 @@ from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
+Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
+"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class RLPrompts(ByPlace[RLPrompt]):
         prompt_ids: of each row.
         data_sources: of each row.
         kept: the places of those rows that are prompts here, ascending.
+        with_images: the places of rows that show images.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class RLPrompts(ByPlace[RLPrompt]):
         prompt_ids: PackedTokens,
         data_sources: Sequence[str],
         kept: Sequence[int],
+        with_images: Collection[int] = (),
     ) -> None:
         self._rows, self._prompt_ids, self._kept = rows, prompt_ids, array("q", kept)
         lengths = prompt_ids.lengths
         self.lengths = array("q", (lengths[place] for place in kept))
         """Tokens of each prompt."""
         self.data_sources = [data_sources[place] for place in kept]
+        self.num_with_images = len({*kept} & {*with_images})
+        """Prompts that show images."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -131,6 +137,7 @@ def rl_prompts(
     tokenizer: ChatTokenizer,
     max_prompt_length: int,
     on_overlong: OnOverlong = "error",
+    expanded: Expanded | None = None,
 ) -> RLPrompts:
     """Tokenize the prompts of RL or evaluation rows.
 
@@ -139,21 +146,40 @@ def rl_prompts(
         tokenizer: with a chat template.
         max_prompt_length: most tokens of one prompt, chat template included.
         on_overlong: `error`, or `drop` and count.
+        expanded: makes room for the images of a row; None where nobody sees any.
 
     Returns:
         The prompts that fit, in row order.
 
     Raises:
-        ConfigError: a prompt has no token, is too long, or none is left.
+        ConfigError: a prompt has no token, is too long, shows images that nobody sees, or none is
+            left.
     """
     packed = PackedTokens()
     sources: list[str] = []
+    with_images: list[int] = []
     for batch in in_batches(rows):
         sources += [sys.intern(row.data_source) for row in batch]
-        for ids in render_prompts(tokenizer, [row.prompt for row in batch]):
-            packed.append(ids)
+        rendered = render_prompts(tokenizer, [row.prompt for row in batch])
+        for row, ids in zip(batch, rendered, strict=True):
+            place = len(packed)
+            if row.images:
+                with_images.append(place)
+            packed.append(_expanded(row, ids, place, expanded) if row.images else ids)
     kept = fitting_prompts(packed.lengths, max_prompt_length, on_overlong)
-    return RLPrompts(rows, packed, sources, kept)
+    return RLPrompts(rows, packed, sources, kept, with_images)
+
+
+def _expanded(
+    row: RLRow, prompt_ids: Sequence[int], place: int, expanded: Expanded | None
+) -> tuple[int, ...]:
+    if expanded is None:
+        raise ConfigError(
+            "data",
+            f"row {place} of the split shows images, which this stage does not read; need text; "
+            "leave out such rows",
+        )
+    return expanded(row, prompt_ids)
 
 
 def fitting_conversations(

@@ -19,6 +19,7 @@ from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
+from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
@@ -54,6 +55,7 @@ def prompts_within(
     max_length: int,
     max_new_tokens: int,
     path: str = "rl.sampling.max_new_tokens",
+    images: PromptImages | None = None,
 ) -> RLPrompts:
     """Tokenized prompts that leave room for a whole answer.
 
@@ -63,6 +65,7 @@ def prompts_within(
         max_length: context in tokens.
         max_new_tokens: of an answer.
         path: the setting that limits it.
+        images: of the rows; None: they show none.
 
     Returns:
         One prompt per row, in row order.
@@ -73,7 +76,7 @@ def prompts_within(
     check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    prompts = rl_prompts(rows, tokenizer, max_length)
+    prompts = rl_prompts(rows, tokenizer, max_length, expanded=images.expanded if images else None)
     longest = max(range(len(prompts)), key=prompts.lengths.__getitem__)
     room = max_length - prompts.lengths[longest]
     if room < max_new_tokens:

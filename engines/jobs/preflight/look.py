@@ -10,11 +10,13 @@ with the same field named. Does not promise that the rest of the rows is as good
 
 import sys
 
+from engines.config.data import DataConfig
 from engines.config.look import Answer, Look
 from engines.config.suite import suite_sections
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.preflight.commits import with_commits
+from engines.jobs.preflight.images import look_at_images
 from engines.jobs.preflight.models import checkpoint_bytes, look_at_answers, look_at_policy
 from engines.jobs.preflight.other_models import (
     look_at_against,
@@ -23,7 +25,7 @@ from engines.jobs.preflight.other_models import (
     look_at_teacher,
 )
 from engines.jobs.preflight.reward import look_at_reward
-from engines.jobs.preflight.rows import first_row, look_at_prompt
+from engines.jobs.preflight.rows import first_row, first_rows, look_at_prompt, show_images
 from infra.errors import ConfigError
 from infra.section_names import renamed_sections
 
@@ -41,7 +43,7 @@ def look(at: Look) -> Look:
         ConfigError: names the field and what to do.
     """
     tokenizer, of_other = look_at_policy(at), look_at_against(at)
-    row = first_row(at.data, "data", tokenizer) if at.data else None
+    row = look_at_rows(at, at.data, tokenizer) if at.data else None
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
             look_at_prompt(row, of_other)
@@ -57,6 +59,25 @@ def look(at: Look) -> Look:
         look_at_reward(at.reward, row)
     found = with_commits(at)
     return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
+
+
+def look_at_rows(at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | None) -> RLRow | None:
+    """Check the first rows of a recipe or a suite, and that everyone sees the images they show.
+
+    Args:
+        at: what the recipe names.
+        data: of it, or of a suite, which is `data` in its section.
+        tokenizer: of the model; None looks at no template.
+
+    Returns:
+        A row with a prompt; None if all of the data is on the hub.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    rows = first_rows(data, "data", tokenizer)
+    look_at_images(at, show_images(data, rows, "data"))
+    return first_row(data, rows)
 
 
 def look_at_suites(
@@ -79,7 +100,7 @@ def look_at_suites(
         if suite.data is None:
             continue
         with renamed_sections(suite_sections(name)):
-            of_suite = first_row(suite.data, "data", tokenizer)
+            of_suite = look_at_rows(at, suite.data, tokenizer)
             if suite.reward is not None:
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite

@@ -56,6 +56,7 @@ class TransformersEngine(RolloutEngine):
             Capability.EXACT_CONTINUATION,
             Capability.PROMPT_LOGPROBS,
             Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE,
+            Capability.IMAGES,
         }
     )
 
@@ -97,7 +98,13 @@ class TransformersEngine(RolloutEngine):
         if not self._can_serve():
             raise RolloutError(self._refusal())
         taken = itertools.chain.from_iterable(self._taken.values())
-        check_requests(requests, taken, self._model.context_length, self._model.vocab_size)
+        check_requests(
+            requests,
+            taken,
+            self._model.context_length,
+            self._model.vocab_size,
+            images=self._model.sees,
+        )
         call = next(self._call_ids)
         samples = [sample for request in requests for sample in self._samples_of(request, call)]
         self._calls[call] = asyncio.Queue()

@@ -3,7 +3,7 @@
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -21,7 +21,9 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
+from engines.data.read.mapped_rows import MappedRows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
 from engines.jobs.serving.frozen import FrozenModel, replica_beside
@@ -44,6 +46,7 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import PromptImages, prompt_images
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -61,6 +64,11 @@ def two_components(data_source, solution_str, ground_truth, extra_info=None):
 def often_broken(data_source, solution_str, ground_truth, extra_info=None):
     return None if "0" in solution_str else float(len(solution_str) % 2)
 """
+
+SUMS = tuple(
+    RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
+    for i in range(8)
+)
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +130,8 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         kl_coef: float | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
         work: str = ".",
+        prompts: tuple[Path, Path] | None = None,
+        see: Callable[[PromptImages], None] = lambda images: None,
         **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
@@ -151,7 +161,14 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         )
         directory = tmp_path / work
         directory.mkdir(exist_ok=True)
-        return _run(config, tiny_model, directory, before)
+        if prompts is None:
+            return _run(config, tiny_model, directory, before)
+        model, dataset = prompts
+        images = prompt_images(model, dataset / "images.parquet")
+        assert images is not None
+        see(images)
+        with closing(MappedRows(load_dataset(dataset).rl_rows(), directory)) as rows:
+            return _run(config, model, directory, before, rows, images)
 
     return run
 
@@ -188,14 +205,15 @@ def _served_teachers(
 
 
 def _run(
-    config: RLRoundStageConfig, model: Path, work: Path, before: TrainedSteps
+    config: RLRoundStageConfig,
+    model: Path,
+    work: Path,
+    before: TrainedSteps,
+    rows: Sequence[RLRow] = SUMS,
+    images: PromptImages | None = None,
 ) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
-    rows = [
-        RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
-        for i in range(8)
-    ]
-    prompts = rl_prompts(rows, tokenizer, 27)
+    prompts = rl_prompts(rows, tokenizer, 27, expanded=images.expanded if images else None)
     with ExitStack() as stack:
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
@@ -230,7 +248,7 @@ def _run(
         scorer = CompletionScorer(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
-        source = PromptSource(prompts, config, 0)
+        source = PromptSource(prompts, config, 0, images)
         prompt = probe_prompt(model, config.model.max_length)
         RLTrainer(
             config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work,

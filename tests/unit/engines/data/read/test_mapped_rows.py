@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_row_that_is_none_is_named(file: RowFile[RLRow], tmp_path: Path) -> No
     def parse(_: object) -> RLRow:
         raise RowError("got no row")
 
-    broken = RowFile(file.path, type(RL_FORMAT)(RL_FORMAT.schema, RL_FORMAT.columns, parse))
+    broken = RowFile(file.path, replace(RL_FORMAT, parse=parse))
     with (
         closing(MappedRows(broken, tmp_path)) as rows,
         pytest.raises(ConfigError, match=r"rl\.parquet row 70: got no row"),

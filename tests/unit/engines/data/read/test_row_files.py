@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from engines.data.read.row_files import (
     RowFile,
     RowFormat,
     write_batches,
+    write_rows,
 )
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
@@ -46,7 +46,7 @@ rl_rows = st.builds(
 
 
 def write(path: Path, format: RowFormat[Any], rows: Sequence[Any]) -> None:
-    write_batches(path, format.schema, [format.batch(rows)])
+    write_rows(path, format, rows)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
@@ -90,7 +90,7 @@ def test_batches_of_any_size_are_one_table(
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(rows)), max_size=5)))
     parts = zip([0, *cuts], [*cuts, len(rows)], strict=True)
     batches = [RL_FORMAT.batch(rows[start:end]) for start, end in parts]
-    write_batches(tmp_path / "batches", RL_FORMAT.schema, batches)
+    write_batches(tmp_path / "batches", RL_FORMAT, batches)
     table = pa.Table.from_pylist([columns_of(row) for row in rows], RL_FORMAT.schema)
     pq.write_table(
         table,
@@ -109,7 +109,7 @@ def columns_of(row: RLRow) -> dict[str, Any]:
     is_text = isinstance(answer, str)
     return {
         "data_source": row.data_source,
-        "prompt": [asdict(message) for message in row.prompt],
+        "prompt": [{"role": m.role, "content": m.content} for m in row.prompt],
         "ability": row.ability,
         "reward_model": {
             "style": row.reward_model.style,
@@ -133,7 +133,7 @@ def test_a_row_group_of_long_texts_ends_early(
     for name, size in (("one", 8), ("many", 3)):
         starts = range(0, len(rows), size)
         batches = [SFT_FORMAT.batch(rows[start : start + size]) for start in starts]
-        write_batches(tmp_path / name, SFT_FORMAT.schema, batches)
+        write_batches(tmp_path / name, SFT_FORMAT, batches)
         metadata = pq.read_metadata(tmp_path / name)
         assert [metadata.row_group(n).num_rows for n in range(4)] == [2, 2, 2, 2]
         assert tuple(RowFile(tmp_path / name, SFT_FORMAT)) == tuple(rows)
