@@ -6,7 +6,7 @@ counted; ids and order are a pure function of rows and tokenizer.
 
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,7 +63,7 @@ class RLPrompts(ByPlace[RLPrompt]):
         prompt_ids: of each row.
         data_sources: of each row.
         kept: the places of those rows that are prompts here, ascending.
-        with_images: the places of rows that show images.
+        shows_images: of each row, 1 or 0.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class RLPrompts(ByPlace[RLPrompt]):
         prompt_ids: PackedTokens,
         data_sources: Sequence[str],
         kept: Sequence[int],
-        with_images: Collection[int] = (),
+        shows_images: Sequence[int],
     ) -> None:
         self._rows, self._prompt_ids, self._kept = rows, prompt_ids, array("q", kept)
         lengths = prompt_ids.lengths
         self.lengths = array("q", (lengths[place] for place in kept))
         """Tokens of each prompt."""
         self.data_sources = [data_sources[place] for place in kept]
-        self.num_with_images = len({*kept} & {*with_images})
+        self.num_with_images = sum(shows_images[place] for place in kept)
         """Prompts that show images."""
 
     def __len__(self) -> int:
@@ -157,17 +157,16 @@ def rl_prompts(
     """
     packed = PackedTokens()
     sources: list[str] = []
-    with_images: list[int] = []
+    shows_images = bytearray()
     for batch in in_batches(rows):
         sources += [sys.intern(row.data_source) for row in batch]
         rendered = render_prompts(tokenizer, [row.prompt for row in batch])
         for row, ids in zip(batch, rendered, strict=True):
-            place = len(packed)
-            if row.images:
-                with_images.append(place)
-            packed.append(_expanded(row, ids, place, expanded) if row.images else ids)
+            shown = bool(row.images)
+            packed.append(_expanded(row, ids, len(packed), expanded) if shown else ids)
+            shows_images.append(shown)
     kept = fitting_prompts(packed.lengths, max_prompt_length, on_overlong)
-    return RLPrompts(rows, packed, sources, kept, with_images)
+    return RLPrompts(rows, packed, sources, kept, shows_images)
 
 
 def _expanded(

@@ -209,13 +209,13 @@ class RowFile(Generic[RowT]):
             raise ConfigError(str(self.path), problem) from None
 
 
-def write_rows(path: Path, format: RowFormat[RowT], rows: Sequence[RowT]) -> None:
+def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
     """Write rows as `write_batches` does; their columns are in memory too.
 
     Args:
         path: of the file.
         format: of the rows.
-        rows: none, or some.
+        rows: read once.
     """
     batches = [format.batch(batch) for batch in in_batches(rows)]
     write_batches(path, format, batches, all(map(format.is_plain, batches)))

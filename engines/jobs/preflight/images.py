@@ -5,7 +5,6 @@ or its rollout engine. Of a model on the hub, what does not depend on it is look
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
 from engines.checkpoint.models.teacher import TEACHER_SECTION
@@ -13,15 +12,17 @@ from engines.config.backends import BACKENDS
 from engines.config.base import local_path
 from engines.config.distillation import DistillationConfig
 from engines.config.look import Look
+from engines.config.model import ModelConfig
 from engines.config.plugins import IMAGES, ROLLOUT_ENGINES, image_engines
 from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
+from infra.section_names import renamed_sections
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Of a model directory; one of them says how the model's images are cut."""
 _TAUGHT = "data.rl."
-"""Where sources are of which a teacher is asked; an evaluation asks none."""
+"""Where sources are of which a teacher is asked; by the others models are measured."""
 
 
 def look_at_images(at: Look, sources: Sequence[str]) -> None:
@@ -47,12 +48,14 @@ def look_at_images(at: Look, sources: Sequence[str]) -> None:
     check_seen_by_judges(shown, at.reward_model, at.judge)
     if at.trains and at.training is not None:
         _look_at_training(at.training, shown, has_critic=at.has_critic)
+    _look_at_model(at.model, shown)
     taught = [source for source in sources if source.startswith(_TAUGHT)]
+    measured = [source for source in sources if source not in taught]
     if at.teacher is not None and taught:
         _look_at_teacher(at.teacher, _shown(taught[0]))
-    directory = local_path(at.model.path)
-    if directory is not None or at.model.init == "random":
-        _look_at_model(directory, shown)
+    if at.against is not None and measured:
+        with renamed_sections({"model": "against"}):
+            _look_at_model(at.against, _shown(measured[0]))
 
 
 def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool) -> None:
@@ -92,11 +95,13 @@ def _shown(source: str) -> str:
     return f"{source} has rows that show images"
 
 
-def _look_at_model(directory: Path | None, shown: str) -> None:
+def _look_at_model(model: ModelConfig, shown: str) -> None:
+    directory = local_path(model.path)
     need = f"need a model that sees ({', '.join(VISION_MODEL_TYPES)}); choose one, or leave out the"
     if directory is None:
-        problem = f"got random; {shown}; {need} source"
-        raise ConfigError("model.init", problem)
+        if model.init == "random":
+            raise ConfigError("model.init", f"got random; {shown}; {need} source")
+        return
     sees = vision_model_type(directory)
     if sees not in VISION_MODEL_TYPES:
         what = f"a {sees}" if sees else "a text model"

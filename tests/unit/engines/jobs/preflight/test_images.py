@@ -14,7 +14,7 @@ from vision_cases import write_chat_model
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.distillation import DistillationConfig
-from engines.config.model import TokenizerConfig
+from engines.config.model import ModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -121,6 +121,17 @@ def test_a_teacher(tmp_path: Path, model: Path, data: Path) -> None:
         f"data.rl=[{{path: {text_rows}}}]",
         teacher=served.model_copy(update={"num_top": 4}),
     )
+
+
+def test_a_model_that_it_is_compared_with(tmp_path: Path, model: Path, data: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    against = ModelConfig(path=str(other))
+    look_at(model, data, against=against)
+    for name in PROCESSOR_FILES:
+        (other / name).unlink(missing_ok=True)
+    refused = error_of(model, data, against=against)
+    assert refused.startswith(f"against.path: got {other}; data.evaluation.0 has rows that show im")
 
 
 def test_the_model(tmp_path: Path, model: Path, data: Path) -> None:
