@@ -12,7 +12,8 @@ ENVIRONMENTS ?= veomni automodel torchtitan
 ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
-	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers
+	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers \
+	rlhf.testing.test_rollout_prompts
 # Tests that give a figure of the fault matrix and lie beside what they test.
 CONTROLLER := tests/unit/engines/controller/test_ray_group.py
 FIGURES_ELSEWHERE := \

@@ -2,8 +2,9 @@
 
 An engine replaces the model's attention and hands it positions that count from 0 in each sequence.
 Promises: an architecture that would ignore the one or misread the other is named here, in words
-that continue a sentence about its directory. Does not promise that every other one is computed: an
-attention function learns of masks, soft caps or sinks only when it is called.
+that continue a sentence about its directory. What its configuration alone tells is said by
+`engines.attention_needs`. Does not promise that every other one is computed: an attention function
+may learn what a layer wants of it only when it is called.
 """
 
 from typing import Any
@@ -36,6 +37,13 @@ def class_refusal(auto_class: Any, config: PretrainedConfig) -> str | None:
     if made is None:
         return f"is a {config.model_type}, of which transformers has no {auto_class.__name__}"
     return attention_refusal(made)
+
+
+def text_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields that `config.json` has of a model, or of the text model in it."""
+    # Some configurations compute the types of their layers and keep them out of their dictionary.
+    text = config.get_text_config()
+    return {**text.to_dict(), "layer_types": getattr(text, "layer_types", None)}
 
 
 def attention_refusal(made: type[PreTrainedModel]) -> str | None:

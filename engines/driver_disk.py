@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infra import env
+from infra.errors import DeadlineError
 from infra.host.records import file_lock
 from infra.store.atomic import (
     TEMPORARY_PREFIX,
@@ -180,7 +181,9 @@ class OtherDisk:
         sent_bytes, changed_at, local = 0, 0, self.local(path)
         while True:
             time.sleep(every_s)
-            with suppress(OSError, RayError):  # the driver notices that it hears nothing
+            with suppress(
+                OSError, RayError, DeadlineError
+            ):  # the driver notices that it hears nothing
                 os.utime(self._root)
                 if (state := local.stat()).st_mtime_ns == changed_at:
                     continue
@@ -208,11 +211,14 @@ class OtherDisk:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import GetTimeoutError, RayTaskError
 
         try:
             answer = getattr(self._server, method).remote(*arguments)
             return ray.get(answer, timeout=ANSWER_DEADLINE_S)
+        except GetTimeoutError:
+            what = f"the driver's machine to {method} {arguments[0]}"
+            raise DeadlineError(what, ANSWER_DEADLINE_S) from None
         except RayTaskError as error:
             cause = error.cause
             raise cause if isinstance(cause, OSError) else error from None

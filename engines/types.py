@@ -390,6 +390,9 @@ class RolloutRequest:
         turn: of a conversation, counted from 0; already in the seeds.
         session: requests of one session are best served by one replica, which has the keys and
             values of earlier turns; None for a request of its own.
+        images: files (PNG, JPEG, WebP) of the images in the prompt, in their order; for engines
+            with that capability. For each the prompt has a run of placeholder tokens, as many as
+            the model makes features of it.
     """
 
     request_id: str
@@ -401,6 +404,7 @@ class RolloutRequest:
     sample_indices: tuple[int, ...] = ()
     turn: int = 0
     session: str | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
 
     @property
     def num_samples(self) -> int:

@@ -229,13 +229,14 @@ def look_of(recipe: Recipe) -> Look | None:
         against=recipe.against,
         data=recipe.data,
         suites=recipe.suites,
-        lora=recipe.training.lora,
+        training=recipe.training,
         averages=_averages(recipe),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
         judge=reward.judge,
         teacher=teacher,
         rollout_engine=recipe.rollout.engine,
+        has_critic=recipe.rl.critic is not None,
         answer_lengths={
             stage.answer_setting: stage.evaluation.answer_length
             for stage in recipe.stages()

@@ -207,6 +207,9 @@ SGLANG_USE_CPU_ENGINE = EnvVar("SGLANG_USE_CPU_ENGINE", None, "set by us: 1, SGL
 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION = EnvVar(
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", None, "set by us: 0, a look samples nothing"
 )
+SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK = EnvVar(
+    "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", None, "set by us: 1, logits of a prompt come in parts"
+)
 SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN = EnvVar(
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", None, "set by us: 1, SGLang holds some tokens back"
 )

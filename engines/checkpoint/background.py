@@ -9,8 +9,9 @@ background is raised by the next call. One checkpoint is in flight at a time.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from engines import driver_disk
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
@@ -18,6 +19,7 @@ from engines.errors import CheckpointError
 from infra.errors import DeadlineError
 from infra.waiting import wait_for
 
+T = TypeVar("T")
 _WRITTEN, _FAILED = ".written-", ".failed-"
 _POLL_S = 0.05
 
@@ -79,9 +81,13 @@ class BackgroundSave:
 
         Args:
             stage: given the directory to write into; returns when everything is copied.
+
+        Raises:
+            DeadlineError: there is no directory yet, for another checkpoint holds the place.
+            OSError: it cannot be made.
         """
         try:
-            stage(self._directory.result(timeout=self._timeout_s))
+            stage(self._within(self._directory, "its directory to be made"))
         except BaseException as error:
             self._staged.set_exception(error)
             raise
@@ -108,6 +114,13 @@ class BackgroundSave:
         except TimeoutError:
             raise DeadlineError(f"step {self._step} to be published", 2 * self._timeout_s) from None
 
+    def _within(self, future: Future[T], what: str) -> T:
+        """Wait for a part of it; where the deadline passes, the error says for which."""
+        wait([future], timeout=self._timeout_s)
+        if not future.done():
+            raise DeadlineError(f"step {self._step}: {what}", self._timeout_s)
+        return future.result()
+
     def _run(self) -> None:
         try:
             saved = self._checkpoints.save(self._step, self._when_written, self._state)
@@ -120,7 +133,7 @@ class BackgroundSave:
 
     def _when_written(self, path: Path) -> None:
         self._directory.set_result(path)
-        self._staged.result(timeout=self._timeout_s)
+        self._within(self._staged, "the ranks to copy it")
         ranks = range(self._world_size)
 
         def finished() -> bool:

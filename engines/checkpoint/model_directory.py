@@ -247,6 +247,11 @@ def model_of_section(section: str) -> Iterator[None]:
         raise ConfigError(path, error.problem) from None
 
 
+VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Architectures whose images are patches with a grid, and whose positions follow the grid: those
+that are trained and sampled from."""
+
+
 def vision_model_type(path: Path) -> str | None:
     """Model type of a vision-language model's directory; None when the model sees no images."""
     config = _read_json(path / "config.json")

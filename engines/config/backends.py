@@ -63,6 +63,7 @@ class Backend:
         environment: name of the job environment (`make env-<name>`) it runs in, if not the
             project's own.
         options: ``module:Class``, the schema of `training.options`.
+        check_model: as of `BackendRow`.
         device_engines: device -> engine of its own there and schema of its options, for all model
             types.
         not_together: pairs of dimensions or features that it has, but not at once.
@@ -77,6 +78,7 @@ class Backend:
     extra: str | None = None
     environment: str | None = None
     options: str | None = None
+    check_model: str | None = None
     device_engines: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     not_together: tuple[tuple[str, str], ...] = ()
 
@@ -87,6 +89,21 @@ class Backend:
         return {kind: target for kind, target in found.items() if target is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackendRow(Row):
+    """A training engine.
+
+    Attributes:
+        check_model: ``module:function``, importable without torch, that is given a model's
+            directory and the configuration of its text model (`config.json`), and raises
+            `ConfigError` about `model.path` for one that the engine would refuse or compute
+            wrongly. None: the engine says so itself, once it runs.
+    """
+
+    check_model: str | None = None
+
+
+_ON_PACKED_SEQUENCES = "engines.training.backends.transformers.supported:check_model"
 _HF_PARALLELISM = {
     "data": Tested.CONTRACT,
     "hybrid": Tested.CONTRACT,
@@ -107,6 +124,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
         value_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
         options="engines.training.backends.fsdp.options:FSDPOptions",
+        check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
@@ -116,6 +134,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.fsdp.engine:FSDP2Engine",
         value_model="engines.training.backends.fsdp.engine:FSDP2Engine",
         options="engines.training.backends.fsdp.options:FSDP2Options",
+        check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
         features=_HF_FEATURES,
@@ -125,6 +144,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
         options="engines.training.backends.megatron_options:MegatronOptions",
+        check_model="engines.training.backends.megatron_models:check_model",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
             "npu": (
@@ -154,6 +174,7 @@ BACKENDS: Mapping[str, Backend] = {
         },
         value_model="engines.training.backends.veomni.engine:VeOmniEngine",
         options="engines.training.backends.veomni.options:VeOmniOptions",
+        check_model=_ON_PACKED_SEQUENCES,
         features={"lora": Tested.ENVIRONMENT, "ema": Tested.ENVIRONMENT},
         requires="veomni",
         environment="veomni",
@@ -162,6 +183,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.automodel.engine:AutomodelEngine",
         value_model="engines.training.backends.automodel.engine:AutomodelEngine",
         options="engines.training.backends.automodel.options:AutomodelOptions",
+        check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
@@ -177,6 +199,7 @@ BACKENDS: Mapping[str, Backend] = {
     "torchtitan": Backend(
         language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
         options="engines.training.backends.torchtitan.options:TorchTitanOptions",
+        check_model="engines.training.backends.torchtitan.supported:check_model",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,
@@ -195,24 +218,25 @@ def engine_name(backend: str, model_type: str) -> str:
     return backend if model_type == "language_model" else f"{backend}.{model_type}"
 
 
-def _rows() -> Iterator[Row]:
+def _rows() -> Iterator[BackendRow]:
     """An engine for each model type and device of each backend."""
     for backend, entry in BACKENDS.items():
         for model_type, target in entry.targets.items():
             for device in entry.devices:
                 engine, options = entry.device_engines.get(device, (target, entry.options))
-                yield Row(
+                yield BackendRow(
                     name=engine_name(backend, model_type),
                     target=engine,
                     requires=entry.requires,
                     extra=entry.extra,
                     environment=entry.environment,
                     options=options,
+                    check_model=entry.check_model,
                     devices=(device,),
                 )
 
 
-ENGINES = PluginTable("backend", "training.backend", list(_rows()), Row)
+ENGINES = PluginTable("backend", "training.backend", list(_rows()), BackendRow)
 
 
 def job_interpreter(backend: str, path: str) -> Path | None:

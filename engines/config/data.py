@@ -58,8 +58,8 @@ class SourceConfig(StrictModel):
     """`auto` (the one layout that the columns of the first rows have); `rows` (the row schema);
     supervised rows as `messages`, `sharegpt` (`conversations`) or `alpaca` (`instruction`,
     `output`); `pairs` (preference rows); `columns` (a question and an answer column); or a
-    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`, `hh_rlhf`,
-    `ultrafeedback`."""
+    preprocessor of a known data set: `gsm8k`, `math`, `openr1_math`, `dapo_math_17k`,
+    `geometry3k`, `xlam`, `hh_rlhf`, `ultrafeedback`."""
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, perhaps packed (.gz), a directory of such
     files, or a hub id. The .csv and .tsv files of a directory are read where its split has none of

@@ -1,13 +1,23 @@
 """A teacher in the rounds of RL: whose distributions the policy learns, and how."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from engines.config.base import Execution, StrictModel
 from engines.config.model import NamedModelConfig
 
 TOPK = "topk"
 """The loss that compares distributions; every other one is an estimator of sampled tokens."""
+
+
+class ServedTeacherConfig(StrictModel):
+    """Engines of the teacher's own, of the kind that samples from the policy."""
+
+    num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
+    """Engines on devices of their own; one beside the policy where that is in the job's process."""
+    options: dict[str, Any] = {}
+    """Options of the rollout engine, instead of the recipe's."""
 
 
 class DistillationConfig(NamedModelConfig):
@@ -28,6 +38,9 @@ class DistillationConfig(NamedModelConfig):
     nothing, as if there were only these; or nothing at all, which teaches too sharp a policy."""
     loss_max_clamp: float | None = Field(default=None, gt=0)
     """Nats that one token may add, either way; null: any."""
+    served: Annotated[ServedTeacherConfig | None, Execution] = None
+    """Where the teacher is: in rollout engines of its own, which need the capability
+    `prompt_logprobs`; null: on the training ranks, in the policy's layout."""
     weight: float = Field(default=1.0, gt=0)
     """Of the teacher's loss."""
     policy_weight: float = Field(default=0.0, ge=0)

@@ -6,7 +6,7 @@ from engines.config.data import DataConfig
 from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.suite import SuiteConfig
-from engines.config.training import LoraConfig
+from engines.config.training import TrainingConfig
 
 
 class Look(StrictModel):
@@ -20,7 +20,8 @@ class Look(StrictModel):
     """Only measured, too."""
     data: DataConfig | None
     suites: dict[str, SuiteConfig] = {}
-    lora: LoraConfig | None = None
+    training: TrainingConfig | None = None
+    """Has to train the model; null asks nothing of it."""
     averages: bool = False
     """Some stage keeps a moving average of the weights that it trains."""
     reward: RewardConfig | None = None
@@ -30,6 +31,8 @@ class Look(StrictModel):
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
+    has_critic: bool = False
+    """A model of values is trained beside it."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
     answer_lengths: dict[str, int] = {}

@@ -37,6 +37,10 @@ PluginKind = Literal[
 ]
 
 
+IMAGES = "images"
+"""Capability of a rollout engine: `engines.rollout.base.Capability.IMAGES`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardRow(Row):
     """A reward function.
@@ -70,6 +74,8 @@ class RolloutRow(Row):
         structured_output: it can sample texts of a given form.
         capabilities: values of `engines.rollout.base.Capability` that it has, some of them by its
             options and platform.
+        num_spare_tokens: of the context that a sequence has to leave free whose logprobs are asked
+            for.
         refuses_model: ``module:function``, importable without torch, that is given the text
             configuration of a model (`config.json`) and says what of it the engine lacks, or None.
     """
@@ -77,6 +83,7 @@ class RolloutRow(Row):
     routing: RoutingName = "by_place"
     structured_output: bool = False
     capabilities: tuple[str, ...] = ()
+    num_spare_tokens: int = 0
     refuses_model: str | None = None
 
 
@@ -86,9 +93,11 @@ class LayoutRow(Row):
 
     Attributes:
         recognised: `auto` may find it; it has columns of its own, and needs no option.
+        images: its rows show images.
     """
 
     recognised: bool = False
+    images: bool = False
 
 
 ROLLOUT_ENGINES = PluginTable(
@@ -99,7 +108,13 @@ ROLLOUT_ENGINES = PluginTable(
             name="transformers",
             target="engines.rollout.transformers.engine:TransformersEngine",
             options="engines.rollout.transformers.options:TransformersOptions",
-            capabilities=("sleep_frees_memory", "exact_continuation"),
+            capabilities=(
+                "sleep_frees_memory",
+                "exact_continuation",
+                "prompt_logprobs",
+                "prompt_logprobs_at_any_temperature",
+                "images",
+            ),
             refuses_model="engines.rollout.transformers.supported:refusal",
         ),
         RolloutRow(
@@ -116,7 +131,9 @@ ROLLOUT_ENGINES = PluginTable(
                 "exact_continuation",
                 "structured_output",
                 "shared_memory",
+                "prompt_logprobs",
             ),
+            num_spare_tokens=1,
         ),
         RolloutRow(
             name="vllm",
@@ -132,7 +149,9 @@ ROLLOUT_ENGINES = PluginTable(
                 "structured_output",
                 "shared_memory",
                 "adapters",
+                "prompt_logprobs",
             ),
+            num_spare_tokens=1,
         ),
     ],
     RolloutRow,
@@ -280,6 +299,19 @@ PREPROCESSORS = PluginTable(
             recognised=True,
         ),
         LayoutRow(
+            name="geometry3k",
+            target=f"{_LAYOUTS}.geometry3k:Geometry3k",
+            options=f"{_LAYOUTS}.geometry3k:Geometry3kOptions",
+            recognised=True,
+            images=True,
+        ),
+        LayoutRow(
+            name="xlam",
+            target=f"{_LAYOUTS}.xlam:XLAM",
+            options=f"{_LAYOUTS}.xlam:XLAMOptions",
+            recognised=True,
+        ),
+        LayoutRow(
             name="dapo_math_17k",
             target=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17k",
             options=f"{_LAYOUTS}.dapo_math_17k:DAPOMath17kOptions",
@@ -358,10 +390,22 @@ def recognised_layouts() -> list[str]:
     return [row.name for row in rows if row.recognised]
 
 
+def layouts_with_images() -> frozenset[str]:
+    """Names of the layouts whose rows show images."""
+    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
+    return frozenset(row.name for row in rows if row.images)
+
+
 def structured_output_engines() -> list[str]:
     """Names of the rollout engines that can sample texts of a given form, sorted."""
     rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
     return sorted({row.name for row in rows if row.structured_output})
+
+
+def image_engines() -> list[str]:
+    """Names of the rollout engines that show a model images, sorted."""
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return sorted({row.name for row in rows if IMAGES in row.capabilities})
 
 
 def named_rows(

@@ -7,7 +7,7 @@ for where something computes on it, not in the driver.
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.config.rollout import RolloutConfig
 from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.pool import NO_NEWS, Place, Pool, Queueing, reserve, this_node
+from engines.controller.pool import NO_NEWS, Options, Place, Pool, Queueing, reserve, this_node
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.controller.replica import ReplicaSpec
@@ -106,74 +106,135 @@ def launch_policy_group(
 def launch_policy_with_rollout(
     spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> tuple[WorkerGroup, Rollout]:
-    """As `launch_judged_policy`, of a policy that no language model judges."""
-    workers, rollout, _ = launch_judged_policy(spec, None, log_dir, queueing)
+    """As `launch_policy_beside`, of a policy without such models."""
+    workers, rollout, _ = launch_policy_beside(spec, {}, log_dir, queueing)
     return workers, rollout
 
 
-def launch_judged_policy(
-    spec: WorkerSpec, judge: ReplicaSpec | None, log_dir: Path, queueing: Queueing = NO_NEWS
-) -> tuple[WorkerGroup, Rollout, LaunchedEngines | None]:
-    """Start the ranks of a policy, the engines that sample from it, and those of a judge.
+def launch_policy_beside(
+    spec: WorkerSpec,
+    others: Mapping[str, ReplicaSpec],
+    log_dir: Path,
+    queueing: Queueing = NO_NEWS,
+) -> tuple[WorkerGroup, Rollout, dict[str, LaunchedEngines]]:
+    """Start the ranks of a policy, the engines that sample from it, and those of other models.
 
     Args:
         spec: what each rank builds; `rollout` says how to sample.
-        judge: engines of a model that nobody trains; embedded only where the policy's are in this
-            process, too. None: there is none.
+        others: by name, engines of models that nobody trains: a judge, a teacher; embedded only
+            where the policy's are in this process, too.
         log_dir: as for `launch_policy_group`.
         queueing: as well.
 
     Returns:
-        All of them, ready for calls; the caller closes them, the ranks last: places of all are
-        given back with the group.
+        All of them, ready for calls, those of other models without weights; the caller closes
+        them, the ranks last: places of all are given back with the group.
 
     Raises:
         ConfigError: a rollout engine cannot serve its model, dtype or those options.
         WorkerError: a rank died while it started.
         DeadlineError: they did not fit into the cluster together or did not meet in time.
     """
-    rollout, training = spec.rollout, spec.training
-    if rollout is None:
+    if spec.rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
-    here, num_ranks, is_here = trains_here(spec), training.num_workers, is_embedded(rollout)
-    replica = policy_replica(spec, rollout, log_dir)
-    if is_here and here:
+    here, replica = trains_here(spec), policy_replica(spec, spec.rollout, log_dir)
+    if is_embedded(spec.rollout) and here:
         engines = launch_engines(replica)  # first, because it may refuse
-        judges = None if judge is None else launch_engines(judge)
+        beside = {name: launch_engines(other) for name, other in others.items()}
         workers = _group_here(replace(spec, rollout=None), None)
-        return workers, ServedRollout(engines, workers), judges
+        return workers, ServedRollout(engines, workers), beside
     connect_ray()
-    first, num_replicas = num_ranks, rollout.num_replicas
-    if is_here:
-        num_replicas = 0
-    elif replica.shares_devices:
-        first, num_replicas = 0, num_ranks
+    seating = _Seating.of(spec, replica, here=here)
     # All together: two runs that each had half of it would wait for ever.
-    options = planned(spec.platform).ray_resource_options
-    bundles = [options(1)] * first + [options(rollout.num_workers_per_replica)] * num_replicas
-    num_sharing = [2 if first == 0 and not here else 1] * len(bundles)
-    if judge is not None:
-        bundles += [options(judge.rollout.num_workers_per_replica)] * judge.rollout.num_replicas
-    pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
+    bundles = [*seating.bundles, *_bundles_of(others.values())]
+    pool = reserve(bundles, queueing, 0 if here else None, seating.num_sharing)
     try:
-        judges = None
-        if judge is not None:
-            places = pool.places(len(num_sharing), judge.rollout.num_replicas)
-            judges = launch_engines(judge, places)
-        if is_here:
-            workers = _group_of_actors(spec, log_dir, pool)
-            return workers, RankRollout(workers), judges
-        sender, places = pool.places(0, num_ranks)[0], pool.places(first, num_replicas)
-        # Collectives of devices do not join two processes on one device.
-        has_device = not here and not replica.shares_devices
-        # First, because it may refuse.
-        engines = launch_engines(replica, places, Sender(sender.node, has_device, num_ranks))
-        trained = replace(spec, rollout=None)
-        workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
+        beside = _launch_each(others, pool, len(seating.bundles))
+        return *_launch_in(pool, seating, spec, replica, log_dir), beside
     except BaseException:
         pool.close()
         raise
-    return workers, ServedRollout(engines, workers), judges
+
+
+@dataclass(frozen=True)
+class _Seating:
+    """Which places of a pool a policy's ranks and engines have.
+
+    Attributes:
+        here: the only rank is this process.
+        bundles: what is reserved for them, ranks first.
+        num_sharing: actors of each bundle.
+        first: place of the first engine; 0 where engines share the devices of ranks.
+        num_replicas: engines that have places; 0 where they are part of the ranks.
+    """
+
+    here: bool
+    bundles: tuple[Options, ...]
+    num_sharing: tuple[int, ...]
+    first: int
+    num_replicas: int
+
+    @staticmethod
+    def of(spec: WorkerSpec, replica: ReplicaSpec, *, here: bool) -> "_Seating":
+        """The seating of ranks, and of engines that are no part of this process."""
+        first, num_replicas = spec.training.num_workers, replica.rollout.num_replicas
+        if is_embedded(replica.rollout):
+            num_replicas = 0
+        elif replica.shares_devices:
+            first, num_replicas = 0, spec.training.num_workers
+        ranks = [planned(spec.platform).ray_resource_options(1)] * first
+        bundles = (*ranks, *_replica_bundles(replica, num_replicas))
+        num_sharing = (2 if first == 0 and not here else 1,) * len(bundles)
+        return _Seating(here, bundles, num_sharing, first, num_replicas)
+
+
+def _replica_bundles(replica: ReplicaSpec, num_replicas: int) -> list[Options]:
+    options = planned(replica.platform).ray_resource_options
+    return [options(replica.rollout.num_workers_per_replica)] * num_replicas
+
+
+def _bundles_of(replicas: Iterable[ReplicaSpec]) -> list[Options]:
+    """What Ray reserves for each replica of some models."""
+    return [
+        bundle for each in replicas for bundle in _replica_bundles(each, each.rollout.num_replicas)
+    ]
+
+
+def _launch_each(
+    replicas: Mapping[str, ReplicaSpec], pool: Pool, first: int
+) -> dict[str, LaunchedEngines]:
+    """Engines of several models, in the places of a pool from `first` on."""
+    launched: dict[str, LaunchedEngines] = {}
+    for name, replica in replicas.items():
+        num_replicas = replica.rollout.num_replicas
+        launched[name] = launch_engines(replica, pool.places(first, num_replicas))
+        first += num_replicas
+    return launched
+
+
+def _launch_in(
+    pool: Pool, seating: _Seating, spec: WorkerSpec, replica: ReplicaSpec, log_dir: Path
+) -> tuple[WorkerGroup, Rollout]:
+    """Start a policy's engines and ranks in their places."""
+    if not seating.num_replicas:
+        workers = _group_of_actors(spec, log_dir, pool)
+        return workers, RankRollout(workers)
+    num_ranks = spec.training.num_workers
+    sender = pool.places(0, num_ranks)[0]
+    # Collectives of devices do not join two processes on one device.
+    has_device = not seating.here and not replica.shares_devices
+    # First, because it may refuse.
+    engines = launch_engines(
+        replica,
+        pool.places(seating.first, seating.num_replicas),
+        Sender(sender.node, has_device, num_ranks),
+    )
+    trained = replace(spec, rollout=None)
+    if seating.here:
+        workers: WorkerGroup = _group_here(trained, pool)
+    else:
+        workers = _group_of_actors(trained, log_dir, pool)
+    return workers, ServedRollout(engines, workers)
 
 
 def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> ReplicaSpec:
@@ -269,12 +330,8 @@ def reserve_replicas(
     if is_embedded(spec.rollout):
         return Pool(None, ())
     connect_ray()
-    options = planned(spec.platform).ray_resource_options
-    bundles = [options(1)] * num_ranks
-    for each in (spec, judge):
-        if each is not None:
-            of_replica = options(each.rollout.num_workers_per_replica)
-            bundles += [of_replica] * each.rollout.num_replicas
+    bundles = [planned(spec.platform).ray_resource_options(1)] * num_ranks
+    bundles += _bundles_of([spec] if judge is None else [spec, judge])
     return reserve(bundles, queueing)
 
 

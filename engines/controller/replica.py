@@ -2,7 +2,8 @@
 
 Promises: `RemoteReplica` is the engine's contract, wherever it runs; its errors arrive as they
 were raised; a replica that died is a `ReplicaLostError` with the last lines of its log.
-Does not start one: `engines.controller.replica_start`.
+Does not start one: `engines.controller.replica_start`. Does not promise deadlines: `close`
+apart, whoever calls has one, and says what it waited for.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from engines.driver_disk import DiskAccess
 from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
 from engines.rollout.create import behind_service, create_rollout_engine
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
@@ -230,6 +232,10 @@ class RemoteReplica(RolloutEngine):
     ) -> list[tuple[float, ...]]:
         """See the base class."""
         return await self._call("score", sequences, temperature)
+
+    async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """See the base class."""
+        return await self._call("prompt_logprobs", requests)
 
     async def pause(self) -> None:
         """See the base class."""

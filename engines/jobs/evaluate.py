@@ -3,21 +3,16 @@
 Promises: answers that another evaluation of the same model kept are judged, not sampled again.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
+from engines.config.rules.images import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
-from engines.jobs.policy.files import HF_DIR
+from engines.data.read.mapped_rows import MappedRows
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.answers import KeptAnswers
-from engines.jobs.serving.model import (
-    ServedModel,
-    served_directory,
-    served_foreign,
-    served_policy,
-)
+from engines.jobs.serving.load import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
@@ -29,6 +24,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
+from engines.vision.processor import prompt_images
 from infra.section_names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0
@@ -41,24 +37,25 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     with renamed_sections(config.sections), ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            prepare_torch(
-                config.hardware,
-                config.num_threads,
-                context.journal.log,
-                computes=config.driver_computes,
-            )
-            served = evaluated_model(context)
-            rows = load_dataset(context.input("dataset")).evaluation_rows()
-            check_data_sources(config.reward, (row.data_source for row in rows))
+            served = load_served(context, config.model)
+            dataset = load_dataset(context.input("dataset"))
+            rows = MappedRows(dataset.evaluation_rows(), context.attempt_dir)
+            stack.enter_context(closing(rows))
+            images = prompt_images(served.hf_dir, dataset.images_path)
             prompts = prompts_within(
                 rows,
                 policy_tokenizer(served.hf_dir),
                 served.context_length,
                 config.evaluation.answer_length,
                 "evaluation.max_new_tokens",
+                images,
             )
+            check_data_sources(config.reward, prompts.data_sources)
+            if prompts.num_with_images:
+                shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
+                check_seen_by_judges(shown, config.reward.model, config.reward.judge)
             serving = serve(context, stack, served, rewards)
-        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed)
+        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed, images)
         answers = KeptAnswers(context, serving.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:
@@ -72,17 +69,6 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
     }
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
     return JobOutput("evaluation", metrics | told_sources(evaluation))
-
-
-def evaluated_model(context: JobContext[EvaluateStageConfig]) -> ServedModel:
-    """The input `policy`, or the input `model`, or the model of nobody's making."""
-    policy_dir, model_dir = (context.optional_input(name) for name in ("policy", "model"))
-    if policy_dir is not None:
-        return served_policy(policy_dir)
-    if context.config.model is not None:
-        serving_dir = context.attempt_dir / HF_DIR
-        return served_foreign(context.config.model, model_dir, serving_dir)
-    return served_directory(context.input("model"))
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:

@@ -5,23 +5,15 @@ rollout engines sample answers; both have the same weights.
 """
 
 from contextlib import ExitStack
-from pathlib import Path
 
-from engines.checkpoint.model_directory import load_tokenizer, resolve_model
+from engines.checkpoint.model_directory import load_tokenizer
 from engines.config.stages.harness import HarnessStageConfig
 from engines.controller.launch import LaunchedModel, launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.jobs.policy.files import HF_DIR
 from engines.jobs.policy.stage import queueing
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.serving.model import (
-    ServedModel,
-    ServedOnDemand,
-    replica_of,
-    served_directory,
-    served_foreign,
-)
+from engines.jobs.serving.load import load_served
+from engines.jobs.serving.model import ServedOnDemand, replica_of
 from engines.trainers.evaluation.documents import write_measurement
 from engines.trainers.evaluation.harness.model import HarnessModel
 from engines.trainers.evaluation.harness.run import Measurement, run_tasks
@@ -48,12 +40,6 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
     config = context.config
     with ExitStack() as stack:
         with context.clock("load"):
-            prepare_torch(
-                config.hardware,
-                config.num_threads,
-                context.journal.log,
-                computes=config.driver_computes,
-            )
             model = _model(context, stack)
         context.heartbeat.enter("evaluate", HARNESS_DEADLINE_S)
         with context.clock("evaluate"):
@@ -73,10 +59,12 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
 def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> HarnessModel:
     """What the harness asks; engines start with the first question."""
     config, spec = context.config, context.spec
-    weights_dir, served = _served(context)
+    served = load_served(context, config.model)
+    if served.weights_dir is None:
+        raise ValueError("the harness asks a model as a user would load it; got a policy")
     replica = replica_of(config, served, context.attempt_dir)
     reader = WorkerSpec(
-        roles={POLICY: RoleSpec(ModelSource(weights_dir), config.training)},
+        roles={POLICY: RoleSpec(ModelSource(served.weights_dir), config.training)},
         serving_dir=served.hf_dir,
         rollout=None,
         temperature=1.0,
@@ -110,16 +98,6 @@ def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> Harness
         config.harness.max_new_tokens,
         config.section,
     )
-
-
-def _served(context: JobContext[HarnessStageConfig]) -> tuple[Path, ServedModel]:
-    """Where the weights are, and what engines serve of them."""
-    model = context.config.model
-    if model is None:
-        directory = context.input("model")
-        return directory, served_directory(directory)
-    directory = context.optional_input("model") or resolve_model(model, max_length=None)
-    return directory, served_foreign(model, directory, context.attempt_dir / HF_DIR)
 
 
 def _tell(context: JobContext[HarnessStageConfig], found: Measurement) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from engines.config.stages.supervised import PreferenceStageConfig
 from engines.data.read.dataset import PREFERENCE_FILE
 from engines.data.read.pairs import as_policy, read_pairs
-from engines.data.read.row_files import PREFERENCE_FORMAT, read_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile
 from engines.jobs.policy.stage import policy_output, stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
@@ -74,7 +74,7 @@ def training_set(
     pairs = (
         training_pairs(start)
         if made is None
-        else read_rows(made / PREFERENCE_FILE, PREFERENCE_FORMAT)
+        else RowFile(made / PREFERENCE_FILE, PREFERENCE_FORMAT)
     )
     return PolicyPairs(
         config.preference,

@@ -46,9 +46,9 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
 def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:
     """The problems of the recipe's suites, by the section that has their data."""
     return {
-        f"suites.{name.removeprefix(HELD_OUT)}.data": load_dataset(
-            context.input(name)
-        ).evaluation_rows()
+        f"suites.{name.removeprefix(HELD_OUT)}.data": tuple(
+            load_dataset(context.input(name)).evaluation_rows()
+        )
         for name in context.spec.inputs
         if name.startswith(HELD_OUT)
     }

@@ -5,6 +5,7 @@ at 0: a comparison says nothing of it, and transformers' models have none.
 """
 
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from engines.checkpoint.models.score_model import BIAS, write_score_config, writ
 from engines.config.options import own_options
 from engines.config.rows.preference import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
-from engines.data.read.pairs import Pair, as_reward_model, read_pairs
+from engines.data.read.pairs import Pairs, as_reward_model, read_pairs
 from engines.data.read.rows import PreferenceRow
 from engines.jobs.policy.stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
@@ -66,8 +67,8 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
 
 
 def _pairs(
-    context: JobContext[RewardModelStageConfig], start: Start, rows: tuple[PreferenceRow, ...]
-) -> tuple[Pair, ...]:
+    context: JobContext[RewardModelStageConfig], start: Start, rows: Iterable[PreferenceRow]
+) -> Pairs:
     """Tokenized as the model will read them; none of none."""
     max_length = context.config.model.max_length
     return read_pairs(rows, start.tokenizer, max_length, as_reward_model)

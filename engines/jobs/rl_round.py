@@ -5,14 +5,21 @@ optimizer of the round before, and its critic's. The reference is loaded only fo
 """
 
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
 
+from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.launch import launch_judged_policy, policy_replica
+from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
+from engines.controller.rollout import Rollout
+from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
-from engines.data.read.tokenizer import check_same_tokens, text_config
+from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
+    HF_DIR,
     initial_source,
     policy_source,
     trained_steps,
@@ -29,13 +36,16 @@ from engines.jobs.policy.stage import (
 from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
+from engines.jobs.serving.judges import JUDGE, asked_judges, judge_source, reward_role
+from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.guards.probe import probe_prompt
+from engines.trainers.judges.asking import Judges
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
+from engines.trainers.teacher import ServedTeacher
 from engines.training.roles import (
     CRITIC,
     POLICY,
@@ -46,12 +56,13 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import prompt_images
 from infra.errors import ConfigError
 
 
 def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
     """Generate, score and train for one round."""
-    config, spec, rl = context.config, context.spec, context.config.rl
+    config, rl = context.config, context.config.rl
     with ExitStack() as stack:
         with context.clock("load"):
             rewards = stack.enter_context(RewardScorer(local_reward(context, rl.reward)))
@@ -61,62 +72,125 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 context.journal.log,
                 computes=config.driver_computes,
             )
-            rows = load_dataset(context.input("dataset")).rl_rows()
-            check_data_sources(rl.reward, (row.data_source for row in rows))
-            roles = _roles(context)
-            hf_dir = context.attempt_dir / "hf"
-            write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
+            worker_spec = _worker_spec(context)
+            hf_dir = worker_spec.serving_dir
             tokenizer = policy_tokenizer(hf_dir)
-            num_new_tokens = rl.sampling.max_new_tokens
-            prompts = prompts_within(rows, tokenizer, config.model.max_length, num_new_tokens)
-            worker_spec = WorkerSpec(
-                roles=roles,
-                serving_dir=hf_dir,
-                rollout=config.rollout,
-                temperature=rl.sampling.temperature,
-                platform=config.hardware.platform,
-                device_kind=config.hardware.device_kind,
-                seed=spec.seed,
-            )
-            judge = judge_source(
-                context,
-                rl.reward.judge,
-                policy_replica(worker_spec, config.rollout, context.attempt_dir),
-                embedded=config.driver_computes,
-            )
-            workers, rollout, judge_engines = launch_judged_policy(
-                worker_spec,
-                judge.replica if judge else None,
-                context.attempt_dir,
-                queueing(context, config.hardware),
-            )
-            stack.enter_context(closing(workers))
-            stack.enter_context(closing(rollout))
-            judges = stack.enter_context(
-                asked_judges(rl.reward, spec.seed, roles.get(REWARD), workers, judge, judge_engines)
-            )
+            prompts = _prompts(context, stack, hf_dir, tokenizer)
+            launched = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         trainer = RLTrainer(
             config,
-            workers,
-            rollout,
-            PromptSource(prompts, config, spec.seed),
+            launched.workers,
+            launched.rollout,
+            prompts,
             CompletionScorer(
                 rewards,
                 tokenizer,
                 rl.algorithm.overlong,
-                num_new_tokens,
-                judges,
+                rl.sampling.max_new_tokens,
+                launched.judges,
             ),
             progress,
             probe_prompt(hf_dir, config.model.max_length),
             int(text_config(hf_dir)["vocab_size"]),
             trained_steps(before) if before else None,
             context.attempt_dir,
+            launched.teacher,
         )
         trainer.run()
         return policy_output(context, progress, hf_dir, trainer.trained_steps())
+
+
+def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
+    """What each rank builds; writes what is served of the policy beside its weights."""
+    config, roles = context.config, _roles(context)
+    hf_dir = context.attempt_dir / HF_DIR
+    write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
+    return WorkerSpec(
+        roles=roles,
+        serving_dir=hf_dir,
+        rollout=config.rollout,
+        temperature=config.rl.sampling.temperature,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=context.spec.seed,
+    )
+
+
+def _prompts(
+    context: JobContext[RLRoundStageConfig],
+    stack: ExitStack,
+    hf_dir: Path,
+    tokenizer: ChatTokenizer,
+) -> PromptSource:
+    """What is asked: it fits, and everyone who is told of it sees it; the stack closes the rows."""
+    config, rl = context.config, context.config.rl
+    dataset = load_dataset(context.input("dataset"))
+    rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
+    stack.enter_context(closing(rows))
+    images = prompt_images(hf_dir, dataset.images_path)
+    num_new_tokens = rl.sampling.max_new_tokens
+    prompts = prompts_within(
+        rows, tokenizer, config.model.max_length, num_new_tokens, images=images
+    )
+    check_data_sources(rl.reward, prompts.data_sources)
+    if prompts.num_with_images:
+        shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
+        check_seen_by_judges(shown, rl.reward.model, rl.reward.judge)
+        check_seen_by_teacher(shown, rl.distillation)
+    return PromptSource(prompts, config, context.spec.seed, images)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """What a round asks.
+
+    Attributes:
+        workers: the ranks.
+        rollout: samples from the policy.
+        judges: the models that judge.
+        teacher: that stands in engines of its own; None: there is none, or the ranks hold it.
+    """
+
+    workers: WorkerGroup
+    rollout: Rollout
+    judges: Judges
+    teacher: ServedTeacher | None
+
+
+def _launch(
+    context: JobContext[RLRoundStageConfig], stack: ExitStack, spec: WorkerSpec
+) -> _Launched:
+    """Start the ranks, the engines and the models beside them; the stack closes them."""
+    config, rl = context.config, context.config.rl
+    like = policy_replica(spec, config.rollout, context.attempt_dir)
+    embedded = config.driver_computes
+    judge = judge_source(context, rl.reward.judge, like, embedded=embedded)
+    teacher = served_teacher(
+        context,
+        rl.distillation,
+        spec.roles[POLICY].source,
+        config.model.max_length,
+        like,
+        embedded=embedded,
+    )
+    served = {JUDGE: judge, TEACHER: teacher}
+    workers, rollout, beside = launch_policy_beside(
+        spec,
+        {name: model.replica for name, model in served.items() if model is not None},
+        context.attempt_dir,
+        queueing(context, config.hardware),
+    )
+    stack.enter_context(closing(workers))
+    stack.enter_context(closing(rollout))
+    role, judge_engines = spec.roles.get(REWARD), beside.get(JUDGE)
+    judges = asked_judges(rl.reward, context.spec.seed, role, workers, judge, judge_engines)
+    asked = None
+    if teacher is not None:
+        vocab_size = int(text_config(spec.serving_dir)["vocab_size"])
+        asked = stack.enter_context(asked_teacher(rl, teacher, beside[TEACHER], vocab_size))
+    return _Launched(workers, rollout, stack.enter_context(judges), asked)
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
@@ -164,9 +238,9 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
-    if rl.distillation is not None:
+    if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
-        teacher = teacher_source(rl.distillation, given, policy, limit)
+        teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
         # An adapter is the policy's.
         frozen = config.training.model_copy(update={"lora": None})
         roles[TEACHER] = RoleSpec(teacher, frozen)

@@ -12,19 +12,18 @@ from engines.config.stages.serving import SelfPlayStageConfig
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
 from engines.data.read.examples import RLPrompt
 from engines.data.read.row_files import PREFERENCE_FORMAT, write_rows
-from engines.data.read.rows import PreferenceRow, RLRow
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.errors import NothingToTrainOnError
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.answers import Generate, KeptAnswers
-from engines.jobs.serving.model import served_policy
+from engines.jobs.serving.load import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.supervised.self_play import (
-    as_prompts,
+    as_prompt,
     best_worst_pair,
     chosen_rows,
     own_answers,
@@ -45,13 +44,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
-            prepare_torch(
-                config.hardware,
-                config.num_threads,
-                context.journal.log,
-                computes=config.driver_computes,
-            )
-            served = served_policy(context.input("policy"))
+            served = load_served(context)
             rows = asked_rows(config, load_dataset(context.input("dataset")), context.spec.seed)
             if config.self_play.source == "best_worst":
                 check_data_sources(config.reward, (row.data_source for row in rows))
@@ -100,10 +93,15 @@ def asked_rows(config: SelfPlayStageConfig, dataset: Dataset, seed: int) -> list
         Of `data.sft` for `spin`, else of `data.rl`.
     """
     section = config.self_play
-    is_spin = section.source == "spin"
-    rows = as_prompts(dataset.sft_rows()) if is_spin else dataset.rl_rows()
-    places = chosen_rows(len(rows), section.num_prompts, seed, config.iteration)
-    return [rows[place] for place in places]
+    split = dataset.sft_rows() if section.source == "spin" else dataset.rl_rows()
+    places = chosen_rows(len(split), section.num_prompts, seed, config.iteration)
+    wanted = frozenset(places)
+    found = {
+        place: as_prompt(row) if isinstance(row, SFTRow) else row
+        for place, row in enumerate(split)
+        if place in wanted
+    }
+    return [found[place] for place in places]
 
 
 def made_pairs(

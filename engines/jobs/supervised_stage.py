@@ -12,6 +12,7 @@ from engines.controller.launch import launch_policy_group
 from engines.controller.model_worker import WorkerSpec
 from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import Dataset, load_dataset
+from engines.data.read.row_files import RowFile
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, write_hf_files
@@ -81,7 +82,7 @@ def start_of(context: JobContext[Config]) -> Start:
     return Start(dataset, source, hf_dir, policy_tokenizer(hf_dir))
 
 
-def training_pairs(start: Start) -> tuple[PreferenceRow, ...]:
+def training_pairs(start: Start) -> RowFile[PreferenceRow]:
     """The pairs to train on.
 
     Args:

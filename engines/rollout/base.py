@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
-from engines.errors import WeightSyncError
+from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 
@@ -39,6 +40,13 @@ class Capability(Enum):
     """Takes its weights in processes of its own: the source must be readable there."""
     ADAPTERS = "adapters"
     """Takes an adapter beside the weights it stands on; such an engine is made with its shape."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Says what is likely in each place of a given sequence of text: it can serve a teacher."""
+    PROMPT_LOGPROBS_AT_ANY_TEMPERATURE = "prompt_logprobs_at_any_temperature"
+    """Says that at other temperatures than 1, too."""
+    IMAGES = "images"
+    """Shows a model that sees the images of a request: `RolloutRequest.images`. In the engine's
+    row, too."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,25 @@ class RolloutEngine(ABC):
         Raises:
             RolloutError: no confirmed weights.
         """
+
+    async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """Logprobs of given tokens, and the likeliest tokens in their places.
+
+        For engines with the capability `PROMPT_LOGPROBS`. Never holds the logits of all tokens of
+        a call, nor answers with more than what was asked for.
+
+        Args:
+            requests: with ids that differ.
+
+        Returns:
+            One answer each, in their order.
+
+        Raises:
+            RolloutError: no confirmed weights, a request that cannot be answered (see
+                `check_prompts`), or the engine lacks the capability.
+            DeadlineError: an answer took longer than `rollout.timeout_s`.
+        """
+        raise RolloutError(f"{type(self).__name__} says no logprobs of a prompt")
 
     @abstractmethod
     async def pause(self) -> None:

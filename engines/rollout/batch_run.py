@@ -1,62 +1,63 @@
 """One batch of requests on its way through the replicas.
 
-Promises: every sample once, whichever replicas are lost meanwhile; a deadline that ends samples
-instead of the run: what is unfinished comes out as `abort`, with the tokens it has.
+Promises: every answer once, whichever replicas are lost meanwhile; for samples a deadline that ends
+them instead of the run: what is unfinished comes out as `abort`, with the tokens it has.
 Does not promise: a replica for every request at once; what has none waits for one.
 """
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Generic
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.collect import SampleLedger, collect_share
+from engines.rollout.collect import Ledger, Request, SampleLedger
 from engines.rollout.replica_pool import ReplicaPool
 from engines.rollout.replica_state import ReplicaSlot
 from engines.rollout.routing import Routing, Share
+from engines.types import RolloutRequest
 from infra.errors import DeadlineError
 
 ABORT_DEADLINE_S = 30.0
 """A replica that does not end its samples by then, once told to, is lost."""
 
 
-class BatchRun:
-    """See the module.
+class BatchRun(Generic[Request]):
+    """See the module. Whoever waits for it has a deadline.
 
     Args:
         pool: the replicas.
         routing: the rule, over the requests of this batch.
         ledger: of this batch.
-        timeout_s: after which samples are aborted.
     """
 
     def __init__(
-        self, pool: ReplicaPool, routing: Routing, ledger: SampleLedger, timeout_s: float
+        self, pool: ReplicaPool, routing: Routing[Request], ledger: Ledger[Request]
     ) -> None:
         self._pool, self._routing, self._ledger = pool, routing, ledger
-        self._timeout_s = timeout_s
-        self._running: dict[asyncio.Task[None], tuple[ReplicaSlot, RolloutEngine, Share]] = {}
+        self._running: dict[
+            asyncio.Task[None], tuple[ReplicaSlot, RolloutEngine, Share[Request]]
+        ] = {}
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Fill the ledger.
 
         Raises:
-            RolloutError: a replica refused a request, or lost or doubled a sample; or it was
+            RolloutError: a replica refused a request, or lost or doubled an answer; or it was
                 lost itself, and no other may start.
-            DeadlineError: not one sample was finished at the deadline.
         """
         watching = asyncio.get_running_loop().create_task(self._pool.watch())
         try:
             with self._pool.listening(self._changed.set):
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._all()
-                except TimeoutError:
-                    await self._abort()
+                await self._fill()
         finally:
             await _end([watching, *self._running])
+            for task in list(self._running):
+                self._forget(task)
+
+    async def _fill(self) -> None:
+        await self._all()
 
     async def _all(self) -> None:
         while self._routing.waiting or self._running:
@@ -73,18 +74,16 @@ class BatchRun:
                     await _end([task])
                     self._settle(task)
 
-    def _start(self, slot: ReplicaSlot, share: Share) -> None:
+    def _start(self, slot: ReplicaSlot, share: Share[Request]) -> None:
         slot.num_in_flight += share.num_samples
-        sampling = collect_share(slot.engine, share.requests, self._ledger)
-        task = asyncio.get_running_loop().create_task(sampling)
+        answering = self._ledger.collect_share(slot.engine, share.requests)
+        task = asyncio.get_running_loop().create_task(answering)
         task.add_done_callback(lambda _: self._changed.set())
         self._running[task] = (slot, slot.engine, share)
 
     def _settle(self, task: "asyncio.Task[None]") -> None:
-        """What a share that ended leaves behind: nothing, samples to be redone, or an error."""
-        slot, engine, share = self._running.pop(task)
-        if slot.engine is engine:
-            slot.num_in_flight -= share.num_samples
+        """What a share that ended leaves behind: nothing, answers to be redone, or an error."""
+        slot, engine, share = self._forget(task)
         if not task.cancelled():
             error = task.exception()
             if error is None:
@@ -93,6 +92,51 @@ class BatchRun:
                 raise error
             self._pool.lose(slot, engine, error)
         self._routing.lost(share, self._ledger)
+
+    def _forget(
+        self, task: "asyncio.Task[None]"
+    ) -> tuple[ReplicaSlot, RolloutEngine, Share[Request]]:
+        """Of a share that ended: it is no load any more."""
+        slot, engine, share = self._running.pop(task)
+        if slot.engine is engine:
+            slot.num_in_flight -= share.num_samples
+        return slot, engine, share
+
+
+class SampleRun(BatchRun[RolloutRequest]):
+    """Of samples, which a deadline ends.
+
+    Args:
+        pool: the replicas.
+        routing: the rule, over the requests of this batch.
+        ledger: of this batch.
+        timeout_s: after which samples are aborted.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        routing: Routing[RolloutRequest],
+        ledger: SampleLedger,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(pool, routing, ledger)
+        self._samples, self._timeout_s = ledger, timeout_s
+
+    async def run(self) -> None:
+        """See the base class.
+
+        Raises:
+            DeadlineError: not one sample was finished at the deadline.
+        """
+        await super().run()
+
+    async def _fill(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._all()
+        except TimeoutError:
+            await self._abort()
 
     async def _abort(self) -> None:
         """End what runs; what no replica has ended by the deadline was lost with it."""
@@ -109,8 +153,8 @@ class BatchRun:
         await _end(running)
         for task in running:
             self._settle(task)
-        self._ledger.abort_missing()
-        if not self._ledger.num_completed:
+        self._samples.abort_missing()
+        if not self._samples.num_completed:
             raise DeadlineError("one sample to be finished", self._timeout_s)
 
 

@@ -1,4 +1,6 @@
-"""The samples of a batch of requests, each accepted once, wherever and how often it was sampled.
+"""The answers to a batch of requests, each accepted once, wherever and how often it was made.
+
+Samples of prompts, or what is said of given tokens.
 
 Promises: every sample of every request, in the order of the requests and their seeds, whatever
 finished first; a sample that comes again, because another replica was asked for it too, is
@@ -8,11 +10,35 @@ Does not know: replicas, or why something is sampled again.
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
+
+Request = TypeVar("Request", RolloutRequest, PromptRequest)
+
+
+class Ledger(Protocol[Request]):
+    """Which answers to a batch are there."""
+
+    def missing(self, requests: Iterable[Request]) -> list[Request]:
+        """These requests for what is not there of them; those that are complete are not."""
+        ...
+
+    async def collect_share(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+        """Have one engine answer some requests, and enter what comes.
+
+        Args:
+            engine: the engine.
+            requests: with different ids.
+
+        Raises:
+            RolloutError: the engine refused a request, or lost, doubled or made up an answer.
+        """
+        ...
 
 
 class SampleLedger:
@@ -54,6 +80,23 @@ class SampleLedger:
                 left.append(request.select(indices))
         return left
 
+    async def collect_share(
+        self, engine: RolloutEngine, requests: Sequence[RolloutRequest]
+    ) -> None:
+        """See `Ledger`."""
+        open_keys = {key for request in requests for key in request.sample_keys}
+        num_wanted, num_found, num_strange = len(open_keys), 0, 0
+        async for completion in engine.generate(requests):
+            key = (completion.request_id, completion.sample_index)
+            num_found += 1
+            if key in open_keys:
+                open_keys.remove(key)
+                self.accept(completion)
+            else:
+                num_strange += 1
+        if open_keys or num_strange:
+            raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
+
     def abort_missing(self) -> None:
         """Take every missing sample for aborted before its first token."""
         for name, index in (key for keys in self._wanted for key in keys):
@@ -64,31 +107,32 @@ class SampleLedger:
         return [[self._found[key] for key in keys] for keys in self._wanted]
 
 
-async def collect_share(
-    engine: RolloutEngine, requests: Sequence[RolloutRequest], ledger: SampleLedger
-) -> None:
-    """Have one engine sample some requests, and enter what comes.
+class PromptLedger:
+    """What is said of given tokens.
 
     Args:
-        engine: the engine.
-        requests: with different ids.
-        ledger: that wants their samples.
-
-    Raises:
-        RolloutError: the engine refused a request, or lost, doubled or made up a sample.
+        requests: the batch.
     """
-    open_keys = {key for request in requests for key in request.sample_keys}
-    num_wanted, num_found, num_strange = len(open_keys), 0, 0
-    async for completion in engine.generate(requests):
-        key = (completion.request_id, completion.sample_index)
-        num_found += 1
-        if key in open_keys:
-            open_keys.remove(key)
-            ledger.accept(completion)
-        else:
-            num_strange += 1
-    if open_keys or num_strange:
-        raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
+
+    def __init__(self, requests: Sequence[PromptRequest]) -> None:
+        self._wanted = [request.request_id for request in requests]
+        self._found: dict[str, PromptLogprobs] = {}
+
+    def missing(self, requests: Iterable[PromptRequest]) -> list[PromptRequest]:
+        """See `Ledger`."""
+        return [request for request in requests if request.request_id not in self._found]
+
+    async def collect_share(self, engine: RolloutEngine, requests: Sequence[PromptRequest]) -> None:
+        """See `Ledger`."""
+        answers = await engine.prompt_logprobs(requests)
+        asked, got = [each.request_id for each in requests], [each.request_id for each in answers]
+        if asked != got:
+            raise RolloutError(f"asked about {len(asked)} sequences, got {len(got)}, not the same")
+        self._found |= {answer.request_id: answer for answer in answers}
+
+    def rows(self) -> list[PromptLogprobs]:
+        """An answer to each request, in their order; none may be missing."""
+        return [self._found[request_id] for request_id in self._wanted]
 
 
 async def collect(
@@ -105,13 +149,13 @@ async def collect(
         For each request its completions, in the order of its seeds.
 
     Raises:
-        RolloutError: as `collect_share`.
+        RolloutError: as `Ledger.collect_share`.
         DeadlineError: samples are unfinished at the deadline.
     """
     ledger = SampleLedger(requests)
     try:
         async with asyncio.timeout(timeout_s):
-            await collect_share(engine, requests, ledger)
+            await ledger.collect_share(engine, requests)
     except TimeoutError:
         raise DeadlineError(f"{ledger.num_missing} samples", timeout_s) from None
     return ledger.rows()

@@ -21,6 +21,8 @@ from infra.errors import PipelineError
 
 NUM_LOOKS = 6
 """Questions about health in the time after which silence is taken for death."""
+END_DEADLINE_S = 10.0
+"""How long a restart that was cancelled may take to end."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,9 @@ class ReplicaPool:
         for task in self._restarting:
             task.cancel()
         if self._restarting:
-            await asyncio.wait(self._restarting)
+            _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
+            if left:  # the others are closed all the same
+                logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
         up = [slot.engine for slot in self.slots if slot.is_up]
         results = await asyncio.gather(*(close(one) for one in up), return_exceptions=True)
         errors = [result for result in results if isinstance(result, Exception)]

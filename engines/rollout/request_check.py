@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from engines.config.plugins import structured_output_engines
+from engines.config.plugins import image_engines, structured_output_engines
 from engines.errors import RolloutError
 from engines.types import RolloutRequest
 
@@ -15,6 +15,7 @@ def check_requests(
     vocab_size: int,
     *,
     structured_output: bool = False,
+    images: bool = False,
 ) -> None:
     """Refuse requests that cannot be served as they stand, and samples that are asked for twice.
 
@@ -24,13 +25,20 @@ def check_requests(
         context_length: tokens that prompt and response may have together.
         vocab_size: token ids are below this.
         structured_output: whether the engine has that capability.
+        images: likewise, and its model sees.
 
     Raises:
         RolloutError: names the request and what is wrong.
     """
     taken = set(in_flight)
     for request in requests:
-        check_request(request, context_length, vocab_size, structured_output=structured_output)
+        check_request(
+            request,
+            context_length,
+            vocab_size,
+            structured_output=structured_output,
+            images=images,
+        )
         for key in request.sample_keys:
             if key in taken:
                 raise RolloutError(
@@ -45,6 +53,7 @@ def check_request(
     vocab_size: int,
     *,
     structured_output: bool = False,
+    images: bool = False,
 ) -> None:
     """Refuse a request that cannot be served as it stands.
 
@@ -53,6 +62,7 @@ def check_request(
         context_length: tokens that prompt and response may have together.
         vocab_size: token ids are below this.
         structured_output: whether the engine has that capability.
+        images: likewise, and its model sees.
 
     Raises:
         RolloutError: names the request and what is wrong.
@@ -66,6 +76,12 @@ def check_request(
     if not problem and request.sampling.structured_output and not structured_output:
         able = ", ".join(structured_output_engines()) or "none"
         problem = f"this rollout engine has no structured output; engines that have it: {able}"
+    if not problem and request.images and not images:
+        able = ", ".join(image_engines()) or "none"
+        problem = (
+            f"{len(request.images)} images, of which this engine and its model see none; engines "
+            f"that show images to a model that sees: {able}"
+        )
     if problem:
         raise RolloutError(f"{request.request_id}: {problem}")
 

@@ -9,22 +9,21 @@ Neither knows what a replica is: they see places and how many samples are in fli
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
-from engines.rollout.collect import SampleLedger
-from engines.types import RolloutRequest
+from engines.rollout.collect import Ledger, Request
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one replica samples in one go.
+class Share(Generic[Request]):
+    """What one replica samples, or says logprobs of, in one go.
 
     Attributes:
         requests: with different ids.
         home: place that it was made for.
     """
 
-    requests: tuple[RolloutRequest, ...]
+    requests: tuple[Request, ...]
     home: int
 
     @property
@@ -33,7 +32,7 @@ class Share:
         return sum(request.num_samples for request in self.requests)
 
 
-class Routing(Protocol):
+class Routing(Protocol[Request]):
     """The rule over one batch of requests."""
 
     @property
@@ -41,7 +40,7 @@ class Routing(Protocol):
         """Whether something has no replica yet."""
         ...
 
-    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share]]:
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """What starts now, and where.
 
         Args:
@@ -52,12 +51,12 @@ class Routing(Protocol):
         """
         ...
 
-    def lost(self, share: Share, ledger: SampleLedger) -> None:
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """Let what is missing of a share wait again, as the rule says."""
         ...
 
 
-class ByPlace:
+class ByPlace(Generic[Request]):
     """Request i is sampled at place i mod N; one share at a time at each place.
 
     Args:
@@ -65,7 +64,7 @@ class ByPlace:
         num_places: N, whether or not there is a replica at each of them now.
     """
 
-    def __init__(self, requests: Sequence[RolloutRequest], num_places: int) -> None:
+    def __init__(self, requests: Sequence[Request], num_places: int) -> None:
         shares = [Share(tuple(requests[home::num_places]), home) for home in range(num_places)]
         self._waiting = [share for share in shares if share.requests]
 
@@ -74,12 +73,12 @@ class ByPlace:
         """See `Routing`."""
         return bool(self._waiting)
 
-    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share]]:
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """See `Routing`. A share whose place has no replica goes to one that is idle."""
         idle = {place for place, load in loads.items() if not load}
         homes = {share.home for share in self._waiting}
         free = sorted(idle - homes)
-        taken: list[tuple[int, Share]] = []
+        taken: list[tuple[int, Share[Request]]] = []
         for share in self._waiting:
             if share.home in idle:
                 taken.append((share.home, share))
@@ -89,13 +88,13 @@ class ByPlace:
         self._waiting = [share for share in self._waiting if share.home not in started]
         return taken
 
-    def lost(self, share: Share, ledger: SampleLedger) -> None:
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. Whole, since the rest alone would be another batch."""
         if ledger.missing(share.requests):
             self._waiting.append(share)
 
 
-class LeastLoaded:
+class LeastLoaded(Generic[Request]):
     """Each request goes to its session's place, or else to the one with least in flight.
 
     Args:
@@ -103,9 +102,7 @@ class LeastLoaded:
         sessions: place of each session that was seen; kept from batch to batch by the caller.
     """
 
-    def __init__(
-        self, requests: Sequence[RolloutRequest], sessions: MutableMapping[str, int]
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], sessions: MutableMapping[str, int]) -> None:
         self._waiting = list(requests)
         self._sessions = sessions
 
@@ -114,12 +111,12 @@ class LeastLoaded:
         """See `Routing`."""
         return bool(self._waiting)
 
-    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share]]:
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """See `Routing`. A session whose place has no replica moves."""
         if not loads:
             return []
         expected = dict(loads)
-        shares: dict[int, list[RolloutRequest]] = {}
+        shares: dict[int, list[Request]] = {}
         for request in self._waiting:
             place = self._place(request, expected)
             shares.setdefault(place, []).append(request)
@@ -127,11 +124,11 @@ class LeastLoaded:
         self._waiting = []
         return [(place, Share(tuple(found), place)) for place, found in sorted(shares.items())]
 
-    def lost(self, share: Share, ledger: SampleLedger) -> None:
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. Only the samples that did not arrive."""
         self._waiting += ledger.missing(share.requests)
 
-    def _place(self, request: RolloutRequest, loads: Mapping[int, int]) -> int:
+    def _place(self, request: Request, loads: Mapping[int, int]) -> int:
         session = request.session
         if session is not None and self._sessions.get(session) in loads:
             return self._sessions[session]

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from engines.config.rollout import RoutingName
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.base import Health, RolloutEngine
-from engines.rollout.batch_run import ABORT_DEADLINE_S, BatchRun
-from engines.rollout.collect import SampleLedger
+from engines.rollout.batch_run import ABORT_DEADLINE_S, BatchRun, SampleRun
+from engines.rollout.collect import PromptLedger, Request, SampleLedger
 from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.publishing import (
     ANSWER_DEADLINE_S,
     NewTransport,
@@ -89,23 +90,29 @@ class RolloutService:
                 doubled a sample; or one was lost and no other may start.
             DeadlineError: not one sample was finished at the deadline.
         """
-        if self._publisher.published is None:
-            raise RolloutError("the replicas have no confirmed weights; send them first")
         ledger = SampleLedger(requests)
         deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
-        end = time.monotonic() + deadline_s
-        sampling = self._loop.start(self._sample(requests, ledger))
-        sampling.add_done_callback(lambda _: self._news.set())
-        try:
-            while not sampling.done():
-                # Here, not in the loop: the trainer sends, whose thread this is.
-                self._publisher.renew()
-                if not self._news.wait(max(0.0, end - time.monotonic())):
-                    raise DeadlineError(f"{len(requests)} requests to be sampled", deadline_s)
-                self._news.clear()
-            sampling.result()
-        finally:
-            sampling.cancel()
+        what = f"{len(requests)} requests to be sampled"
+        self._attend(lambda: self._sample(requests, ledger), what, deadline_s)
+        return ledger.rows()
+
+    def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """Logprobs of given tokens, and wait for all of them.
+
+        Args:
+            requests: with ids that differ.
+
+        Returns:
+            One answer each, in their order.
+
+        Raises:
+            RolloutError: no weights were published; a replica refused a request, or lacks the
+                capability; or one was lost and no other may start.
+            DeadlineError: some are not there after `timeout_s`.
+        """
+        ledger = PromptLedger(requests)
+        what = f"logprobs of {len(requests)} sequences"
+        self._attend(lambda: self._ask(requests, ledger), what, self.timeout_s)
         return ledger.rows()
 
     def sync(
@@ -174,14 +181,38 @@ class RolloutService:
         finally:
             self._loop.close()
 
+    def _attend(
+        self, work: Callable[[], Coroutine[Any, Any, None]], what: str, deadline_s: float
+    ) -> None:
+        """Wait for work of the replicas, and give those that come up meanwhile their weights."""
+        if self._publisher.published is None:
+            raise RolloutError("the replicas have no confirmed weights; send them first")
+        end = time.monotonic() + deadline_s
+        working = self._loop.start(work())
+        working.add_done_callback(lambda _: self._news.set())
+        try:
+            while not working.done():
+                # Here, not in the loop: the trainer sends, whose thread this is.
+                self._publisher.renew()
+                if not self._news.wait(max(0.0, end - time.monotonic())):
+                    raise DeadlineError(what, deadline_s)
+                self._news.clear()
+            working.result()
+        finally:
+            working.cancel()
+
     async def _sample(self, requests: Sequence[RolloutRequest], ledger: SampleLedger) -> None:
-        routing: Routing
-        if self._routing_name == "by_place":
-            routing = ByPlace(requests, self.num_replicas)
-        else:
-            routing = LeastLoaded(requests, self._sessions)
         with self._pool.listening(self._news.set):
-            await BatchRun(self._pool, routing, ledger, self.timeout_s).run()
+            await SampleRun(self._pool, self._routing(requests), ledger, self.timeout_s).run()
+
+    async def _ask(self, requests: Sequence[PromptRequest], ledger: PromptLedger) -> None:
+        with self._pool.listening(self._news.set):
+            await BatchRun(self._pool, self._routing(requests), ledger).run()
+
+    def _routing(self, requests: Sequence[Request]) -> Routing[Request]:
+        if self._routing_name == "by_place":
+            return ByPlace(requests, self.num_replicas)
+        return LeastLoaded(requests, self._sessions)
 
     def _on_each(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str

@@ -7,7 +7,7 @@ Letters: B samples, K of them kept, T tokens, G groups (prompts).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,9 +18,13 @@ from engines.algorithms.filtering import informative_samples
 from engines.algorithms.reward_kl import reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.images import ImagePatches
 from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import TokenBatch
+
+See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
+"""Patches of the images of sequences, given as files."""
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
 
@@ -169,11 +173,15 @@ class Collector:
     Args:
         num_groups: prompts that the step trains on.
         filter_groups: dynamic sampling; switched off, the first batch fills the step.
+        see: makes patches of the samples' images; None: they show none.
     """
 
-    def __init__(self, num_groups: int, filter_groups: FilterGroupsConfig) -> None:
+    def __init__(
+        self, num_groups: int, filter_groups: FilterGroupsConfig, see: See | None = None
+    ) -> None:
         self._wanted = num_groups
         self._filter = filter_groups
+        self._see = see
         self._kept: list[list[ScoredSample]] = []
         self.batches: list[ScoredBatch] = []
         self.num_evicted = 0
@@ -210,19 +218,20 @@ class Collector:
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index = [place for place, group in enumerate(chosen) for _ in group]
-        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
+        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples, self._see))
 
     def scored(self) -> Experience:
         """Everything that was scored, kept or not."""
         samples = tuple(sample for batch in self.batches for sample in batch.samples)
         index = [sample.group for sample in samples]
-        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples))
+        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples, self._see))
 
 
-def pack(samples: Sequence[ScoredSample]) -> TokenBatch:
-    """Prompt and completion of each sample end to end, with mask and rollout logprobs."""
+def pack(samples: Sequence[ScoredSample], see: See | None = None) -> TokenBatch:
+    """Prompt and completion of each sample end to end, with mask, rollout logprobs and images."""
     batch = TokenBatch.from_sequences(
         [sample.prompt_ids + sample.completion.token_ids for sample in samples],
+        images=see([sample.images for sample in samples]) if see else None,
         loss_mask=[_column(sample, [1.0] * len(sample.completion.token_ids)) for sample in samples],
         rollout_logprobs=[_column(sample, sample.completion.logprobs) for sample in samples],
     )

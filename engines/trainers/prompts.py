@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.data.order.training_order import VisitedRow, VisitedRows, order_of
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
-from engines.data.read.training_order import VisitedRow, order_of
 from engines.trainers.sampling import sampling_params
 from engines.types import RolloutRequest
+from engines.vision.processor import PromptImages
 
 GREEDY_SCORES = "greedy_scores"
 """Row of an estimator that compares with the greedy answer."""
@@ -56,6 +57,7 @@ class PromptSource:
         prompts: the tokenized RL split.
         config: sizes, sampling and round.
         seed: of the run.
+        images: of the prompts; None: they show none.
     """
 
     def __init__(
@@ -63,18 +65,17 @@ class PromptSource:
         prompts: Sequence[RLPrompt],
         config: RLRoundStageConfig,
         seed: int,
+        images: PromptImages | None = None,
     ) -> None:
         self._prompts = prompts
+        self.images = images
         self._config, self._round = config.rl, config.round
         self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
         estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
         self._greedy = GREEDY_SCORES in estimator.rows
         size = config.rl.batch_size_prompts
-        rows = [
-            VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
-            for prompt in prompts
-        ]
+        rows = VisitedRows(prompts, _visited)
         self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
         self._order = order_of(config.rl.order, rows, size, seed, path="rl.order")
         self._refill_order = order_of(
@@ -115,6 +116,7 @@ class PromptSource:
                 seeds=sample_seeds(
                     self.seed, f"{name}{first_group + place}", self._config.group_size
                 ),
+                images=self.images.encoded(prompt.row) if self.images else (),
             )
             for place, prompt in enumerate(prompts)
         )
@@ -125,7 +127,13 @@ class PromptSource:
     def _greedy_request(self, request: RolloutRequest) -> RolloutRequest:
         sampling = replace(self._sampling, temperature=0.0)
         name = f"{request.request_id}/greedy"
-        return RolloutRequest(name, request.prompt_ids, sampling, request.seeds[:1])
+        return RolloutRequest(
+            name, request.prompt_ids, sampling, request.seeds[:1], images=request.images
+        )
+
+
+def _visited(prompt: RLPrompt) -> VisitedRow:
+    return VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ from engines.trainers.prompts import PromptSource, derive_seed
 from engines.trainers.rl_metrics import Updates, step_metrics
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.step_columns import StepColumns
+from engines.trainers.teacher import Teacher
 from engines.trainers.trained_steps import TrainedSteps
 from engines.training.roles import CRITIC, POLICY, RoleName
 from engines.training.spec import LossFn
@@ -64,6 +65,7 @@ class RLTrainer:
         vocab_size: of the policy.
         before: what the round before left; None for the first.
         attempt_dir: where samples are kept for people; None keeps none.
+        teacher: as in `StepColumns`.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class RLTrainer:
         vocab_size: int,
         before: TrainedSteps | None = None,
         attempt_dir: Path | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
         self.prompts = prompts
+        self.see = prompts.images.processor.of_sequences if prompts.images else None
         self.scorer, self.progress = scorer, progress
         self.loss_fn = MeasuredObjective(round_loss_fn(config.rl))
         self.guard = PoisonGuard(
@@ -105,7 +109,7 @@ class RLTrainer:
         first = config.rl.algorithm.kl_ctrl.kl_coef
         self.kl_coef = first if carried is None else carried
         self.seed = prompts.seed
-        self.columns = StepColumns(config.rl, workers.run, self.seed, vocab_size)
+        self.columns = StepColumns(config.rl, workers.run, self.seed, vocab_size, teacher)
         self.keeper = SampleKeeper(config, workers.run, scorer.tokenizer, attempt_dir)
 
     def run(self) -> None:
@@ -171,7 +175,9 @@ class RLTrainer:
 
     def _collect(self, global_step: int, clock: PhaseClock) -> Collector:
         """Generate and score until the step has the groups it trains on."""
-        collector = Collector(self.config.batch_size_prompts, self.config.algorithm.filter_groups)
+        collector = Collector(
+            self.config.batch_size_prompts, self.config.algorithm.filter_groups, self.see
+        )
         for prompts in self.prompts.generation_batches(global_step):
             with clock("gen"):
                 completions = self.rollout.generate(prompts.all_requests)

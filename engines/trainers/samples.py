@@ -19,6 +19,7 @@ class ScoredSample:
         extras: what else the reward function reported, by name.
         correct: a right answer.
         greedy_reward: of the greedy answer to the same prompt, where the estimator reads it.
+        images: files of the images in the prompt.
     """
 
     group: int
@@ -29,6 +30,7 @@ class ScoredSample:
     extras: Mapping[str, float] = field(default_factory=dict)
     correct: bool = False
     greedy_reward: float | None = None
+    images: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

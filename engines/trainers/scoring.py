@@ -121,6 +121,7 @@ class CompletionScorer:
                             extras=score.extras,
                             correct=is_correct(score),
                             greedy_reward=baseline,
+                            images=request.images,
                         )
                     )
         everything = [completion for row in completions[:num_prompts] for completion in row]

@@ -17,7 +17,7 @@ from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Experience
 from engines.trainers.phases import PhaseClock
 from engines.trainers.prompts import derive_seed
-from engines.trainers.teacher import teacher_columns
+from engines.trainers.teacher import RankTeacher, Teacher
 from engines.training.roles import CRITIC, REFERENCE
 from engines.types import Readouts
 
@@ -34,14 +34,22 @@ class StepColumns:
         run: calls a method of every rank's `ModelWorker`.
         seed: of the run.
         vocab_size: of the policy.
+        teacher: who is asked of the teacher; None: the ranks, if the configuration has one.
     """
 
     def __init__(
-        self, config: RLConfig, run: Callable[..., Any], seed: int, vocab_size: int
+        self,
+        config: RLConfig,
+        run: Callable[..., Any],
+        seed: int,
+        vocab_size: int,
+        teacher: Teacher | None = None,
     ) -> None:
         algorithm = config.algorithm
         self._config, self._run, self._seed = config, run, seed
-        self._vocab_size = vocab_size
+        if teacher is None and config.distillation is not None:
+            teacher = RankTeacher(config.distillation, run, vocab_size)
+        self._teacher = teacher
         self._needed = {
             *ADVANTAGES.find(algorithm.adv_estimator).columns,
             *POLICY_LOSSES.find(algorithm.loss_mode).columns,
@@ -74,10 +82,8 @@ class StepColumns:
                 infer = ModelWorker.infer_logprobs
                 columns[REFERENCE_LOGPROBS] = self._run(infer, experience.batch, REFERENCE)
         with clock("teacher"):
-            if self._config.distillation is not None:
-                columns |= teacher_columns(
-                    self._config.distillation, self._run, experience.batch, self._vocab_size
-                )
+            if self._teacher is not None:
+                columns |= self._teacher.columns(experience.batch)
         with clock("values"):
             if VALUES in self._needed:
                 experience = self._with_values(experience)

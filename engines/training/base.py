@@ -56,7 +56,7 @@ class BaseEngine(EngineBackend):
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        check_vision(spec)
+        check_vision(spec.hf_dir, spec.training, values=spec.model_type == "value_model")
         super().__init__(spec)
         if self._ema is not None and type(self)._averaged is EngineBackend._averaged:
             raise ConfigError(

@@ -1,35 +1,36 @@
 """Where a model that sees images can be trained; read from its `config.json` alone."""
 
-from engines.checkpoint.model_directory import vision_model_type
+from pathlib import Path
+
+from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
 from engines.config.backends import BACKENDS
-from engines.training.spec import EngineSpec
+from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures whose images are patches with a grid, and whose positions follow the grid."""
 
-
-def check_vision(spec: EngineSpec) -> None:
-    """Refuse a vision-language model where it cannot be trained.
+def check_vision(hf_dir: Path, training: TrainingConfig, *, values: bool = False) -> None:
+    """Refuse a vision-language model where it cannot be trained; imports no torch.
 
     Args:
-        spec: of the engine; a backend of other distributions judges for itself.
+        hf_dir: of the model.
+        training: of the engine; a backend of other distributions judges for itself.
+        values: whether a model of values is to be made of it.
 
     Raises:
         ConfigError: architecture, backend, model type or layout cannot.
     """
-    architecture, backend = vision_model_type(spec.hf_dir), spec.training.backend
+    architecture, backend = vision_model_type(hf_dir), training.backend
     if architecture is None or backend not in BACKENDS:
         return
     able = [name for name, other in BACKENDS.items() if "vlm" in other.features]
-    what = f"{spec.hf_dir} is a {architecture}, which sees images"
+    what = f"{hf_dir} is a {architecture}, which sees images"
     if backend not in able:
         problem = f"{what}; {backend} trains text models; use {' or '.join(able)}"
-    elif architecture not in MODEL_TYPES:
-        problem = f"{what}; of those only {', '.join(MODEL_TYPES)} can be trained"
-    elif spec.model_type == "value_model":
+    elif architecture not in VISION_MODEL_TYPES:
+        problem = f"{what}; of those only {', '.join(VISION_MODEL_TYPES)} can be trained"
+    elif values:
         problem = f"{what}; a value model cannot; choose a text model"
-    elif spec.training.ulysses_size > 1:
+    elif training.ulysses_size > 1:
         problem = f"{what}; Ulysses cannot cut them; set training.ulysses_size to 1"
     else:
         return

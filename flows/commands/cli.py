@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.recipe.source import suite_names
@@ -80,76 +80,43 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help_text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help_text, description=help_text)
+    def add(name: str, does: str, *fills: Callable[[argparse.ArgumentParser], None]) -> None:
+        command = commands.add_parser(name, help=does, description=does)
         command.add_argument("--debug", action="store_true", help="show tracebacks")
-        return command
+        for fill in fills:
+            fill(command)
 
-    run = add("run", "run a recipe; finished stages are reused")
-    _add_recipe_arguments(run)
-    run.add_argument(
-        "--adopt",
-        metavar="STAGE",
-        action="append",
-        default=[],
-        help="continue what was half-trained before an edit or in another layout; may be repeated",
-    )
-    run.add_argument(
-        "--local",
-        action="store_true",
-        help="run in this process, also where a worker of `rlhf up` would do it",
-    )
-    plan = add("plan", "show each stage, its fingerprint and whether it is done; run nothing")
-    _add_recipe_arguments(plan)
-    plan.add_argument("--json", action="store_true", help="for machines")
+    add("run", "run a recipe; finished stages are reused", _add_recipe, _add_run)
+    does = "show each stage, its fingerprint and whether it is done; run nothing"
+    add("plan", does, _add_recipe, _add_json)
     add("recipes", "list the recipes that ship with this project")
-    engines = add("engines", "show the training engines, where they run and how they are tested")
-    engines.add_argument("--json", action="store_true", help="for machines")
-    doctor = add("doctor", "check this machine from end to end")
-    doctor.add_argument("--json", action="store_true", help="for machines")
-    doctor.add_argument(
-        "--store", metavar="URI", help="a store that a recipe names, to look at too"
-    )
+    does = "show the training engines, where they run and how they are tested"
+    add("engines", does, _add_json)
+    add("doctor", "check this machine from end to end", _add_json, _add_doctor)
     add("up", "start Prefect server, worker, Ray and MLflow on this machine")
     add("down", "stop every server of this home that no living run uses")
-    status = add("status", "show the servers of this home, and who works on which stage")
-    status.add_argument("--store", metavar="URI", help="another store than that of this home")
-    show = add("show", "write a page of what a run's policy wrote, step by step")
-    show.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="a run's name, its Prefect or MLflow id, or the beginning of a stage's fingerprint; "
-        "by default the latest",
-    )
-    show.add_argument("--against", metavar="RUN", help="another run, to put beside it")
-    show.add_argument("--out", metavar="FILE", help="the page; by default in the run's directory")
-    show.add_argument("--store", metavar="URI", help="another store than that of this home")
-    diagnose = add("diagnose", "say what ails a run, and what to try next")
-    diagnose.add_argument(
-        "run", metavar="RUN", nargs="?", help="as of `show`; by default the latest"
-    )
-    diagnose.add_argument("--json", action="store_true", help="for machines")
-    diagnose.add_argument("--store", metavar="URI", help="another store than that of this home")
+    add("status", "show the servers of this home, and who works on which stage", _add_store)
+    add("show", "write a page of what a run's policy wrote, step by step", _add_show, _add_store)
+    does = "say what ails a run, and what to try next"
+    add("diagnose", does, _add_diagnose, _add_json, _add_store)
     add("automations", "have a Prefect server pick up runs whose process was killed")
-    _add_gc_arguments(
-        add("gc", "show what nobody needs any more of a store, and remove it if asked")
-    )
-    _add_nightly_arguments(
-        add("nightly", "compute recipes afresh and say of each whether it was reproduced")
-    )
-    _add_evaluate_arguments(add("evaluate", "measure a model on suites, by itself or with another"))
-    merge = add("merge", "write a policy checkpoint as a Hugging Face directory")
-    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
-    merge.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
-    merge.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    merge.add_argument(
-        "--adapter-only", action="store_true", help="the low-rank adapter alone, as PEFT loads it"
-    )
+    add("gc", "show what nobody needs any more of a store, and remove it if asked", _add_gc)
+    does = "compute recipes afresh and say of each whether it was reproduced"
+    add("nightly", does, _add_nightly)
+    add("evaluate", "measure a model on suites, by itself or with another", _add_evaluate)
+    add("merge", "write a policy checkpoint as a Hugging Face directory", _add_merge)
     return parser
 
 
-def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="for machines")
+
+
+def _add_store(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--store", metavar="URI", help="another store than that of this home")
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="a recipe's name or a YAML file")
     _add_overrides(command, "rl.num_rounds=3")
     command.add_argument("--seed", type=int, help="replace the recipe's seed")
@@ -160,7 +127,6 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
         default=[],
         help="run a finished stage again, e.g. sft or rl_round_2; may be repeated",
     )
-
     command.add_argument(
         "--from",
         dest="start_from",
@@ -169,7 +135,57 @@ def _add_recipe_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_evaluate_arguments(command: argparse.ArgumentParser) -> None:
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--adopt",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="continue what was half-trained before an edit or in another layout; may be repeated",
+    )
+    command.add_argument(
+        "--local",
+        action="store_true",
+        help="run in this process, also where a worker of `rlhf up` would do it",
+    )
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--store", metavar="URI", help="a store that a recipe names, to look at too"
+    )
+
+
+def _add_show(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run's name, its Prefect or MLflow id, or the beginning of a stage's fingerprint; "
+        "by default the latest",
+    )
+    command.add_argument("--against", metavar="RUN", help="another run, to put beside it")
+    command.add_argument(
+        "--out", metavar="FILE", help="the page; by default in the run's directory"
+    )
+
+
+def _add_diagnose(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "run", metavar="RUN", nargs="?", help="as of `show`; by default the latest"
+    )
+
+
+def _add_merge(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a published policy artifact")
+    command.add_argument("out", metavar="OUT", help="a directory that does not exist yet")
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    command.add_argument(
+        "--adapter-only", action="store_true", help="the low-rank adapter alone, as PEFT loads it"
+    )
+
+
+def _add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model", metavar="MODEL", help="a model directory, a hub id or models:/NAME@ALIAS"
     )
@@ -184,7 +200,7 @@ def _add_evaluate_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--against", metavar="MODEL", help="compare with it, problem by problem")
     _add_overrides(command, "rollout.engine=vllm or suites.gsm8k.evaluation.num_samples=8")
     command.add_argument("--seed", type=int, help="of sampled answers and generated problems")
-    command.add_argument("--json", action="store_true", help="for machines")
+    _add_json(command)
     command.add_argument("--local", action="store_true", help="as of `run`")
 
 
@@ -199,7 +215,7 @@ def _add_overrides(command: argparse.ArgumentParser, example: str) -> None:
     )
 
 
-def _add_nightly_arguments(command: argparse.ArgumentParser) -> None:
+def _add_nightly(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "recipes", metavar="RECIPE", nargs="*", help="names or YAML files; default: all that ship"
     )
@@ -211,8 +227,8 @@ def _add_nightly_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_gc_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--store", metavar="URI", help="another store than that of this home")
+def _add_gc(command: argparse.ArgumentParser) -> None:
+    _add_store(command)
     command.add_argument(
         "--unused",
         metavar="AGE",
@@ -229,7 +245,7 @@ def _add_gc_arguments(command: argparse.ArgumentParser) -> None:
         "--release", metavar="RUN", action="append", default=[], help="keep it no longer"
     )
     command.add_argument("--delete", action="store_true", help="remove what is shown")
-    command.add_argument("--json", action="store_true", help="for machines")
+    _add_json(command)
 
 
 def _fail(error: PipelineError | OSError, exit_code: int, debug: bool) -> int:

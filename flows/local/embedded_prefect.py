@@ -19,7 +19,7 @@ from pathlib import Path
 from infra import env
 from infra.errors import ServiceError
 from infra.host import servers
-from infra.host.processes import pick_ports
+from infra.host.ports import pick_ports
 from infra.host.servers import ServerCommand
 from infra.services.commands import HEARTBEAT_S
 from infra.services.stack import running_prefect_url

@@ -6,13 +6,12 @@ exactly what the stages' fingerprints are made from.
 Does not promise: that data and models are well formed inside; the jobs check that in preflight.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
@@ -27,25 +26,9 @@ from engines.config.sections import (
     SFTConfig,
     SoupConfig,
 )
-from engines.config.stages.base import StageConfig
-from engines.config.stages.data import PreprocessStageConfig
-from engines.config.stages.final import (
-    CompareStageConfig,
-    EvaluateStageConfig,
-    MergeStageConfig,
-    PromoteStageConfig,
-    SoupStageConfig,
-)
-from engines.config.stages.harness import HarnessStageConfig
-from engines.config.stages.rl import RLRoundStageConfig
-from engines.config.stages.serving import SelfPlayStageConfig
-from engines.config.stages.supervised import (
-    PreferenceStageConfig,
-    RewardModelStageConfig,
-    SFTStageConfig,
-)
 from engines.config.suite import HarnessConfig, SuiteConfig
 from engines.config.training import HardwareConfig, TrainingConfig
+from flows.recipe import stage_configs
 from flows.recipe.diagnosis import DiagnosisConfig
 from flows.recipe.local_paths import with_absolute_paths
 from flows.recipe.secrets import refuse_secrets
@@ -57,7 +40,6 @@ from infra.field_errors import to_config_error
 from infra.store.canonical import sha256_json
 
 RUN_NAME_DIGITS = 8
-AGAINST = "against"
 SUITE_NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 NOT_IDENTITY = {"diagnosis", "location", "progress_deadlines_s", "target"}
 """Sections that change no stage."""
@@ -193,42 +175,6 @@ class Recipe(StrictModel):
         store = self.location.store or str(self.home / "store")
         return store if "://" in store else str(env.absolute_home("location.store", store))
 
-    def preprocess_stage(self) -> PreprocessStageConfig:
-        """Configuration of the stage `preprocess`; the recipe must have data."""
-        if self.data is None:
-            raise ValueError("the recipe has no data")
-        return PreprocessStageConfig(data=self.data, model=self.model)
-
-    def preprocess_suite_stage(self, name: str) -> PreprocessStageConfig:
-        """Configuration of the stage `preprocess` of a suite: rows of any model."""
-        return PreprocessStageConfig(of=name, data=self.data_suites[name])
-
-    def sft_stage(self) -> SFTStageConfig:
-        """Configuration of the stage `sft`; the recipe must have one."""
-        if self.sft is None:
-            raise ValueError("the recipe has no SFT stage")
-        return SFTStageConfig(
-            model=self.model,
-            training=self.training,
-            sft=self.sft,
-            checkpoint=self.checkpoint,
-            hardware=self.hardware,
-        )
-
-    def reward_model_stage(self) -> RewardModelStageConfig:
-        """Configuration of the stage `reward_model`; the recipe must have one."""
-        if self.reward_model is None:
-            raise ValueError("the recipe has no reward model stage")
-        return RewardModelStageConfig(
-            model=self.model,
-            # An adapter is the policy's: all of a reward model is trained.
-            training=self.training.model_copy(update={"lora": None}),
-            reward_model=self.reward_model,
-            max_shard_bytes=self.merge.max_shard_bytes,
-            checkpoint=self.checkpoint,
-            hardware=self.hardware,
-        )
-
     @property
     def preference_iterations(self) -> Sequence[int | None]:
         """Numbers of the iterations of self-play; None is preference training on given pairs."""
@@ -237,207 +183,23 @@ class Recipe(StrictModel):
         section = self.preference.self_play
         return (None,) if section is None else range(1, section.num_iterations + 1)
 
-    def self_play_stage(self, iteration: int) -> SelfPlayStageConfig:
-        """Configuration of the stage `self_play`, counted from 1; the recipe must have one."""
-        if self.preference is None or self.preference.self_play is None:
-            raise ValueError("the recipe has no self-play")
-        section = self.preference.self_play
-        return SelfPlayStageConfig(
-            iteration=iteration,
-            max_length=self.model.max_length,
-            self_play=section,
-            sampling=section.sampling or self.rl.sampling,
-            backend=self.training.backend,
-            num_threads=self.training.num_threads,
-            dtype=self.training.dtype,
-            rollout=self.rollout,
-            reward=self.rl.reward if section.source == "best_worst" else RewardConfig(),
-            hardware=self.hardware,
-        )
-
-    def preference_stage(self, iteration: int | None = None) -> PreferenceStageConfig:
-        """Configuration of the stage `preference`; the recipe must have one.
-
-        Args:
-            iteration: of self-play; None where there is none.
-
-        Returns:
-            The stage.
-        """
-        if self.preference is None:
-            raise ValueError("the recipe has no preference stage")
-        return PreferenceStageConfig(
-            iteration=iteration,
-            model=self.model,
-            training=self.training,
-            # What the pairs are made of counts for them.
-            preference=self.preference.model_copy(update={"self_play": None}),
-            checkpoint=self.checkpoint,
-            hardware=self.hardware,
-        )
-
-    def rl_round_stage(self, number: int) -> RLRoundStageConfig:
-        """Configuration of RL round `number`, counted from 1."""
-        return RLRoundStageConfig(
-            round=number,
-            model=self.model,
-            training=self.training,
-            rollout=self.rollout,
-            rl=self.rl,
-            checkpoint=self.checkpoint,
-            hardware=self.hardware,
-        )
-
-    def merge_stage(self, of: str = "") -> MergeStageConfig:
-        """Configuration of the stage `merge`.
-
-        Args:
-            of: label of the stage whose policy is one of several; empty for the last.
-
-        Returns:
-            The stage.
-        """
-        return MergeStageConfig(
-            of=of,
-            backend=self.training.backend,
-            # A mean is taken of all digits, and rounded once.
-            dtype="float32" if of else self.merge.dtype,
-            max_shard_bytes=self.merge.max_shard_bytes,
-        )
-
-    def soup_stage(self, num_models: int) -> SoupStageConfig:
-        """Configuration of the stage `soup`, which averages so many models."""
-        return SoupStageConfig(
-            num_models=num_models,
-            dtype=self.merge.dtype,
-            max_shard_bytes=self.merge.max_shard_bytes,
-        )
-
-    def evaluate_stage(self, of: str = "") -> EvaluateStageConfig:
-        """Configuration of the stage `evaluate` on the recipe's own problems.
-
-        Args:
-            of: label of the stage whose policy is evaluated; empty for the final model.
-
-        Returns:
-            The stage.
-        """
-        return self._evaluate_stage(of, self.evaluation, self.rl.reward, made_by_stage=bool(of))
-
-    def against_stage(self, of_final: EvaluateStageConfig) -> EvaluateStageConfig:
-        """Configuration of the stage that asks the model `against` what the final one was asked."""
-        if self.against is None:
-            raise ValueError("the recipe compares with no model")
-        found = {
-            "of": f"{of_final.of}_{AGAINST}".lstrip("_"),
-            "model": _measured(self.against),
-            "model_section": AGAINST,
-        }
-        return of_final.model_copy(update=found)
-
-    def compare_stage(self, suite: str = "") -> CompareStageConfig:
-        """Configuration of the stage `compare`, of a suite or of the recipe's own problems."""
-        evaluation = self.suites[suite].evaluation if suite else self.evaluation
-        return CompareStageConfig(of=suite, confidence=evaluation.confidence)
-
-    def evaluate_suite_stage(self, name: str) -> EvaluateStageConfig:
-        """Configuration of the stage `evaluate` of the final model on a suite."""
-        suite = self.suites[name]
-        stage = self._evaluate_stage(name, suite.evaluation, suite.reward or self.rl.reward)
-        return stage.model_copy(update={"suite": name})
-
-    def harness_stage(self, name: str, *, is_against: bool = False) -> HarnessStageConfig:
-        """Configuration of the stage `harness`.
-
-        Args:
-            name: of a suite that a harness asks.
-            is_against: it asks the model `against`, and not the final one.
-
-        Returns:
-            The stage.
-        """
-        own = None if self.trains else self.model
-        model = self.against if is_against else own
-        return HarnessStageConfig(
-            suite=name,
-            is_against=is_against,
-            hardware=self.hardware,
-            num_threads=self.training.num_threads,
-            dtype=self.training.dtype,
-            rollout=self.rollout,
-            model=_measured(model) if model else None,
-            harness=self.harness_suites[name],
-            confidence=self.evaluation.confidence,
-        )
-
-    def _evaluate_stage(
-        self,
-        of: str,
-        evaluation: EvaluationConfig,
-        reward: RewardConfig,
-        *,
-        made_by_stage: bool = False,
-    ) -> EvaluateStageConfig:
-        # A job sees no more of the recipe, so the length limit is spelled out.
-        sampling = self.rl.sampling
-        names = ("max_new_tokens", "stop", "stop_token_ids")
-        missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
-        return EvaluateStageConfig(
-            of=of,
-            hardware=self.hardware,
-            num_threads=self.training.num_threads,
-            dtype=self.training.dtype,
-            backend=self.training.backend if made_by_stage else None,
-            model=None if self.trains else _measured(self.model),
-            evaluation=evaluation.model_copy(update=missing),
-            rollout=self.rollout,
-            reward=reward,
-        )
-
-    def promote_stage(self) -> PromoteStageConfig:
-        """Configuration of the stage `promote`."""
-        return PromoteStageConfig(promote=self.promote)
-
-    def stages(self) -> Iterator[StageConfig]:
-        """Every stage that the recipe has, in order; of rounds and iterations, alike, the first."""
-        if self.data:
-            yield self.preprocess_stage()
-        if self.sft:
-            yield self.sft_stage()
-        if self.reward_model:
-            yield self.reward_model_stage()
-        for iteration in self.preference_iterations[:1]:
-            if iteration:
-                yield self.self_play_stage(iteration)
-            yield self.preference_stage(iteration)
-        if self.rl.num_rounds:
-            yield self.rl_round_stage(1)
-        if self.trains:
-            yield self.merge_stage()
-        if self.soup:
-            yield self.soup_stage(self.soup.num_policies)
-        yield from self._measuring_stages()
-        if self.trains:
-            yield self.promote_stage()
-
-    def _measuring_stages(self) -> Iterator[StageConfig]:
-        if self.data:
-            yield self.evaluate_stage()
-        for name in self.data_suites:
-            yield self.preprocess_suite_stage(name)
-            yield self.evaluate_suite_stage(name)
-        for name in self.harness_suites:
-            yield self.harness_stage(name)
-        if self.against:
-            yield self.compare_stage()
-
-
-def _measured(model: ModelConfig) -> ModelConfig:
-    """What counts of a model that is only measured: not the context that training would need."""
-    if model.init == "random":
-        return model  # is refused
-    names = ("path", "revision", "chat_template")
-    return ModelConfig(**{name: getattr(model, name) for name in names})
+    # The configuration of each stage, by the stage's name.
+    preprocess_stage = stage_configs.preprocess_stage
+    preprocess_suite_stage = stage_configs.preprocess_suite_stage
+    sft_stage = stage_configs.sft_stage
+    reward_model_stage = stage_configs.reward_model_stage
+    self_play_stage = stage_configs.self_play_stage
+    preference_stage = stage_configs.preference_stage
+    rl_round_stage = stage_configs.rl_round_stage
+    merge_stage = stage_configs.merge_stage
+    soup_stage = stage_configs.soup_stage
+    evaluate_stage = stage_configs.evaluate_stage
+    against_stage = stage_configs.against_stage
+    compare_stage = stage_configs.compare_stage
+    evaluate_suite_stage = stage_configs.evaluate_suite_stage
+    harness_stage = stage_configs.harness_stage
+    promote_stage = stage_configs.promote_stage
+    stages = stage_configs.stages
 
 
 def parse_recipe(data: Any) -> Recipe:

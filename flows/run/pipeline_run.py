@@ -95,6 +95,7 @@ class PipelineRun:
         recorder: keeps the lineage.
         observer: sees the stages while they run.
         orchestrated: whether Prefect shows the run.
+        directory: of its report.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class PipelineRun:
         recorder: Recorder,
         observer: StageObserver,
         orchestrated: bool,
+        directory: Path,
     ) -> None:
         self.stages = stages
         self.registry = Registry(recipe, history.storage)
@@ -114,6 +116,7 @@ class PipelineRun:
         self._history = history
         self._recorder = recorder
         self._orchestrated = orchestrated
+        self._directory = directory
         self._started = time.monotonic()
 
     def finish(self) -> Report:
@@ -127,6 +130,22 @@ class PipelineRun:
         if self._orchestrated:
             show_report(report, directory)
         return report
+
+    def fail(self, error: BaseException) -> None:
+        """Record how the run ended; of one that failed say what ails it, and show it likewise."""
+        self._recorder.run_ended(end_status(error))
+        if not isinstance(error, Exception):
+            return
+        recipe = self._recipe
+        said = _diagnosed(recipe, self._history, self._recorder.run_key, self._directory)
+        if said:
+            self._observer.message("diagnosis", said)
+        if self._orchestrated:
+            show_diagnosis(recipe.name, recipe.run_name, self._directory)
+
+    def close(self) -> None:
+        """Have the trackers told what they were not told yet."""
+        self._recorder.close()
 
     def _warn(self, label: str, text: str) -> None:
         """A line for whoever watches, and one of the run's log."""
@@ -149,11 +168,39 @@ def open_run(
     Yields:
         PipelineRun: the run.
     """
+    surroundings = SURROUNDINGS.get() or Surroundings()
+    cluster = surroundings.cluster or LazyCluster(recipe.home)
+    run = _begun(recipe, force, adopt, cluster, surroundings.observer)
+    stopped: frozenset[str] = frozenset()
+    try:
+        yield run
+    except BaseException as error:
+        # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
+        # a job that runs alone: its work is not lost, and the next run attaches to it.
+        if isinstance(error, KeyboardInterrupt):
+            stopped = frozenset(run.stages.followed)
+            with suppress(PipelineError):
+                run.stages.stop_jobs()
+        run.fail(error)
+        raise
+    finally:
+        try:
+            # First the cluster: whoever waits for the end of the run waits for this.
+            cluster.release(stopped)
+        finally:
+            run.close()
+
+
+def _begun(
+    recipe: Recipe,
+    force: Mapping[str, str],
+    adopt: Collection[str],
+    cluster: LazyCluster,
+    observer: StageObserver,
+) -> PipelineRun:
+    """A run that the store and the trackers know of."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
-    home = recipe.home
-    surroundings = SURROUNDINGS.get() or Surroundings()
-    cluster = surroundings.cluster or LazyCluster(home)
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
     history = StageHistory(open_storage(recipe.store_uri))
     # A command that is repeated continues its run; a flow run of a deployment is one of its own.
@@ -163,7 +210,7 @@ def open_run(
         storage=history.storage,
         ray_jobs=cluster.jobs,
         recorder=recorder,
-        observer=surroundings.observer,
+        observer=observer,
         runtime=Runtime(
             progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
         ),
@@ -175,33 +222,9 @@ def open_run(
         run_key=recorder.run_key,
     )
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
-    directory = run_directory(recipe)
-    stopped: frozenset[str] = frozenset()
-    try:
-        yield PipelineRun(
-            recipe, history, stages, recorder, surroundings.observer, flow_run is not None
-        )
-    except BaseException as error:
-        # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
-        # a job that runs alone: its work is not lost, and the next run attaches to it.
-        if isinstance(error, KeyboardInterrupt):
-            stopped = frozenset(stages.followed)
-            with suppress(PipelineError):
-                stages.stop_jobs()
-        recorder.run_ended(end_status(error))
-        if isinstance(error, Exception):
-            said = _diagnosed(recipe, history, recorder.run_key, directory)
-            if said:
-                surroundings.observer.message("diagnosis", said)
-            if flow_run is not None:
-                show_diagnosis(recipe.name, recipe.run_name, directory)
-        raise
-    finally:
-        try:
-            # First the cluster: whoever waits for the end of the run waits for this.
-            cluster.release(stopped)
-        finally:
-            recorder.close()
+    return PipelineRun(
+        recipe, history, stages, recorder, observer, flow_run is not None, run_directory(recipe)
+    )
 
 
 def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:

@@ -11,9 +11,7 @@ lost its parent.
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,12 +36,6 @@ _BOOTSTRAP = (
     "os.umask(0o077)\n"
     "os.execvp(sys.argv[1], sys.argv[1:])\n"
 )
-
-_FIRST_PORT = 20_000
-"""Ray's workers take 10,002 to 19,999."""
-_NUM_PORT_TRIES = 100
-# Another process must not make the same choices; nothing that a run computes depends on them.
-_dice = random.SystemRandom()
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Our own children, kept so that `is_alive` can reap them: a zombie looks alive to others."""
@@ -167,52 +159,6 @@ def stop_all(
             _signal(living - signalled, signal.SIGTERM)
             signalled |= living
         time.sleep(0.05)
-
-
-def pick_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that are free now, all different.
-
-    They lie below those that the operating system hands out by itself, if it leaves room there:
-    a server may take seconds to bind its port, and until then nobody shall get it by chance.
-    """
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(_bound_socket()) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
-
-
-def _bound_socket() -> socket.socket:
-    end = _first_ephemeral_port()
-    for _ in range(_NUM_PORT_TRIES if end > _FIRST_PORT else 0):
-        found = socket.socket()
-        try:
-            found.bind(("127.0.0.1", _dice.randrange(_FIRST_PORT, end)))
-        except OSError:
-            found.close()
-        else:
-            return found
-    found = socket.socket()
-    found.bind(("127.0.0.1", 0))
-    return found
-
-
-def _first_ephemeral_port() -> int:
-    """The first port that the operating system hands out by itself; IANA's outside Linux."""
-    try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return 49_152
-    return int(text.split()[0])
-
-
-def pick_port(preferred: int) -> int:
-    """`preferred` if it is free on the loopback interface now, else another one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            return pick_ports(1)[0]
-    return preferred
 
 
 def _start_stamp(process: psutil.Process) -> str:

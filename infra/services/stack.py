@@ -17,7 +17,7 @@ from infra import env
 from infra.errors import ConfigError
 from infra.host import servers
 from infra.host.loopback_http import answers_ok, online_workers
-from infra.host.processes import pick_port
+from infra.host.ports import pick_port
 from infra.host.servers import ServerCommand, ServerRecord
 from infra.ray.cluster import ensure_cluster
 from infra.ray.embedded import is_ready

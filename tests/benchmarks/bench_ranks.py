@@ -27,7 +27,7 @@ from engines.training.base import BaseEngine
 from engines.training.create import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
-from infra.host.processes import pick_ports
+from infra.host.ports import pick_ports
 
 NUM_SEQUENCES, LENGTH, VOCAB_SIZE, NUM_STEPS = 32, 128, 2048, 3
 

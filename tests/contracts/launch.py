@@ -21,7 +21,7 @@ from rlhf.testing.forked import Forked, start_python
 from engines import collectives
 from hardware.base import PlatformBase
 from hardware.detection import detect
-from infra.host.processes import pick_ports
+from infra.host.ports import pick_ports
 
 TIMEOUT_S = 60.0
 """Of a collective."""

@@ -81,7 +81,12 @@ TRAINERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("rl_round", rl()),
     "ppo": ("rl_round", rl(algorithm={"adv_estimator": "gae"}, critic=CRITIC)),
     "distillation": ("rl_round", rl(algorithm={}, distillation={"path": "TEACHER", "num_top": 4})),
+    "served_distillation": (
+        "rl_round",
+        rl(algorithm={}, distillation={"path": "TEACHER", "num_top": 4, "served": {}}),
+    ),
 }
+DISTILLATIONS = ("distillation", "served_distillation")
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Trained:
     def config(self, trainer: str) -> tuple[str, dict[str, Any]]:
         """A trainer's stage and configuration."""
         stage, config = TRAINERS[trainer]
-        if trainer == "distillation":
+        if trainer in DISTILLATIONS:
             teaching = {**config["rl"]["distillation"], "path": str(self.teacher)}
             config = {**config, "rl": {**config["rl"], "distillation": teaching}}
         return stage, config
@@ -109,7 +114,7 @@ class Trained:
             given["policy"] = self.policy
         if trainer in {"grpo", "ppo"}:
             given["reference"] = self.policy
-        if trainer == "distillation":
+        if trainer in DISTILLATIONS:
             given["teacher"] = external_artifact(self.teacher)
         return given
 
@@ -166,6 +171,19 @@ def test_a_killed_trainer_goes_on_bitwise(trainer: str, trained: Trained) -> Non
     assert record.artifact.digest == expected.artifact.digest, step
     assert told(metrics_of(spec)) == told(metrics_of(undisturbed))
     assert [at for at, _ in told(metrics_of(spec))] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_teacher_in_engines_of_its_own_teaches_what_one_on_the_ranks_does(
+    trained: Trained,
+) -> None:
+    (of_ranks, held), (of_engines, asked) = map(trained.undisturbed, DISTILLATIONS)
+    assert relative_distance(trained.weights(asked), trained.weights(held)) <= CLOSE
+    losses = [
+        [values["distillation/loss"] for _, values in told(metrics_of(spec))]
+        for spec in (of_ranks, of_engines)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, settings
 
 from infra.host.loopback_http import answers_ok
-from infra.host.processes import ProcessRecord, pick_port, start_detached, stop_all
+from infra.host.ports import pick_port
+from infra.host.processes import ProcessRecord, start_detached, stop_all
 from infra.services.commands import mlflow_server, prefect_server
 from infra.services.stack import down
 from infra.store.storage import open_storage

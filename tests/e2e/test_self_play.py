@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home, settings
 
-from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, read_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile
 
 TRAINING = "num_steps: 2, batch_size_pairs: 8, optimizer: {lr: 1.0e-3}"
 SPIN = (
@@ -39,10 +39,10 @@ def test_the_policy_plays_against_the_data(home: Home) -> None:
     assert names[3 : 3 + len(ITERATIONS)] == ITERATIONS
     [data] = artifacts(report, "dataset", home)
     right = {
-        row.prompt: row.messages[-1].content for row in read_rows(data / "sft.parquet", SFT_FORMAT)
+        row.prompt: row.messages[-1].content for row in RowFile(data / "sft.parquet", SFT_FORMAT)
     }
     first, second = (
-        read_rows(path / "preference.parquet", PREFERENCE_FORMAT)
+        tuple(RowFile(path / "preference.parquet", PREFERENCE_FORMAT))
         for path in artifacts(report, "pairs", home)
     )
     for pairs in (first, second):
@@ -64,6 +64,6 @@ def test_pairs_by_reward_have_a_better_answer(home: Home) -> None:
     )
     report = home.run(*by_reward)
     [made] = artifacts(report, "pairs", home)
-    pairs = read_rows(made / "preference.parquet", PREFERENCE_FORMAT)
+    pairs = tuple(RowFile(made / "preference.parquet", PREFERENCE_FORMAT))
     assert pairs
     assert all(pair.margin is not None and pair.margin > 0 for pair in pairs)

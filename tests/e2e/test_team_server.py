@@ -26,7 +26,7 @@ from rlhf.testing.s3_server import s3_server
 from tiny_pipeline import Home
 
 from infra import env
-from infra.host.processes import pick_ports
+from infra.host.ports import pick_ports
 from infra.waiting import wait_for
 
 pytestmark = pytest.mark.stacks

@@ -21,10 +21,11 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.create import create_rollout_engine
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.training.base import BaseEngine
 from engines.training.create import create_engine
-from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+from engines.types import Completion, Readouts, RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.base import PlatformBase
 
@@ -131,6 +132,35 @@ def test_trainer_and_rollout_agree(platform: PlatformBase, model_dir: Path, dtyp
     found = (trainer.infer_batch(batch).logprobs_T - batch.columns["rollout_logprobs"]).abs()
     assert float(found.max()) < MAX_DIFFERENCE[dtype]
     assert float(found.sum() / batch.columns["loss_mask"].sum()) < MEAN_DIFFERENCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_given_tokens_it_says_what_the_trainer_does(
+    platform: PlatformBase, model_dir: Path, dtype: str
+) -> None:
+    """What a teacher is asked, on the ranks or in an engine of its own."""
+    trainer = new_trainer(model_dir, platform, dtype)
+    engine = create_rollout_engine("transformers", model_dir, ROLLOUT, dtype, platform)
+    send_weights(engine, trainer.get_per_tensor_param(), 0, dtype)
+    ids = [[*request.prompt_ids] * 3 for request in requests()]
+    mask = [[0.0] * (len(row) // 3) + [1.0] * (len(row) - len(row) // 3) for row in ids]
+    asked = [
+        PromptRequest(f"r{at}", tuple(row), len(row) // 3, num_top=8) for at, row in enumerate(ids)
+    ]
+    answers = asyncio.run(engine.prompt_logprobs(asked))
+    batch = TokenBatch.from_sequences(ids, loss_mask=mask)
+    said = trainer.infer_batch(batch, Readouts(num_top=8))
+    assert said.topk_logprobs_TK is not None
+    taught = batch.columns["loss_mask"] > 0
+    tops = [answer.topk_logprobs_NK for answer in answers if answer.topk_logprobs_NK is not None]
+    for ours, theirs in (
+        (torch.cat([answer.logprobs_N for answer in answers]), said.logprobs_T[taught]),
+        (torch.cat(tops), said.topk_logprobs_TK[taught]),
+    ):
+        assert ours.shape == theirs.shape
+        found = (ours - theirs).abs()
+        assert float(found.max()) < MAX_DIFFERENCE[dtype]
+        assert float(found.mean()) < MEAN_DIFFERENCE[dtype]
 
 
 @dataclass(frozen=True)

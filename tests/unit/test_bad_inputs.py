@@ -127,6 +127,11 @@ OVERRIDES = [
         "math, math_boxed, math_dapo, mixture, model, path/to/file.py:name; did you mean exact?",
     ),
     (
+        ["rl.distillation={path: owner/teacher, served: {options: {max_prefill: 64}}}"],
+        "rl.distillation.served.options.max_prefill: not an option of transformers: no "
+        "'max_prefill'; known: max_prefill_tokens; did you mean max_prefill_tokens?",
+    ),
+    (
         ["rl.reward.function=nowhere.py:score"],
         f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
     ),

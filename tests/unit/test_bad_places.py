@@ -20,11 +20,11 @@ from engines.checkpoint.sharded import load_sharded, save_sharded
 from engines.checkpoint.step_store import TRAINER_NAME, StepCheckpoints, TrainerState
 from engines.config.look import Look
 from engines.config.model import ArchitectureConfig, ModelConfig, TokenizerConfig
-from engines.config.training import HardwareConfig, LoraConfig
+from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
-from engines.jobs.preflight.look import BYTES_PER_PARAMETER, checkpoint_bytes
+from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows import platform_probe
 from flows.platform_probe import check_devices, memory_shortage
 from flows.preflight import check_tracking_database, look_of, preflight
@@ -116,7 +116,8 @@ def test_bad_input_row_43_too_little_room_for_checkpoints(
     averaged = recipe_in(storage, *pretrained, "sft.optimizer.ema={}")
     found = [checkpoint_bytes(each) for each in map(look_of, (asked, averaged)) if each]
     assert [2 * (each or 0) for each in found] == [need, need * 16 // 12]
-    assert checkpoint_bytes(Look(model=asked.model, data=asked.data, lora=LoraConfig())) is None
+    adapted = TrainingConfig(lora=LoraConfig())
+    assert checkpoint_bytes(Look(model=asked.model, data=asked.data, training=adapted)) is None
 
 
 def test_only_a_stage_that_is_to_train_needs_room(

@@ -141,7 +141,7 @@ def reason_of(error: Exception, root: Path) -> str:
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}"
-    return text.replace(str(root / "hf"), "it")
+    return text.replace(str(root / "hf"), "it").removeprefix("got it, ")
 
 
 if __name__ == "__main__":

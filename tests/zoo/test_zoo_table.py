@@ -106,4 +106,8 @@ def test_an_ending_in_words(tmp_path: Path) -> None:
 def test_reasons_leave_out_place_and_advice(tmp_path: Path) -> None:
     problem = f"{tmp_path / 'hf'} has layers of type x; choose another architecture"
     assert reason_of(ConfigError("model.path", problem), tmp_path) == "it has layers of type x"
+    problem = f"got {tmp_path / 'hf'}, a model with sinks; need none; choose another architecture"
+    assert (
+        reason_of(ConfigError("model.path", problem), tmp_path) == "a model with sinks; need none"
+    )
     assert reason_of(KeyError("y"), tmp_path) == "KeyError: 'y'"

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from engines.checkpoint.model_directory import check_model_directory, model_of_section
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    model_of_section,
+    stated_context,
+)
 from engines.config.distillation import TOPK, DistillationConfig
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from infra.errors import ConfigError
@@ -11,7 +15,11 @@ TEACHER_SECTION = "rl.distillation"
 
 
 def check_teacher(
-    config: DistillationConfig, teacher_dir: Path, policy_dir: Path | None, max_length: int
+    config: DistillationConfig,
+    teacher_dir: Path,
+    policy_dir: Path | None,
+    max_length: int,
+    num_spare_tokens: int = 0,
 ) -> None:
     """Refuse a teacher that speaks of other tokens, or of fewer than are asked for.
 
@@ -20,12 +28,22 @@ def check_teacher(
         teacher_dir: its Hugging Face directory.
         policy_dir: of the model that it teaches; None where that is not here yet.
         max_length: context of the policy, which the teacher reads all of.
+        num_spare_tokens: of its own that it leaves free, see
+            `engines.config.rules.distillation.num_spare_tokens`.
 
     Raises:
         ConfigError: names the field.
     """
     with model_of_section(TEACHER_SECTION):
         check_model_directory(teacher_dir, max_length=max_length)
+        context = stated_context(teacher_dir)
+    needed = max_length + num_spare_tokens
+    if context is not None and needed > context:
+        raise ConfigError(
+            f"{TEACHER_SECTION}.served",
+            f"got a teacher of {context} tokens, {teacher_dir}; need {needed}, for answers that "
+            f"fill model.max_length {max_length}; lower that, or set this to null",
+        )
     configs = [text_config(each) for each in (teacher_dir, policy_dir) if each is not None]
     size = min((each["vocab_size"] for each in configs if "vocab_size" in each), default=None)
     if config.loss == TOPK and size is not None and config.num_top > size:

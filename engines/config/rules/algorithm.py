@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.plugins import REWARDS
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
@@ -132,21 +133,8 @@ def check_critic(rl: RLConfig) -> None:
 def _check_needs(rl: RLConfig) -> None:
     """Refuse parts that read what nobody computes, and settings that a part would ignore."""
     algorithm = rl.algorithm
-    made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
-    made |= _MADE_BY_CRITIC if rl.critic else set()
+    _check_columns(rl)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
-    estimator = ADVANTAGES.find(algorithm.adv_estimator)
-    for table, row in ((ADVANTAGES, estimator), (POLICY_LOSSES, loss)):
-        for name in sorted({*row.columns, *row.rows} - made):
-            able = ", ".join(
-                each.name for each in table.rows if {*each.columns, *each.rows} <= made
-            )
-            raise ConfigError(
-                table.setting,
-                f"got {row.name}, which reads the column {name}; need "
-                f"{_MADE_BY.get(name, 'something that computes it')}, which this recipe lacks; "
-                f"add it, or choose one of {able}",
-            )
     if loss.loss_agg_mode not in (None, algorithm.loss_agg_mode):
         raise ConfigError(
             "rl.algorithm.loss_agg_mode",
@@ -159,18 +147,8 @@ def _check_needs(rl: RLConfig) -> None:
             "got true, and nothing reads a reference; need false; or set "
             "rl.algorithm.use_kl_loss or use_kl_in_reward",
         )
-    if algorithm.use_kl_in_reward and estimator.name == "gdpo":
-        raise ConfigError(
-            "rl.algorithm.use_kl_in_reward",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; use rl.algorithm.use_kl_loss",
-        )
-    if algorithm.overlong.enable and estimator.name == "gdpo":
-        raise ConfigError(
-            "rl.algorithm.overlong.enable",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; add a component length to rl.reward",
-        )
+    if algorithm.adv_estimator == "gdpo":
+        _check_components(algorithm)
     if algorithm.positive_nll_coef > 0 and rl.reward.file is None:
         judged_by = REWARDS.find(rl.reward.function)
         if not judged_by.is_verdict:
@@ -179,13 +157,55 @@ def _check_needs(rl: RLConfig) -> None:
                 f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
                 "which does not say whether an answer is right; need 0; or a reward that does",
             )
-    if algorithm.pf_ppo.enable and rl.group_size == 1:
+    if rl.group_size == 1:
+        _check_single_answers(algorithm)
+
+
+def _check_columns(rl: RLConfig) -> None:
+    """Refuse an estimator or a loss that reads a column which nothing of the recipe computes."""
+    algorithm = rl.algorithm
+    made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
+    made |= _MADE_BY_CRITIC if rl.critic else set()
+    named = ((ADVANTAGES, algorithm.adv_estimator), (POLICY_LOSSES, algorithm.loss_mode))
+    for table, part in named:
+        row = table.find(part)
+        for name in sorted({*row.columns, *row.rows} - made):
+            able = ", ".join(
+                each.name for each in table.rows if {*each.columns, *each.rows} <= made
+            )
+            raise ConfigError(
+                table.setting,
+                f"got {row.name}, which reads the column {name}; need "
+                f"{_MADE_BY.get(name, 'something that computes it')}, which this recipe lacks; "
+                f"add it, or choose one of {able}",
+            )
+
+
+def _check_components(algorithm: AlgorithmConfig) -> None:
+    """Refuse what changes the score alone where its components are compared."""
+    if algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "rl.algorithm.use_kl_in_reward",
+            "got true with adv_estimator gdpo, which compares components of the score and would "
+            "not see it; need false; use rl.algorithm.use_kl_loss",
+        )
+    if algorithm.overlong.enable:
+        raise ConfigError(
+            "rl.algorithm.overlong.enable",
+            "got true with adv_estimator gdpo, which compares components of the score and would "
+            "not see it; need false; add a component length to rl.reward",
+        )
+
+
+def _check_single_answers(algorithm: AlgorithmConfig) -> None:
+    """Refuse what compares the answers to a prompt where there is one."""
+    if algorithm.pf_ppo.enable:
         raise ConfigError(
             "rl.algorithm.pf_ppo.enable",
             "got true with rl.group_size 1, where a prompt has no answers to choose among; need "
             "groups of 2 or more; raise rl.group_size, or set it to false",
         )
-    if algorithm.filter_groups.enable and rl.group_size == 1:
+    if algorithm.filter_groups.enable:
         raise ConfigError(
             "rl.algorithm.filter_groups.enable",
             "got true with rl.group_size 1, where every group is uniform and none would be left; "

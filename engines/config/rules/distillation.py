@@ -1,11 +1,16 @@
 """Rules of a teacher in the rounds of RL."""
 
-from engines.config.distillation import TOPK
+from engines.config.distillation import TOPK, DistillationConfig
+from engines.config.options import check_options
+from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.rollout import RolloutConfig
 from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 
 _SECTION = "rl.distillation"
+PROMPT_LOGPROBS, ANY_TEMPERATURE = "prompt_logprobs", "prompt_logprobs_at_any_temperature"
+"""Capabilities of a rollout engine."""
 
 
 def check_distillation(rl: RLConfig) -> None:
@@ -72,3 +77,62 @@ def _check_estimator(rl: RLConfig, loss: str) -> None:
             f"it estimates no KL; need {TOPK}, or one update; set it, or rl.num_epochs to 1 and "
             "rl.mini_batch_size_prompts to null",
         )
+
+
+def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) -> None:
+    """Refuse a teacher in engines that cannot say what it is asked for.
+
+    Args:
+        rl: of a recipe or a round.
+        rollout: its engine serves the teacher.
+        max_length: context of the policy.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    if rl.distillation is None or rl.distillation.served is None:
+        return
+    setting, options = f"{_SECTION}.served", rl.distillation.served.options
+    row, temperature = ROLLOUT_ENGINES.place(rollout.engine), rl.sampling.temperature
+    if PROMPT_LOGPROBS not in row.capabilities:
+        raise ConfigError(
+            setting,
+            f"got engines of rollout.engine {row.name}, which says no logprobs of given tokens; "
+            f"need {_able(PROMPT_LOGPROBS)}; set rollout.engine to one, or this to null",
+        )
+    if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
+        raise ConfigError(
+            setting,
+            f"got engines of rollout.engine {row.name}, which says logprobs of given tokens at "
+            f"temperature 1 alone, and rl.sampling.temperature {temperature}; need "
+            f"{_able(ANY_TEMPERATURE)}; set rollout.engine to it, rl.sampling.temperature to 1, or "
+            "this to null",
+        )
+    check_options(options, [row], f"{setting}.options")
+    needed, given = max_length + row.num_spare_tokens, options.get("max_model_len")
+    if given is not None and given < needed:
+        raise ConfigError(
+            f"{setting}.options.max_model_len",
+            f"got {given}; need {needed}, for answers that fill model.max_length {max_length}; "
+            "raise it",
+        )
+
+
+def num_spare_tokens(section: DistillationConfig, rollout_engine: str | None) -> int:
+    """Tokens of its context that a teacher leaves free.
+
+    Args:
+        section: says where it is.
+        rollout_engine: serves it, if engines do; None: nobody knows yet.
+
+    Returns:
+        What an engine needs beside a sequence; 0 on the training ranks.
+    """
+    if section.served is None or rollout_engine is None:
+        return 0
+    return ROLLOUT_ENGINES.place(rollout_engine).num_spare_tokens
+
+
+def _able(capability: str) -> str:
+    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
+    return " or ".join(sorted({row.name for row in rows if capability in row.capabilities}))

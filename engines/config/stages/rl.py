@@ -15,7 +15,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
 from engines.config.rules.answers import check_structured_output
 from engines.config.rules.average import check_average
-from engines.config.rules.distillation import check_distillation
+from engines.config.rules.distillation import check_distillation, check_served_teacher
 from engines.config.rules.models import check_judge, check_reward_models, check_value_models
 from engines.config.rules.order import check_rl_order
 from engines.config.rules.sizes import check_answer_length, check_divides
@@ -93,6 +93,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_rl_order(self.rl)
         check_critic(self.rl)
         check_distillation(self.rl)
+        check_served_teacher(self.rl, self.rollout, self.model.max_length)
         check_average("rl.optimizer", self.rl.optimizer, self.training)
         if self.rl.critic is not None:
             check_average("rl.critic.optimizer", self.rl.critic.optimizer, self.training)

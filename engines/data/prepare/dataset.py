@@ -13,11 +13,13 @@ Imports without torch and transformers, so the preprocess stage starts fast.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
+from engines.data.images.store import write_images
 from engines.data.prepare.lengths import without_overlong
 from engines.data.prepare.sources import SourceReport
 from engines.data.prepare.splits import (
@@ -28,10 +30,12 @@ from engines.data.prepare.splits import (
     decontaminated,
     read_splits,
 )
+from engines.data.prepare.stored_rows import image_folder
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import (
     DECONTAMINATION_FILE,
     EVALUATION_FILE,
+    IMAGES_FILE,
     PREFERENCE_EVALUATION_FILE,
     PREFERENCE_FILE,
     RL_FILE,
@@ -41,6 +45,7 @@ from engines.data.read.dataset import (
 )
 from engines.data.read.row_files import write_batches
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
+from infra.errors import ConfigError
 
 _SCHEMA_VERSION = 1
 _FILES = {
@@ -60,8 +65,8 @@ class SplitSummary:
 
     Attributes:
         num_rows: rows written.
-        num_overlong: dropped because they are too long; None where no tokenizer was at hand,
-            then the stage that reads the split counts.
+        num_overlong: dropped because they are too long; None where no tokenizer was at hand, or
+            rows show images, then the stage that reads the split counts.
         num_distinct_prompts: rows that differ in their prompt.
         data_sources: rows by data source.
         sources: what became of each source's rows; empty for generated data.
@@ -88,6 +93,7 @@ class DatasetSummary:
         preference_evaluation: pairs that are held out; likewise.
         num_decontaminated: rows left out since they share words with held-out ones, by split; None
             where nobody looked.
+        num_images: that rows show, each once; None where they show none.
     """
 
     sft: SplitSummary
@@ -98,6 +104,7 @@ class DatasetSummary:
     preference: SplitSummary | None = None
     preference_evaluation: SplitSummary | None = None
     num_decontaminated: Mapping[str, int] | None = None
+    num_images: int | None = None
 
     def to_json(self) -> str:
         """Text of summary.json; what the data have none of is not in it."""
@@ -106,7 +113,11 @@ class DatasetSummary:
 
     @property
     def _absent(self) -> set[str]:
-        return {name for name in (*_PAIRS, "num_decontaminated") if getattr(self, name) is None}
+        return {
+            name
+            for name in (*_PAIRS, "num_decontaminated", "num_images")
+            if getattr(self, name) is None
+        }
 
 
 def build_dataset(
@@ -139,6 +150,7 @@ def build_dataset(
         num_overlapping = check_overlap(splits, data.allow_overlap, suites)
         out_dir.mkdir(exist_ok=True)
         vocab_size = None
+        _refuse_images(splits, model)
         if model and model.init == "random":
             directory = train_tokenizer(
                 model.tokenizer,
@@ -155,7 +167,9 @@ def build_dataset(
         for name, file in _FILES.items():
             if name not in _PAIRS or len(getattr(kept, name)):
                 rows = getattr(kept, name)
-                write_batches(out_dir / file, rows.format.schema, rows.batches())
+                write_batches(out_dir / file, rows.format, rows.batches(), rows.is_plain)
+        digests = chain(kept.rl.images(), kept.evaluation.images())
+        num_images = write_images(out_dir / IMAGES_FILE, image_folder(kept.rl.path), digests)
     checked = tokenizer is not None
     summary = DatasetSummary(
         **{
@@ -166,11 +180,23 @@ def build_dataset(
         num_overlapping=num_overlapping,
         vocab_size=vocab_size,
         num_decontaminated=leaks.num_leaked if leaks else None,
+        num_images=num_images or None,
     )
     if leaks:
         _write_text(out_dir / DECONTAMINATION_FILE, leaks.to_json())
     _write_text(out_dir / SUMMARY_FILE, summary.to_json())
     return summary
+
+
+def _refuse_images(splits: Splits, model: ModelConfig | None) -> None:
+    for name in ("rl", "evaluation"):
+        first = next(getattr(splits, name).images(), None)
+        if first is not None and model and model.init == "random":
+            raise ConfigError(
+                "model.init",
+                f"got random; rows of data.{name} show images, which a model made from scratch "
+                "does not see; need a pretrained one; set model.path",
+            )
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -179,6 +205,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def _summarize(name: str, splits: Splits, kept: Splits, checked: bool) -> SplitSummary:
     rows, num_before = getattr(kept, name), len(getattr(splits, name))
+    checked = checked and next(rows.images(), None) is None
     return SplitSummary(
         num_rows=len(rows),
         num_overlong=num_before - len(rows) if checked else None,

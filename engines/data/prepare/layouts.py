@@ -15,6 +15,7 @@ from typing import Any, Generic
 
 from engines.config.data import AUTO, SourceConfig
 from engines.config.plugins import recognised_layouts
+from engines.data.images.store import check_images
 from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.create import create_preprocessor
@@ -94,7 +95,10 @@ class Layout(Generic[RowT]):
     def row(self, raw: RawRow) -> RowT | BadRow:
         """The row, or what is wrong with it."""
         try:
-            return self.kind.parse(self.preprocessor)(raw.columns)
+            row = self.kind.parse(self.preprocessor)(raw.columns)
+            if isinstance(row, RLRow):
+                check_images(row)
+            return row
         except RowError as error:
             return BadRow(raw.place, str(error))
 

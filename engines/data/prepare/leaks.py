@@ -154,9 +154,9 @@ def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
 def _answers(row: Row) -> Iterable[str]:
     """What follows the prompt of a training row."""
     if isinstance(row, PreferenceRow):
-        return row.chosen, row.rejected
+        return (answer.said for answer in row.answers)
     if isinstance(row, SFTRow):
-        return (message.content for message in row.messages[len(row.prompt) :])
+        return (message.said for message in row.messages[len(row.prompt) :])
     return ()
 
 
@@ -170,7 +170,7 @@ def _prompts(rows: Rows) -> Iterator[tuple[Row, str]]:
 
 
 def _words(row: Row) -> list[str]:
-    texts = [message.content for message in row.prompt if message.role != "system"]
+    texts = [message.said for message in row.prompt if message.role != "system"]
     return words_of("\n".join(texts))
 
 

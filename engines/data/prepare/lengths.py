@@ -3,6 +3,8 @@
 Promises: they are those that the training stages would leave out
 (`engines.data.read.examples`, `engines.data.read.pairs`), in the same words; of token ids one
 batch is in memory, of the rows their lengths.
+A split whose rows show images stays as it is: how long they are is a matter of the model's image
+processor, and the stage that samples looks.
 """
 
 from array import array
@@ -46,7 +48,7 @@ def without_overlong(
         limit: int,
         choose: Callable[[Sequence[int], int, OnOverlong], list[int]],
     ) -> StoredRows[RowT]:
-        if not len(rows):
+        if not len(rows) or next(rows.images(), None) is not None:
             return rows
         all_lengths = array("q")
         for batch in in_batches(rows):
@@ -78,4 +80,4 @@ def _of_prompts(rows: Sequence[RLRow], tokenizer: ChatTokenizer) -> Iterable[int
 
 
 def _of_pairs(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    return longer_sides(as_policy(rows, tokenizer))
+    return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from engines.config.data import PACKED_SUFFIX, unpacked_suffix
 from engines.data.prepare.separated import SEPARATORS, read_records
@@ -29,6 +30,8 @@ from engines.data.read.row_files import BATCH_ROWS, open_parquet
 from infra.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
+_BATCH_BYTES = 64 * 2**20
+"""Of a table's rows, by the mean of the row group that has the largest."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
     with open_parquet(path) as file:
         number = 0
-        for batch in file.iter_batches(BATCH_ROWS):
+        for batch in file.iter_batches(_batch_rows_of(file)):
             for columns in _batch_rows(batch):
                 place = f"{path.name} row {number}"
                 number += 1
@@ -105,6 +108,13 @@ def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
                     yield BadRow(place, columns, unreadable=True)
                 else:
                     yield RawRow(place, columns)
+
+
+def _batch_rows_of(file: pq.ParquetFile) -> int:
+    """Rows that are Python objects at a time: fewer where they hold images."""
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:

@@ -16,6 +16,7 @@ from typing import Generic
 import numpy as np
 
 from engines.config.data import DataConfig, SourceConfig
+from engines.data.order.resumable import permutation
 from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.layouts import (
     LOOK_ROWS,
@@ -29,7 +30,6 @@ from engines.data.prepare.layouts import (
 )
 from engines.data.prepare.readers import BadRow, read_file
 from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of
-from engines.data.read.order import permutation
 from engines.data.read.row_files import RowT
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
@@ -223,7 +223,7 @@ def _load_source(
             num_usable += 1
             if layout.preprocessor.drop_duplicates:
                 identity = layout.kind.identity(row)
-                digest = digest_of(part for m in identity for part in (m.role, m.content))
+                digest = digest_of(part for m in identity for part in (m.role, m.said))
                 # While reading: a file may repeat each of its rows a hundred times.
                 if digest in seen:
                     continue

@@ -4,7 +4,7 @@ Promises: memory grows with the held-out rows and with 16 bytes of a training ro
 reports name rows by their number in the split, from 0.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from engines.data.prepare.sources import (
 )
 from engines.data.prepare.stored_rows import StoredRows, prompt_digest, stored
 from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 _LOADERS = {
@@ -60,18 +60,17 @@ class Splits:
     def texts(self) -> Iterator[str]:
         """Everything a model made from scratch will read or write."""
         for row in self.sft:
-            yield from (message.content for message in row.messages)
+            yield from _texts(row.messages)
             # The other roles have tokens of their own in the template of such a model.
             yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
         for rows in (self.rl, self.evaluation):
             for row in rows:
-                yield from (message.content for message in row.prompt)
+                yield from _texts(row.prompt)
                 if isinstance(row.reward_model.ground_truth, str):
                     yield row.reward_model.ground_truth
         for rows in (self.preference, self.preference_evaluation):
             for row in rows:
-                yield from (message.content for message in row.prompt)
-                yield from (row.chosen, row.rejected)
+                yield from _texts((*row.prompt, *row.answers))
 
 
 def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
@@ -165,6 +164,12 @@ def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITE
             )
         num_found += len(found)
     return num_found
+
+
+def _texts(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        yield message.said
+        yield from message.tools
 
 
 def _without(rows: Collection[int], num_rows: int) -> np.ndarray:

@@ -6,7 +6,8 @@
 
 Promises: rows come back as they were added and in that order; in memory are, per row, 16 bytes of
 its prompt's digest, 4 of its data source and 1 that says whether it is kept, and of the rows
-themselves one batch. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
+themselves one batch; their images lie beside them, each once. Prompts with equal digests (BLAKE2b,
+128 bits) count as equal.
 Does not promise: that the file can be read by another version; it is gone when the data set is
 written. A sample in another order takes 24 bytes of each row while it is drawn, and a source that
 drops duplicates about 100.
@@ -24,8 +25,9 @@ from typing import Generic
 import numpy as np
 import pyarrow as pa
 
+from engines.data.images.store import ImageFolder, keep_images
 from engines.data.read.row_files import BATCH_ROWS, RowFormat, RowT
-from engines.data.read.rows import Message
+from engines.data.read.rows import Message, RLRow
 
 _DIGEST_BYTES = 16
 _MIN_RUN_ROWS = 16 * BATCH_ROWS
@@ -45,6 +47,7 @@ class StoredRows(Generic[RowT]):
         sources: (N,) int32, the place of its data source in `data_sources`.
         data_sources: names.
         kept: (N,) bool, whether the row is one of these rows.
+        is_plain: whether all stored rows are, without tools, calls and images.
     """
 
     path: Path
@@ -53,6 +56,7 @@ class StoredRows(Generic[RowT]):
     sources: np.ndarray
     data_sources: tuple[str, ...]
     kept: np.ndarray
+    is_plain: bool
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.kept))
@@ -73,6 +77,12 @@ class StoredRows(Generic[RowT]):
                     yield batch
                 elif kept.any():
                     yield batch.filter(pa.array(kept))
+
+    def images(self) -> Iterator[str]:
+        """The digests of the images of these rows, in their order; some come again."""
+        if not self.is_plain and "images" in self.format.schema.names:
+            for batch in self.batches():
+                yield from batch.column("images").flatten().to_pylist()
 
     def only(self, chosen: np.ndarray) -> "StoredRows[RowT]":
         """Some of these rows.
@@ -121,6 +131,7 @@ class RowWriter(Generic[RowT]):
         self._prompts = bytearray()
         self._sources = array("i")
         self._places: dict[str, int] = {}
+        self._is_plain = True
 
     def __enter__(self) -> "RowWriter[RowT]":
         self._writer = self._files.enter_context(_writing(self._path, self._format.schema))
@@ -138,6 +149,8 @@ class RowWriter(Generic[RowT]):
 
     def add(self, row: RowT) -> None:
         """The next row."""
+        if isinstance(row, RLRow):
+            row = keep_images(row, image_folder(self._path))
         self._waiting.append(row)
         self._prompts += prompt_digest(row.prompt)
         self._sources.append(self._places.setdefault(row.data_source, len(self._places)))
@@ -152,6 +165,7 @@ class RowWriter(Generic[RowT]):
             order: their numbers as they are to follow, each at most once, (M,) int64.
         """
         self._flush()
+        self._is_plain = self._is_plain and rows.is_plain
         self._prompts += rows.prompts[order].tobytes()
         names = [self._places.setdefault(n, len(self._places)) for n in rows.data_sources]
         self._sources.extend(np.array(names, np.int32)[rows.sources[order]].tolist())
@@ -168,12 +182,20 @@ class RowWriter(Generic[RowT]):
             sources=sources,
             data_sources=tuple(self._places),
             kept=np.ones(len(sources), bool),
+            is_plain=self._is_plain,
         )
 
     def _flush(self) -> None:
         if self._waiting:
-            self._writer.write_batch(self._format.batch(self._waiting))
+            batch = self._format.batch(self._waiting)
+            self._is_plain = self._is_plain and self._format.is_plain(batch)
+            self._writer.write_batch(batch)
             self._waiting = []
+
+
+def image_folder(path: Path) -> ImageFolder:
+    """Where the images of stored rows lie: beside them, each once for all files of a directory."""
+    return ImageFolder(path.parent / "images")
 
 
 def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredRows[RowT]:
@@ -196,13 +218,15 @@ def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredR
 def prompt_digest(prompt: Iterable[Message]) -> bytes:
     """What prompts have in common that differ in nothing but white space around their messages.
 
+    The tools that are offered do not count.
+
     Args:
         prompt: its messages; no text of a row holds NUL.
 
     Returns:
         16 bytes.
     """
-    return digest_of(part for each in prompt for part in (each.role, each.content.strip()))
+    return digest_of(part for each in prompt for part in (each.role, each.said.strip()))
 
 
 def digest_of(texts: Iterable[str]) -> bytes:

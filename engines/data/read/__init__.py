@@ -1,1 +1,1 @@
-"""Rows as training needs them: read, rendered, tokenized, ordered, packed."""
+"""Rows as training needs them: read, rendered, tokenized, packed."""

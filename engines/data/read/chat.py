@@ -9,11 +9,11 @@ that; then its own `{% generation %}` blocks decide, and without them it is an e
 Does not promise: that a template is the one the model was trained with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engines.data.read.chat_template import Rendered, render
-from engines.data.read.rows import Message
+from engines.data.read.rows import IMAGE_MARK, Message
 from engines.data.read.tokenizer import ChatTokenizer, encode_texts, template_source
 from infra.errors import ConfigError
 
@@ -184,7 +184,8 @@ def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozen
 def _render(
     tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendered:
-    template = template_source(tokenizer.chat_template)
+    offers_tools = any(message.tools for message in messages)
+    template = template_source(tokenizer.chat_template, offers_tools)
     if template is None:
         raise ConfigError(
             "model.chat_template", "the tokenizer has no chat template; set model.chat_template"
@@ -197,13 +198,34 @@ def _render(
         )
 
     whole = rendered(messages)
-    if any(message.role == "tool" for message in messages):
-        # Many templates know three roles and skip the others: an answer would follow from nothing.
-        silent = [replace(m, content="") if m.role == "tool" else m for m in messages]
-        if rendered(silent).text == whole.text:
+    if all(message.is_plain and message.role != "tool" for message in messages):
+        return whole
+    for without, lost, remedy in _PARTS:
+        less = [without(message) for message in messages]
+        if less != list(messages) and rendered(less).text == whole.text:
             raise ConfigError(
                 "model.chat_template",
-                "leaves out what a tool returned; need one that writes messages of the role tool; "
-                "set another, or leave out the rows with tools",
+                f"leaves out {lost}; need one that writes {remedy}; set another, or leave out such "
+                "rows",
             )
     return whole
+
+
+def _without_images(message: Message) -> Message:
+    if not message.images:
+        return message
+    return replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
+
+
+_PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
+    (
+        lambda message: replace(message, content="") if message.role == "tool" else message,
+        "what a tool returned",
+        "messages of the role tool",
+    ),
+    (lambda message: replace(message, tool_calls=()), "what the assistant calls", "tool_calls"),
+    (lambda message: replace(message, tools=()), "the tools that are offered", "tools"),
+    (_without_images, "images", "a placeholder for each part of the type image"),
+)
+"""Many templates know three roles and text alone, and skip the rest: a message without the part,
+what the part is, and what a template has to write."""

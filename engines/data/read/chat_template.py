@@ -3,8 +3,8 @@
 Promises: the same messages give the same text on every day and machine (there is no clock: a
 template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
 sandbox, since it comes with the model; its errors become one line that names the template line.
-Renders what transformers renders for messages with a role and text content. Not supported:
-descriptions of tools, documents, images.
+Renders what transformers renders for messages with text and images, calls of tools and what these
+returned, and for the tools themselves. Not supported: documents.
 """
 
 import json
@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engines.data.read.rows import Message
+from engines.data.read.rows import IMAGE_MARK, Message
 from infra.errors import ConfigError
 
 END_TOKEN = "<|end|>"  # noqa: S105 - a token of the vocabulary
@@ -77,7 +77,9 @@ def render(
     compiled = _compile(template)
     try:
         marked = compiled.render(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
+            messages=[_turn(message) for message in messages],
+            tools=[json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             **(special_tokens or {}),
         )
@@ -89,6 +91,34 @@ def render(
             f"({roles}); need a template for these roles",
         ) from None
     return _take_spans(marked)
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Text or, of a message with images, its parts."""
+    if not message.images:
+        return message.content
+    first, *others = message.content.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += ({"type": "image"}, {"type": "text", "text": text})
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: no key that says nothing, arguments as objects."""
+    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.is_plain:
+        return turn
+    calls = [
+        {
+            **({"id": call.id} if call.id else {}),
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call in message.tool_calls
+    ]
+    given = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    return turn | {key: value for key, value in given.items() if value}
 
 
 def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
@@ -177,8 +207,20 @@ def _where(error: Exception) -> str:
     return f"line {line}: " if line else ""
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

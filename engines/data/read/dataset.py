@@ -2,6 +2,7 @@
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
     preference.parquet  preference_eval.parquet (where there are such rows)
+    images.parquet (where rows show images)
     decontamination.json (where `data.decontamination` asks for it)
 
 Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile, read_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT, RowFile
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -21,6 +22,7 @@ SFT_FILE, RL_FILE, EVALUATION_FILE = "sft.parquet", "rl.parquet", "eval.parquet"
 PREFERENCE_FILE = "preference.parquet"
 PREFERENCE_EVALUATION_FILE = "preference_eval.parquet"
 SUMMARY_FILE = "summary.json"
+IMAGES_FILE = "images.parquet"
 DECONTAMINATION_FILE = "decontamination.json"
 TOKENIZER_DIR = "tokenizer"
 
@@ -35,25 +37,30 @@ class Dataset:
         """Rows of the supervised split, read as they are iterated."""
         return RowFile(self.directory / SFT_FILE, SFT_FORMAT)
 
-    def rl_rows(self) -> tuple[RLRow, ...]:
-        """Rows of the RL split."""
-        return read_rows(self.directory / RL_FILE, RL_FORMAT)
+    def rl_rows(self) -> RowFile[RLRow]:
+        """Rows of the RL split, likewise."""
+        return RowFile(self.directory / RL_FILE, RL_FORMAT)
 
-    def evaluation_rows(self) -> tuple[RLRow, ...]:
-        """Rows of the held-out split."""
-        return read_rows(self.directory / EVALUATION_FILE, RL_FORMAT)
+    def evaluation_rows(self) -> RowFile[RLRow]:
+        """Rows of the held-out split, likewise."""
+        return RowFile(self.directory / EVALUATION_FILE, RL_FORMAT)
 
-    def preference_rows(self) -> tuple[PreferenceRow, ...]:
-        """Pairs to train on; none where the data had none."""
+    def preference_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
+        """Pairs to train on, likewise; none where the data had none."""
         return self._pairs(PREFERENCE_FILE)
 
-    def preference_evaluation_rows(self) -> tuple[PreferenceRow, ...]:
+    def preference_evaluation_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
         """Pairs that are held out; likewise."""
         return self._pairs(PREFERENCE_EVALUATION_FILE)
 
-    def _pairs(self, name: str) -> tuple[PreferenceRow, ...]:
+    def _pairs(self, name: str) -> RowFile[PreferenceRow] | tuple[()]:
         path = self.directory / name
-        return read_rows(path, PREFERENCE_FORMAT) if path.exists() else ()
+        return RowFile(path, PREFERENCE_FORMAT) if path.exists() else ()
+
+    @property
+    def images_path(self) -> Path:
+        """Of the images that rows show (`engines.data.images.store`); absent without any."""
+        return self.directory / IMAGES_FILE
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -6,64 +6,21 @@ counted; ids and order are a pure function of rows and tokenizer.
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
+from engines.data.read.by_place import ByPlace, Chosen
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
+from engines.data.read.packed import PackedConversations, PackedTokens
 from engines.data.read.row_files import in_batches
 from engines.data.read.rows import RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
-
-
-class PackedConversations(Sequence[RenderedConversation]):
-    """Conversations laid end to end, 5 bytes a token; each is made when it is asked for."""
-
-    def __init__(self) -> None:
-        self._input_ids = array("i")
-        self._loss_mask = bytearray()
-        self._ends = array("q", [0])
-
-    def append(self, conversation: RenderedConversation) -> None:
-        """The next one."""
-        self._input_ids.extend(conversation.input_ids)
-        self._loss_mask.extend(conversation.loss_mask)
-        self._ends.append(len(self._input_ids))
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Of each, in tokens."""
-        return array("q", map(int.__sub__, self._ends[1:], self._ends))
-
-    def only(self, places: Sequence[int]) -> "PackedConversations":
-        """Those at these places, ascending; this one where they are all."""
-        if len(places) == len(self):
-            return self
-        chosen = PackedConversations()
-        for place in places:
-            chosen.append(self[place])
-        return chosen
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @overload
-    def __getitem__(self, place: int) -> RenderedConversation: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[RenderedConversation]: ...
-
-    def __getitem__(
-        self, place: int | slice
-    ) -> RenderedConversation | Sequence[RenderedConversation]:
-        places = range(len(self))[place]
-        if isinstance(places, range):
-            return [self[each] for each in places]
-        tokens = slice(self._ends[places], self._ends[places + 1])
-        return RenderedConversation(tuple(self._input_ids[tokens]), tuple(self._loss_mask[tokens]))
+Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
+"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +29,15 @@ class SFTExamples:
 
     Attributes:
         examples: in row order.
+        lengths: of each, in tokens.
         indices: the row of each example.
         data_sources: of each example.
     """
 
     examples: Sequence[RenderedConversation]
-    indices: tuple[int, ...]
-    data_sources: tuple[str, ...]
+    lengths: Sequence[int]
+    indices: Sequence[int]
+    data_sources: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -94,6 +53,50 @@ class RLPrompt:
     index: int
     row: RLRow
     prompt_ids: tuple[int, ...]
+
+
+class RLPrompts(ByPlace[RLPrompt]):
+    """The prompts of a split: their ids in memory, a row when it is asked for.
+
+    Args:
+        rows: of the split.
+        prompt_ids: of each row.
+        data_sources: of each row.
+        kept: the places of those rows that are prompts here, ascending.
+        shows_images: of each row, 1 or 0.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RLRow],
+        prompt_ids: PackedTokens,
+        data_sources: Sequence[str],
+        kept: Sequence[int],
+        shows_images: Sequence[int],
+    ) -> None:
+        self._rows, self._prompt_ids, self._kept = rows, prompt_ids, array("q", kept)
+        lengths = prompt_ids.lengths
+        self.lengths = array("q", (lengths[place] for place in kept))
+        """Tokens of each prompt."""
+        self.data_sources = [data_sources[place] for place in kept]
+        self.num_with_images = sum(shows_images[place] for place in kept)
+        """Prompts that show images."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[RLPrompt]:
+        kept = iter(self._kept)
+        wanted = next(kept, None)
+        for place, row in enumerate(self._rows):  # one pass over the file
+            if place == wanted:
+                yield RLPrompt(place, row, self._prompt_ids[place])
+                wanted = next(kept, None)
+
+    def at(self, place: int) -> RLPrompt:
+        """One prompt, its row read now."""
+        row = self._kept[place]
+        return RLPrompt(row, self._rows[row], self._prompt_ids[row])
 
 
 def sft_examples(
@@ -122,8 +125,11 @@ def sft_examples(
         sources += [sys.intern(row.data_source) for row in batch]
         for rendered in render_conversations(tokenizer, [row.messages for row in batch]):
             packed.append(rendered)
-    kept = fitting_conversations(packed.lengths, max_length, on_overlong)
-    return SFTExamples(packed.only(kept), tuple(kept), tuple(sources[i] for i in kept))
+    lengths = packed.lengths
+    kept = fitting_conversations(lengths, max_length, on_overlong)
+    return SFTExamples(
+        Chosen(packed, kept), [lengths[i] for i in kept], kept, [sources[i] for i in kept]
+    )
 
 
 def rl_prompts(
@@ -131,24 +137,48 @@ def rl_prompts(
     tokenizer: ChatTokenizer,
     max_prompt_length: int,
     on_overlong: OnOverlong = "error",
-) -> tuple[RLPrompt, ...]:
+    expanded: Expanded | None = None,
+) -> RLPrompts:
     """Tokenize the prompts of RL or evaluation rows.
 
     Args:
-        rows: at least one.
+        rows: at least one; of those that are asked for later each is taken again.
         tokenizer: with a chat template.
         max_prompt_length: most tokens of one prompt, chat template included.
         on_overlong: `error`, or `drop` and count.
+        expanded: makes room for the images of a row; None where nobody sees any.
 
     Returns:
         The prompts that fit, in row order.
 
     Raises:
-        ConfigError: a prompt has no token, is too long, or none is left.
+        ConfigError: a prompt has no token, is too long, shows images that nobody sees, or none is
+            left.
     """
-    prompt_ids = render_prompts(tokenizer, [row.prompt for row in rows])
-    kept = fitting_prompts([len(ids) for ids in prompt_ids], max_prompt_length, on_overlong)
-    return tuple(RLPrompt(i, rows[i], prompt_ids[i]) for i in kept)
+    packed = PackedTokens()
+    sources: list[str] = []
+    shows_images = bytearray()
+    for batch in in_batches(rows):
+        sources += [sys.intern(row.data_source) for row in batch]
+        rendered = render_prompts(tokenizer, [row.prompt for row in batch])
+        for row, ids in zip(batch, rendered, strict=True):
+            shown = bool(row.images)
+            packed.append(_expanded(row, ids, len(packed), expanded) if shown else ids)
+            shows_images.append(shown)
+    kept = fitting_prompts(packed.lengths, max_prompt_length, on_overlong)
+    return RLPrompts(rows, packed, sources, kept, shows_images)
+
+
+def _expanded(
+    row: RLRow, prompt_ids: Sequence[int], place: int, expanded: Expanded | None
+) -> tuple[int, ...]:
+    if expanded is None:
+        raise ConfigError(
+            "data",
+            f"row {place} of the split shows images, which this stage does not read; need text; "
+            "leave out such rows",
+        )
+    return expanded(row, prompt_ids)
 
 
 def fitting_conversations(

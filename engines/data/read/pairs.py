@@ -5,11 +5,16 @@ function of rows and tokenizer. A policy reads pairs as SFT reads conversations;
 reads the whole of its chat template, as it does when it scores.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from engines.data.read.by_place import ByPlace
 from engines.data.read.chat import RenderedConversation, render_conversations, render_whole
 from engines.data.read.examples import OnOverlong, within
+from engines.data.read.packed import PackedConversations
+from engines.data.read.row_files import in_batches
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
@@ -32,6 +37,39 @@ class Pair:
     rejected: RenderedConversation
     margin: float
     data_source: str
+
+
+class Pairs(ByPlace[Pair]):
+    """Tokenized pairs, 5 bytes a token; each is made when it is asked for.
+
+    Args:
+        sides: of each row the chosen conversation and the rejected one.
+        margins: of each row.
+        data_sources: of each row.
+        kept: the places of those rows that are pairs here.
+    """
+
+    def __init__(
+        self,
+        sides: PackedConversations,
+        margins: Sequence[float],
+        data_sources: Sequence[str],
+        kept: Sequence[int],
+    ) -> None:
+        self._sides, self._margins, self._kept = sides, array("d", margins), array("q", kept)
+        longer = longer_sides(sides.lengths)
+        self.lengths = array("q", (longer[row] for row in kept))
+        """Tokens of the longer conversation of each."""
+        self.data_sources = [data_sources[row] for row in kept]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def at(self, place: int) -> Pair:
+        """One of them."""
+        row = self._kept[place]
+        chosen, rejected = self._sides[2 * row : 2 * row + 2]
+        return Pair(row, chosen, rejected, self._margins[row], self.data_sources[place])
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
@@ -73,27 +111,27 @@ def as_reward_model(
     """
     both = [conversation for row in rows for conversation in row.conversations]
     whole = render_whole(tokenizer, both)
-    shortest = min(range(len(whole)), key=lambda place: len(whole[place]))
-    if len(whole[shortest]) < 2:
+    shortest = min(map(len, whole))
+    if shortest < 2:
         raise ConfigError(
             "model.chat_template",
-            f"renders row {shortest // 2} of the pairs to {len(whole[shortest])} tokens; need a "
-            "template that writes the messages; set another",
+            f"renders an answer of the pairs with its prompt to {shortest} tokens; need a template "
+            "that writes the messages; set another",
         )
     return [RenderedConversation(ids, (*([0] * (len(ids) - 1)), 1)) for ids in whole]
 
 
 def read_pairs(
-    rows: Sequence[PreferenceRow],
+    rows: Iterable[PreferenceRow],
     tokenizer: ChatTokenizer,
     max_length: int,
     render: Render,
     on_overlong: OnOverlong = "error",
-) -> tuple[Pair, ...]:
+) -> Pairs:
     """Tokenized pairs, of those both of whose conversations fit: one alone would be no pair.
 
     Args:
-        rows: none, or some.
+        rows: none, or some; read once.
         tokenizer: with a chat template.
         max_length: most tokens of one conversation (`model.max_length`).
         render: who reads them: `as_policy` or `as_reward_model`.
@@ -105,19 +143,20 @@ def read_pairs(
     Raises:
         ConfigError: a conversation is too long, or no pair is left; or of `render`.
     """
-    if not rows:
-        return ()
-    rendered = render(rows, tokenizer)
-    sides = list(zip(rendered[::2], rendered[1::2], strict=True))
-    return tuple(
-        Pair(index, *sides[index], rows[index].margin or 0.0, rows[index].data_source)
-        for index in fitting_pairs(longer_sides(rendered), max_length, on_overlong)
-    )
+    sides = PackedConversations()
+    margins, sources = array("d"), list[str]()
+    for batch in in_batches(rows):
+        for rendered in render(batch, tokenizer):
+            sides.append(rendered)
+        margins.extend(row.margin or 0.0 for row in batch)
+        sources += [sys.intern(row.data_source) for row in batch]
+    longer = longer_sides(sides.lengths)
+    kept = fitting_pairs(longer, max_length, on_overlong) if longer else []
+    return Pairs(sides, margins, sources, kept)
 
 
-def longer_sides(rendered: Sequence[RenderedConversation]) -> list[int]:
+def longer_sides(lengths: Sequence[int]) -> list[int]:
     """Tokens of the longer conversation of each pair; see `Render`."""
-    lengths = [len(conversation.input_ids) for conversation in rendered]
     return list(map(max, lengths[::2], lengths[1::2]))
 
 

@@ -5,16 +5,18 @@ Promises: a row of another shape raises `RowError` with the path of the first th
 Does not promise: other layouts; `engines.data.prepare.preprocessors` reads those.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.data.read.raw_columns import (
     check_weight,
     messages_of_text,
+    parse_images,
     parse_json,
     parse_json_list,
     parse_json_object,
     parse_messages,
+    parse_tools,
 )
 from engines.data.read.rows import (
     Message,
@@ -24,6 +26,8 @@ from engines.data.read.rows import (
     RowError,
     SFTRow,
     check_text,
+    with_images,
+    with_tools,
 )
 
 
@@ -31,8 +35,8 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     """A row of the row schema from its raw columns.
 
     Args:
-        columns: `prompt` and `reward_model` are needed; `data_source`, `ability` and
-            `extra_info` have defaults.
+        columns: `prompt` and `reward_model` are needed; `data_source`, `ability`,
+            `extra_info`, `tools` and `images` have defaults.
 
     Returns:
         The valid row.
@@ -42,7 +46,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     """
     return RLRow(
         data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
-        prompt=parse_messages(columns.get("prompt"), "prompt"),
+        prompt=_with_extras(parse_messages(columns.get("prompt"), "prompt"), columns),
         ability=columns.get("ability") or "",
         reward_model=_reward_model(columns.get("reward_model")),
         extra_info=parse_json_object(columns.get("extra_info"), "extra_info"),
@@ -53,7 +57,8 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     """A supervised row from its raw columns.
 
     Args:
-        columns: `messages` is needed, a list or its JSON text; `data_source` has a default.
+        columns: `messages` is needed, a list or its JSON text; `data_source` and `tools` have
+            defaults.
 
     Returns:
         The valid row.
@@ -66,7 +71,7 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
         check_weight(turn, message.role, f"messages[{place}]")
     return SFTRow(
-        parsed,
+        _with_extras(parsed, columns),
         check_text(columns.get("data_source", "unknown"), "data_source"),
     )
 
@@ -79,8 +84,8 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     conversations say what was answered; they may differ in their last message only.
 
     Args:
-        columns: `chosen` and `rejected` are needed; `prompt`, `data_source` and `margin` may be
-            absent.
+        columns: `chosen` and `rejected` are needed; `prompt`, `data_source`, `margin` and `tools`
+            may be absent.
 
     Returns:
         The valid row.
@@ -105,11 +110,13 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     if not prompt:
         raise RowError("prompt is null, and chosen is no conversation that holds it")
     return PreferenceRow(
-        prompt,
-        chosen,
-        rejected,
+        _with_extras(prompt, columns),
+        chosen.content,
+        rejected.content,
         check_text(columns.get("data_source") or "unknown", "data_source"),
         parse_margin(columns.get("margin")),
+        chosen.tool_calls,
+        rejected.tool_calls,
     )
 
 
@@ -132,15 +139,23 @@ def parse_margin(value: object) -> float | None:
     return float(value)
 
 
-def _answer(value: object, name: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before an answer, none where only the answer is given, and its text."""
+def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Messages with the tools and the images of their row."""
+    if not columns.get("tools") and not columns.get("images"):
+        return tuple(messages)
+    offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
+    return with_images(offered, parse_images(columns.get("images"), "images"))
+
+
+def _answer(value: object, name: str) -> tuple[tuple[Message, ...], Message]:
+    """The messages before an answer, none where only the answer is given, and the answer."""
     value = messages_of_text(value, name)
     if value is None or isinstance(value, str):
-        return (), check_text(value, name)
+        return (), Message("assistant", check_text(value, name))
     messages = parse_messages(value, name)
     if messages[-1].role != "assistant":
         raise RowError(f"{name} ends with the {messages[-1].role}'s message; need the assistant's")
-    return messages[:-1], messages[-1].content
+    return messages[:-1], messages[-1]
 
 
 def _reward_model(value: object) -> RewardModel:

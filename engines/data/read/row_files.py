@@ -8,6 +8,11 @@
                                prompt list<struct<role, content>>, chosen string, rejected string,
                                data_source string, margin double
 
+Files in which a row has tools, calls or images hold more: messages have `tool_calls` (as OpenAI's
+API has them: list<struct<id, type, function<name, arguments>>>, arguments a JSON object as text),
+`tool_call_id` and `name`; rows have `tools` (JSON text of a list), RL rows `images` (list<string>,
+the digests of those in the prompt; `engines.data.images.store` holds them), pairs `chosen_calls`
+and `rejected_calls`.
 A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
 `ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
 Promises: what is written is read back equal; equal rows give equal bytes, however they are cut into
@@ -27,16 +32,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.data.read.raw_columns import parse_messages
+from engines.data.read.raw_columns import parse_messages, parse_tool_calls, parse_tools
 from engines.data.read.raw_rows import parse_margin, rl_row, sft_row
 from engines.data.read.rows import (
+    Image,
     Message,
     PreferenceRow,
     RewardModel,
     RLRow,
     RowError,
     SFTRow,
+    ToolCall,
     check_text,
+    with_tools,
 )
 from infra.errors import ConfigError
 
@@ -47,7 +55,21 @@ _ROW_GROUP_ROWS = 64 * BATCH_ROWS
 _ROW_GROUP_BYTES = 128 * 2**20
 """Of columns in memory, where so many rows would be more."""
 _BUFFER_BYTES = 2**20
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_CALLS = pa.list_(
+    pa.struct(
+        [
+            ("id", pa.string()),
+            ("type", pa.string()),
+            ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+        ]
+    )
+)
+_DIGESTS = pa.list_(pa.string())
+_MORE_OF_MESSAGES = pa.struct(
+    [("tool_calls", _CALLS), ("tool_call_id", pa.string()), ("name", pa.string())]
+)
+_MESSAGES = pa.list_(pa.struct([*_PLAIN_MESSAGES.value_type, *_MORE_OF_MESSAGES]))
 _REWARD_MODEL = pa.struct(
     [("style", pa.string()), ("ground_truth", pa.string()), ("ground_truth_json", pa.string())]
 )
@@ -60,11 +82,14 @@ class RowFormat(Generic[RowT]):
 
     Attributes:
         schema: of the columns.
+        plain_schema: of a file whose rows are plain, without tools, calls and images: some of the
+            columns.
         columns: of rows, in the order of the schema.
         parse: the row of one value of each column; raises `RowError`.
     """
 
     schema: pa.Schema
+    plain_schema: pa.Schema
     columns: Callable[[Sequence[RowT]], list[pa.Array]]
     parse: Callable[[Mapping[str, Any]], RowT]
 
@@ -72,17 +97,41 @@ class RowFormat(Generic[RowT]):
         """The columns of rows."""
         return pa.RecordBatch.from_arrays(self.columns(rows), schema=self.schema)
 
+    def is_plain(self, batch: pa.RecordBatch) -> bool:
+        """Whether no row of a batch has more than `plain_schema` holds."""
+        more = set(self.schema.names) - set(self.plain_schema.names)
+        columns = [batch.column(name) for name in more]
+        for field in self.schema:
+            if field.type == _MESSAGES:
+                turns = batch.column(field.name).values
+                columns += [turns.field(each.name) for each in _MORE_OF_MESSAGES]
+        return all(column.null_count == len(column) for column in columns)
 
-def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    def plain_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The columns of `plain_schema`."""
+        columns = [_plain(batch.column(field.name), field.type) for field in self.plain_schema]
+        return pa.RecordBatch.from_arrays(columns, schema=self.plain_schema)
+
+
+def write_batches(
+    path: Path,
+    format: RowFormat[RowT],
+    batches: Iterable[pa.RecordBatch],
+    is_plain: bool = False,
+) -> None:
     """Write columns as parquet.
 
     A row group ends at 65,536 rows or, at a multiple of 1,024, at 128 MiB.
 
     Args:
         path: of the file.
-        schema: of the columns.
+        format: of the rows.
         batches: read once, each of any number of rows.
+        is_plain: whether all rows are, and the file has the columns of `plain_schema`.
     """
+    schema = format.schema
+    if is_plain:
+        schema, batches = format.plain_schema, map(format.plain_batch, batches)
     with pq.ParquetWriter(
         path, schema, compression="zstd", store_schema=False, data_page_version="2.0"
     ) as writer:
@@ -107,17 +156,48 @@ class RowFile(Generic[RowT]):
             return file.metadata.num_rows
 
     def __iter__(self) -> Iterator[RowT]:
-        for number, columns in enumerate(self._columns()):
-            try:
-                yield self.format.parse(columns)
-            except RowError as error:
-                raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+        number = 0
+        for batch in self.batches():
+            for columns in batch.to_pylist():
+                yield self.parse(number, columns)
+                number += 1
 
-    def _columns(self) -> Iterator[dict[str, Any]]:
+    def parse(self, number: int, columns: Mapping[str, Any]) -> RowT:
+        """A row of this file.
+
+        Args:
+            number: of the row.
+            columns: one value of each.
+
+        Returns:
+            The row.
+
+        Raises:
+            ConfigError: they make none.
+        """
+        try:
+            return self.format.parse(columns)
+        except RowError as error:
+            raise ConfigError(f"{self.path.name} row {number}", str(error)) from None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the columns as they stand in the file."""
+        with self._opened() as file:
+            return file.schema_arrow
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Columns of at most `BATCH_ROWS` rows at a time.
+
+        Yields:
+            pa.RecordBatch: in the order of the file.
+
+        Raises:
+            ConfigError: it is no parquet.
+        """
         try:
             with self._opened() as file:
-                for batch in file.iter_batches(BATCH_ROWS):
-                    yield from batch.to_pylist()
+                yield from file.iter_batches(BATCH_ROWS)
         except pa.ArrowInvalid as error:
             raise ConfigError(str(self.path), f"not a parquet file ({error})") from None
 
@@ -130,30 +210,15 @@ class RowFile(Generic[RowT]):
 
 
 def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
-    """Write rows as `write_batches` does, some at a time.
+    """Write rows as `write_batches` does; their columns are in memory too.
 
     Args:
         path: of the file.
         format: of the rows.
         rows: read once.
     """
-    write_batches(path, format.schema, map(format.batch, in_batches(rows)))
-
-
-def read_rows(path: Path, format: RowFormat[RowT]) -> tuple[RowT, ...]:
-    """Read what `write_batches` wrote.
-
-    Args:
-        path: the file.
-        format: of its rows.
-
-    Returns:
-        The rows in order.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    return tuple(RowFile(path, format))
+    batches = [format.batch(batch) for batch in in_batches(rows)]
+    write_batches(path, format, batches, all(map(format.is_plain, batches)))
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -223,18 +288,55 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
     return 0
 
 
+def _plain(column: pa.Array, type: pa.DataType) -> pa.Array:
+    """The column, its messages without what `type` does not have."""
+    if column.type == type:
+        return column
+    turns = pa.StructArray.from_arrays(
+        [column.values.field(field.name) for field in type.value_type],
+        fields=list(type.value_type),
+    )
+    return pa.ListArray.from_arrays(column.offsets, turns, type=type)
+
+
 def _texts(values: Sequence[str | None]) -> pa.Array:
     return pa.array(values, pa.string())
 
 
 def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
     flat = [message for messages in conversations for message in messages]
-    turns = pa.StructArray.from_arrays(
-        [_texts([m.role for m in flat]), _texts([m.content for m in flat])],
-        fields=list(_MESSAGES.value_type),
-    )
+    columns = [_texts([m.role for m in flat]), _texts([m.content for m in flat])]
+    if all(message.is_plain for message in flat):
+        columns += [pa.nulls(len(flat), field.type) for field in _MORE_OF_MESSAGES]
+    else:
+        columns.append(_calls([m.tool_calls for m in flat]))
+        columns += [_texts([m.tool_call_id or None for m in flat])]
+        columns += [_texts([m.name or None for m in flat])]
+    turns = pa.StructArray.from_arrays(columns, fields=list(_MESSAGES.value_type))
     ends = np.cumsum([len(messages) for messages in conversations], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0)), turns, type=_MESSAGES)
+
+
+def _calls(calls: Sequence[Sequence[ToolCall]]) -> pa.Array:
+    """Of each answer; null where it calls nothing."""
+    values = [
+        [
+            {
+                "id": call.id or None,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in each
+        ]
+        or None
+        for each in calls
+    ]
+    return pa.array(values, _CALLS)
+
+
+def _tools(conversations: Sequence[Sequence[Message]]) -> pa.Array:
+    offered = [messages[0].tools for messages in conversations]
+    return _texts([f"[{','.join(tools)}]" if tools else None for tools in offered])
 
 
 def _rewards(rewards: Sequence[RewardModel]) -> pa.Array:
@@ -254,6 +356,8 @@ def _rl_columns(rows: Sequence[RLRow]) -> list[pa.Array]:
         _texts([row.ability for row in rows]),
         _rewards([row.reward_model for row in rows]),
         _texts([_JSON.encode(row.extra_info) if row.extra_info else "{}" for row in rows]),
+        _tools([row.prompt for row in rows]),
+        pa.array([[image.sha256 for image in row.images] or None for row in rows], _DIGESTS),
     ]
 
 
@@ -261,6 +365,7 @@ def _sft_columns(rows: Sequence[SFTRow]) -> list[pa.Array]:
     return [
         _conversations([row.messages for row in rows]),
         _texts([row.data_source for row in rows]),
+        _tools([row.messages for row in rows]),
     ]
 
 
@@ -271,45 +376,67 @@ def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
         _texts([row.rejected for row in rows]),
         _texts([row.data_source for row in rows]),
         pa.array([row.margin for row in rows], pa.float64()),
+        _tools([row.prompt for row in rows]),
+        _calls([row.chosen_calls for row in rows]),
+        _calls([row.rejected_calls for row in rows]),
     ]
+
+
+def _stored_rl(columns: Mapping[str, Any]) -> RLRow:
+    """A row as it was written: its images are digests."""
+    digests = columns.get("images")
+    return rl_row({**columns, "images": [Image(each) for each in digests]} if digests else columns)
 
 
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
     """A pair as it was written: its answers are texts, even those that are JSON of messages."""
     return PreferenceRow(
-        parse_messages(columns.get("prompt"), "prompt"),
-        check_text(columns.get("chosen"), "chosen"),
-        check_text(columns.get("rejected"), "rejected"),
+        with_tools(
+            parse_messages(columns.get("prompt"), "prompt"),
+            parse_tools(columns.get("tools"), "tools"),
+        ),
+        columns.get("chosen") or "",
+        columns.get("rejected") or "",
         check_text(columns.get("data_source"), "data_source"),
         parse_margin(columns.get("margin")),
+        parse_tool_calls(columns.get("chosen_calls"), "chosen_calls"),
+        parse_tool_calls(columns.get("rejected_calls"), "rejected_calls"),
     )
 
 
+def _schemas(*fields: tuple[str, pa.DataType], more: Iterable[str]) -> tuple[pa.Schema, pa.Schema]:
+    """Of all columns, `more` the last, and of those of plain rows."""
+    types = {"tools": pa.string(), "images": _DIGESTS}
+    plain = [(name, _PLAIN_MESSAGES if type == _MESSAGES else type) for name, type in fields]
+    whole = [*fields, *((name, types.get(name, _CALLS)) for name in more)]
+    return pa.schema(whole), pa.schema(plain)
+
+
 RL_FORMAT: RowFormat[RLRow] = RowFormat(
-    pa.schema(
-        [
-            ("data_source", pa.string()),
-            ("prompt", _MESSAGES),
-            ("ability", pa.string()),
-            ("reward_model", _REWARD_MODEL),
-            ("extra_info", pa.string()),
-        ]
+    *_schemas(
+        ("data_source", pa.string()),
+        ("prompt", _MESSAGES),
+        ("ability", pa.string()),
+        ("reward_model", _REWARD_MODEL),
+        ("extra_info", pa.string()),
+        more=("tools", "images"),
     ),
     _rl_columns,
-    rl_row,
+    _stored_rl,
 )
 SFT_FORMAT: RowFormat[SFTRow] = RowFormat(
-    pa.schema([("messages", _MESSAGES), ("data_source", pa.string())]), _sft_columns, sft_row
+    *_schemas(("messages", _MESSAGES), ("data_source", pa.string()), more=("tools",)),
+    _sft_columns,
+    sft_row,
 )
 PREFERENCE_FORMAT: RowFormat[PreferenceRow] = RowFormat(
-    pa.schema(
-        [
-            ("prompt", _MESSAGES),
-            ("chosen", pa.string()),
-            ("rejected", pa.string()),
-            ("data_source", pa.string()),
-            ("margin", pa.float64()),
-        ]
+    *_schemas(
+        ("prompt", _MESSAGES),
+        ("chosen", pa.string()),
+        ("rejected", pa.string()),
+        ("data_source", pa.string()),
+        ("margin", pa.float64()),
+        more=("tools", "chosen_calls", "rejected_calls"),
     ),
     _preference_columns,
     _stored_pair,

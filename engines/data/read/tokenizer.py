@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 from infra.errors import ConfigError
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Of a tokenizer directory: the template of conversations with tools, where it has its own."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
@@ -60,14 +62,14 @@ class DirectoryTokenizer:
     Args:
         backend: the loaded `tokenizer.json`.
         special_tokens_map: special tokens by role.
-        chat_template: Jinja source, or None.
+        chat_template: Jinja source, sources by name, or None.
     """
 
     def __init__(
         self,
         backend: Tokenizer,
         special_tokens_map: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: str | Mapping[str, str] | None,
     ) -> None:
         self._backend = backend
         self.special_tokens_map = dict(special_tokens_map)
@@ -214,22 +216,36 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    try:
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return template_source(config.get("chat_template"))
+def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, str] | None:
+    """The template, or those by name where one is for conversations with tools."""
+    paths = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
+    found = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
+    if not found:
+        stored = config.get("chat_template")
+        sources = {
+            "default": template_source(stored),
+            "tool_use": template_source(stored, offers_tools=True),
+        }
+        found = {name: source for name, source in sources.items() if source is not None}
+    same = found.get("tool_use") in (None, found.get("default"))
+    return found.get("default") if same else found
 
 
-def template_source(value: object) -> str | None:
+def template_source(value: object, offers_tools: bool = False) -> str | None:
     """The Jinja source among the forms in which tokenizers keep their templates.
 
-    A mapping, or a list of `{name, template}`, means the one named `default`.
+    Args:
+        value: a source; or a mapping, or list of `{name, template}`.
+        offers_tools: the conversation's assistant may call some.
+
+    Returns:
+        Of several the one named `tool_use` where there are tools and it exists, else `default`.
     """
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
     if isinstance(value, Mapping):
-        value = value.get("default")
+        named = value.get("tool_use") if offers_tools else None
+        value = value.get("default") if named is None else named
     return value if isinstance(value, str) else None
 
 

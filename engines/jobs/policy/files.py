@@ -21,7 +21,7 @@ from engines.checkpoint.model_directory import (
 from engines.config.model import ModelConfig
 from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
-from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
 from engines.trainers.trained_steps import TrainedSteps
 from engines.training.roles import ModelSource
 from infra.errors import ConfigError
@@ -43,6 +43,9 @@ _HF_FILES = (
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -101,8 +104,10 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
     target.mkdir(parents=True)
     for name in _HF_FILES:
         if (source / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
     if chat_template is not None:
+        (target / TOOL_TEMPLATE).unlink(missing_ok=True)
         (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="")
     path = target / "generation_config.json"
     generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -12,13 +12,14 @@ from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.pool import Queueing
-from engines.data.read.examples import RLPrompt, rl_prompts
+from engines.data.read.examples import RLPrompts, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
+from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script
 from infra.store.artifacts import read_manifest
@@ -54,7 +55,8 @@ def prompts_within(
     max_length: int,
     max_new_tokens: int,
     path: str = "rl.sampling.max_new_tokens",
-) -> tuple[RLPrompt, ...]:
+    images: PromptImages | None = None,
+) -> RLPrompts:
     """Tokenized prompts that leave room for a whole answer.
 
     Args:
@@ -63,6 +65,7 @@ def prompts_within(
         max_length: context in tokens.
         max_new_tokens: of an answer.
         path: the setting that limits it.
+        images: of the rows; None: they show none.
 
     Returns:
         One prompt per row, in row order.
@@ -73,13 +76,13 @@ def prompts_within(
     check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    prompts = rl_prompts(rows, tokenizer, max_length)
-    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
-    room = max_length - len(longest.prompt_ids)
+    prompts = rl_prompts(rows, tokenizer, max_length, expanded=images.expanded if images else None)
+    longest = max(range(len(prompts)), key=prompts.lengths.__getitem__)
+    room = max_length - prompts.lengths[longest]
     if room < max_new_tokens:
         raise ConfigError(
             path,
-            f"got {max_new_tokens}; prompt {longest.index} has {len(longest.prompt_ids)} tokens of "
+            f"got {max_new_tokens}; prompt {longest} has {prompts.lengths[longest]} tokens of "
             f"a context of {max_length}; need at most {room}; lower it, or leave such prompts out",
         )
     return prompts

@@ -1,15 +1,20 @@
-"""The teacher of a round: a frozen model beside the policy, checked against it."""
+"""The teacher of a round: a frozen model, checked against the policy."""
 
 from pathlib import Path
 
 from engines.checkpoint.model_directory import model_of_section, resolve_model
 from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
 from engines.config.distillation import DistillationConfig
+from engines.config.rules.distillation import num_spare_tokens
 from engines.training.roles import ModelSource
 
 
 def teacher_source(
-    config: DistillationConfig, given: Path | None, policy: ModelSource, max_length: int
+    config: DistillationConfig,
+    given: Path | None,
+    policy: ModelSource,
+    max_length: int,
+    rollout_engine: str,
 ) -> ModelSource:
     """The teacher's weights.
 
@@ -18,6 +23,7 @@ def teacher_source(
         given: its directory, where it was one of the user's; None: it is the hub's.
         policy: that it teaches.
         max_length: context of the policy.
+        rollout_engine: serves the teacher, if engines do.
 
     Returns:
         A Hugging Face directory.
@@ -27,5 +33,6 @@ def teacher_source(
     """
     with model_of_section(TEACHER_SECTION):
         directory = given or resolve_model(config, max_length)
-    check_teacher(config, directory, policy.hf_dir, max_length)
+    num_spare = num_spare_tokens(config, rollout_engine)
+    check_teacher(config, directory, policy.hf_dir, max_length, num_spare)
     return ModelSource(directory)

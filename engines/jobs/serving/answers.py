@@ -12,6 +12,7 @@ by their age.
 """
 
 import dataclasses
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class KeptAnswers:
         Returns:
             By request and seed.
         """
-        asked = [dataclasses.asdict(request) for request in requests]
+        asked = [identity_values(request) for request in requests]
         fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
         found = None
         if self._finds:
@@ -127,6 +128,14 @@ class KeptAnswers:
             committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         storage.commit(attempt, record)
+
+
+def identity_values(request: RolloutRequest) -> dict[str, Any]:
+    """What the answers to a request depend on, as plain JSON values; images by their digests."""
+    values = dataclasses.asdict(request)
+    if not values.pop("images"):
+        return values
+    return values | {"images": [hashlib.sha256(data).hexdigest() for data in request.images]}
 
 
 def sampling_identity(context: JobContext[Config]) -> dict[str, Any]:

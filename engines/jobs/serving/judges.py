@@ -1,10 +1,8 @@
 """The models that judge the answers of a stage: their weights, and what asks them."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +13,6 @@ from engines.checkpoint.model_directory import (
     model_of_section,
     resolve_model,
 )
-from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.training import TrainingConfig
@@ -26,6 +23,7 @@ from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
 from engines.jobs.policy.stage import policy_tokenizer
 from engines.jobs.process.runtime import JobContext
+from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.generative import GenerativeJudge
 from engines.trainers.judges.reward_model import RewardModelJudge
@@ -34,6 +32,8 @@ from engines.trainers.sampling import sampling_params
 from engines.training.roles import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
 
+JUDGE = "judge"
+"""What its engines are called among those beside the policy's."""
 JUDGE_DIR = "judge"
 """Below the attempt: configuration and tokenizer of a judge, with every token that ends a text."""
 
@@ -68,22 +68,9 @@ def reward_role(
     )
 
 
-@dataclass(frozen=True)
-class JudgeSource:
-    """A judge on disk.
-
-    Attributes:
-        replica: engines that serve it.
-        weights_dir: holds its weights.
-    """
-
-    replica: ReplicaSpec
-    weights_dir: Path
-
-
 def judge_source(
     context: JobContext[Any], judge: JudgeConfig | None, like: ReplicaSpec, *, embedded: bool
-) -> JudgeSource | None:
+) -> FrozenModel | None:
     """The judge, checked, and engines of the kind that serves the policy.
 
     Args:
@@ -107,21 +94,10 @@ def judge_source(
         check_model_directory(weights_dir, max_length=judge.max_length)
         serving_dir = context.attempt_dir / JUDGE_DIR
         write_hf_files(weights_dir, serving_dir, judge.chat_template)
-    changes = {
-        "placement": "colocated" if embedded else "disaggregated",
-        "num_replicas": judge.num_replicas,
-        "options": judge.options,
-        "openai_endpoint": False,
-    }
-    replica = replace(
-        like,
-        serving_dir=serving_dir,
-        rollout=like.rollout.model_copy(update=changes),
-        log_dir=serving_dir,
-        shares_devices=False,
-        adapter=None,
+    replica = replica_beside(
+        like, serving_dir, judge.num_replicas, judge.options, embedded=embedded
     )
-    return JudgeSource(replica, weights_dir)
+    return FrozenModel(replica, weights_dir)
 
 
 @contextmanager
@@ -130,7 +106,7 @@ def asked_judges(
     seed: int,
     role: RoleSpec | None,
     workers: WorkerGroup | None,
-    judge: JudgeSource | None,
+    judge: FrozenModel | None,
     engines: LaunchedEngines | None,
 ) -> Iterator[Judges]:
     """Scope in which the judges can be asked; a judge's weights are sent at its start.
@@ -151,10 +127,7 @@ def asked_judges(
         if reward.model is not None and role is not None and workers is not None:
             reward_model = _reward_model(reward.model, role, workers)
         if reward.judge is not None and judge is not None and engines is not None:
-            service = stack.enter_context(closing(engines.service()))
-            service.sync(
-                engines.new_transport, lambda to: to.send(stored_tensors(judge.weights_dir)), 0
-            )
+            service = stack.enter_context(judge.served_by(engines))
             tokenizer = policy_tokenizer(judge.replica.serving_dir)
             generative = GenerativeJudge(
                 service.generate,

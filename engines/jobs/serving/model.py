@@ -37,11 +37,14 @@ class ServedModel:
     Attributes:
         hf_dir: its configuration and tokenizer.
         weights: by hub name, streamed; called again for an engine that starts late.
+        weights_dir: Hugging Face directory that holds them; None of a policy, which has them in
+            its checkpoint.
         num_steps: trainer steps behind it; 0 of a model directory, which does not say.
     """
 
     hf_dir: Path
     weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    weights_dir: Path | None = None
     num_steps: int = 0
 
     @property
@@ -64,13 +67,14 @@ class ServedModel:
 def served_policy(policy_dir: Path) -> ServedModel:
     """A `policy` artifact, read from its checkpoint whoever wrote it."""
     weights = partial(policy_weights, policy_dir)
-    return ServedModel(policy_dir / HF_DIR, weights, trained_steps(policy_dir).num_steps)
+    num_steps = trained_steps(policy_dir).num_steps
+    return ServedModel(policy_dir / HF_DIR, weights, num_steps=num_steps)
 
 
 def served_directory(model_dir: Path) -> ServedModel:
     """A Hugging Face directory that a stage wrote; raises `ConfigError` where it is none."""
     check_model_directory(model_dir)
-    return ServedModel(model_dir, partial(stored_tensors, model_dir))
+    return ServedModel(model_dir, partial(stored_tensors, model_dir), model_dir)
 
 
 def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) -> ServedModel:
@@ -90,7 +94,7 @@ def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) ->
     model_dir = given or resolve_model(model, max_length=None)
     check_model_directory(model_dir)
     write_hf_files(model_dir, serving_dir, model.chat_template)
-    return ServedModel(serving_dir, partial(stored_tensors, model_dir))
+    return ServedModel(serving_dir, partial(stored_tensors, model_dir), model_dir)
 
 
 def replica_of(config: AnsweringStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:

@@ -8,6 +8,7 @@ Not covered: streams, tools, images, penalties, several prompts in one call.
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(StrictModel):
+class SamplingBody(StrictModel, ABC):
     """What both calls have."""
 
     model: Literal["policy"]
@@ -56,13 +57,13 @@ class SamplingBody(StrictModel):
     response_format: ResponseFormat | None = None
 
     @property
+    @abstractmethod
     def limit(self) -> int | None:
         """Tokens that may be sampled; None: what the context leaves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:
         """Token ids of the prompt."""
-        raise NotImplementedError
 
 
 class CompletionBody(SamplingBody):

@@ -3,7 +3,8 @@
 Promises: the contract of `engines.rollout.base`, where the library does what the methods that a
 subclass brings say. Nothing is sampled or scored without confirmed weights, asleep or closed;
 every wait has the deadline `rollout.timeout_s` and says what it is for.
-Does not promise to score while paused: the library may compute nothing at all then.
+Does not promise to score, or to say logprobs of a prompt, while paused: the library may compute
+nothing at all then.
 """
 
 import asyncio
@@ -13,8 +14,10 @@ from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, check_prompts
 from engines.rollout.request_check import check_requests
 from engines.rollout.served.in_flight import InFlight, Sampler
+from engines.rollout.served.likeliest import PromptRows, prompt_answer
 from engines.rollout.served.model_layout import ModelLayout
 from engines.rollout.served.updates import agreed, order_of
 from engines.rollout.stop_strings import StopStrings
@@ -37,6 +40,7 @@ class ServedEngine(RolloutEngine):
         sampler: has samples drawn.
         stop_strings: of the model.
         context_length: tokens that prompt and response may have together.
+        max_num_prompts: whose logprobs are asked for at a time.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ServedEngine(RolloutEngine):
         sampler: Sampler,
         stop_strings: StopStrings,
         context_length: int,
+        max_num_prompts: int,
     ) -> None:
         self._library = library
         self._layout = layout
@@ -55,6 +60,7 @@ class ServedEngine(RolloutEngine):
         self._timeout_s = timeout_s
         self._sampler = sampler
         self._context_length = context_length
+        self._max_num_prompts = max_num_prompts
         self._in_flight = InFlight(sampler, stop_strings, timeout_s)
         self._num_scoring = 0
         self._version = NO_VERSION
@@ -119,9 +125,7 @@ class ServedEngine(RolloutEngine):
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
         """See the base class. Refused while paused, and for a sequence that fills the context."""
-        self._check_can_serve()
-        if self._paused:
-            raise RolloutError(f"{self._library} computes nothing while it is paused; resume it")
+        self._check_can_score()
         for ids in sequences:
             if not 2 <= len(ids) < self._context_length:
                 raise RolloutError(
@@ -135,6 +139,38 @@ class ServedEngine(RolloutEngine):
             ]
         finally:
             self._num_scoring -= 1
+
+    async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """See the base class. Refused as `score` is."""
+        self._check_can_score()
+        longest, vocab_size = self._context_length - 1, self._layout.vocab_size
+        any_temperature = Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities
+        check_prompts(requests, longest, vocab_size, any_temperature=any_temperature)
+        # What a library says of many tokens is large until it is read.
+        turns = asyncio.Semaphore(self._max_num_prompts)
+        self._num_scoring += 1
+        asking = [asyncio.ensure_future(self._prompt_answer(each, turns)) for each in requests]
+        try:
+            return await asyncio.gather(*asking)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            self._num_scoring -= 1
+
+    async def _prompt_answer(
+        self, request: PromptRequest, turns: asyncio.Semaphore
+    ) -> PromptLogprobs:
+        # Tokens that may not be taken are hardly ever likely: they are rarely asked for.
+        below = self._layout.vocab_size if request.below is None else request.below
+        num_barred = max(0, self._layout.vocab_size - below) if request.num_top else 0
+        async with turns:
+            for num_top in (request.num_top, request.num_top + num_barred):
+                call = self._prompt_rows(request, num_top)
+                rows = await self._wait(call, "to say logprobs of a prompt")
+                if (answer := prompt_answer(request, rows)) is not None:
+                    return answer
+        raise RolloutError(f"{request.request_id}: {self._library} named fewer tokens than asked")
 
     async def pause(self) -> None:
         """See the base class."""
@@ -218,6 +254,10 @@ class ServedEngine(RolloutEngine):
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         """Logprob of every token but the first."""
 
+    async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
+        """What stands in the places from `request.first` on, and so many likeliest tokens."""
+        raise RolloutError(f"{self._library} says no logprobs of a prompt")
+
     @abstractmethod
     async def _stop_sampling(self) -> None:
         """See `pause`."""
@@ -255,6 +295,11 @@ class ServedEngine(RolloutEngine):
             raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
         if not self._can_serve():
             raise RolloutError(self._refusal())
+
+    def _check_can_score(self) -> None:
+        self._check_can_serve()
+        if self._paused:
+            raise RolloutError(f"{self._library} computes nothing while it is paused; resume it")
 
     def _check_can_update(self, version: int) -> None:
         if self._closed or self._asleep:

@@ -4,8 +4,8 @@ Promises: the contract of `engines.rollout.base`; what the cache holds is forgot
 weights it was computed from; samples that were paused during an update are computed anew up to
 where they stood, and each token carries the version that sampled it; the random streams are those
 of the engine transformers; `close`, and the end of this process, end every process of SGLang.
-Not promised: a quick start (see `engines.rollout.sglang.server`); `score` while paused; that an
-aborted sample still has the tokens of its last steps.
+Not promised: a quick start (see `engines.rollout.sglang.server`); `score` and `prompt_logprobs`
+while paused; that an aborted sample still has the tokens of its last steps.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,17 @@ from pathlib import Path
 
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.likeliest import PromptRows
 from engines.rollout.served.model_layout import read_layout
 from engines.rollout.sglang import launch
 from engines.rollout.sglang.client import Client
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ORDER
 from engines.rollout.sglang.sampling import GENERATE, SglangSampler
-from engines.rollout.sglang.scoring import scores
-from engines.rollout.sglang.translation import check_temperature, score_body
+from engines.rollout.sglang.scoring import prompt_rows, scores
+from engines.rollout.sglang.translation import check_temperature, prompt_body, score_body
 from engines.rollout.stop_strings import StopStrings
 from engines.types import RolloutRequest
 from hardware.base import PlatformBase
@@ -44,7 +46,13 @@ class SglangEngine(ServedEngine):
         ConfigError: bad options, no model configuration, or SGLang refuses the two together.
     """
 
-    capabilities = frozenset({Capability.SHARED_MEMORY, Capability.EXACT_CONTINUATION})
+    capabilities = frozenset(
+        {
+            Capability.SHARED_MEMORY,
+            Capability.EXACT_CONTINUATION,
+            Capability.PROMPT_LOGPROBS,
+        }
+    )
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -71,6 +79,7 @@ class SglangEngine(ServedEngine):
             self._sglang_sampler,
             stop_strings,
             launch.context_length(options, layout),
+            rollout.max_num_sequences,
         )
 
     def _check_request(self, request: RolloutRequest) -> None:
@@ -94,6 +103,10 @@ class SglangEngine(ServedEngine):
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         body = score_body(ids, temperature, self._layout.vocab_size)
         return scores(await self._client.post(GENERATE, body), ids, temperature)
+
+    async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
+        answer = await self._client.post(GENERATE, prompt_body(request, num_top))
+        return prompt_rows(answer, request, num_top)
 
     async def _stop_sampling(self) -> None:
         self._sglang_sampler.hold_back()

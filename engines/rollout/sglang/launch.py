@@ -156,6 +156,8 @@ def _environment(platform: PlatformBase) -> dict[str, str | None]:
         env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
         env.SGLANG_PLUGINS.name: "rlhf",
         env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",
+        # Else the logits of all tokens of a step that somebody asks about.
+        env.SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK.name: "1",
         env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
         env.HF_HUB_OFFLINE.name: "1",
     }

@@ -16,9 +16,12 @@ from engines.rollout.sglang.client import Client
 from engines.rollout.sglang.server import Server
 from engines.rollout.sglang.translation import batch_body, completion
 from engines.types import Completion
+from infra.errors import DeadlineError
 
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """SGLang passes over an abort that comes before what it aborts."""
+TELL_DEADLINE_S = 20.0
+"""It answers at once, whether or not it has such a sample; shorter than a replica may close in."""
 
 
 class SglangSampler:
@@ -133,7 +136,11 @@ class SglangSampler:
             task.exception()  # whoever waits for another sample gets it, too
 
     async def _tell_abort(self, name: str) -> None:
-        await self._client.post("/abort_request", {"rid": name})
+        try:
+            async with asyncio.timeout(TELL_DEADLINE_S):
+                await self._client.post("/abort_request", {"rid": name})
+        except TimeoutError:
+            raise DeadlineError(f"SGLang to hear that {name} is aborted", TELL_DEADLINE_S) from None
 
 
 def _num_until_stop(sample: RunningSample, token_ids: Sequence[int]) -> int | None:

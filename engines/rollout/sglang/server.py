@@ -22,7 +22,8 @@ from engines.rollout.sglang.server_main import ARGUMENTS, REFUSAL, remove, share
 from infra import env
 from infra.errors import ConfigError, DeadlineError
 from infra.host.loopback_http import answers_ok
-from infra.host.processes import is_alive, pick_ports, start_detached, stop_all
+from infra.host.ports import pick_ports
+from infra.host.processes import is_alive, start_detached, stop_all
 from infra.host.records import log_tail
 
 START_DEADLINE_S = 540.0

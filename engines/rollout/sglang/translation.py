@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engines.errors import RolloutError
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest, StructuredOutput
@@ -113,6 +114,25 @@ def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[
         "logprob_start_len": 0,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
         **wanted,
+    }
+
+
+def prompt_body(request: PromptRequest, num_top: int) -> dict[str, Any]:
+    """What SGLang is asked for what is likely in the places of given tokens.
+
+    Args:
+        request: at temperature 1.
+        num_top: likeliest tokens of each place; 0: none.
+
+    Returns:
+        For JSON. SGLang tells of the places behind the first that it is to look at.
+    """
+    return {
+        "input_ids": list(request.token_ids),
+        "return_logprob": True,
+        "logprob_start_len": request.first - 1,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        **({"top_logprobs_num": num_top} if num_top else {}),
     }
 
 

@@ -20,10 +20,12 @@ import torch
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, check_prompts
 from engines.rollout.request_check import check_requests
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
+from engines.rollout.transformers.prompt_reader import PromptReader
 from engines.rollout.transformers.running_batch import RunningBatch
 from engines.rollout.transformers.scheduler import Sample, Scheduler
 from engines.types import Completion, RolloutRequest
@@ -48,7 +50,15 @@ class TransformersEngine(RolloutEngine):
         ConfigError: bad options, no model configuration, or an unsupported architecture.
     """
 
-    capabilities = frozenset({Capability.SLEEP_FREES_MEMORY, Capability.EXACT_CONTINUATION})
+    capabilities = frozenset(
+        {
+            Capability.SLEEP_FREES_MEMORY,
+            Capability.EXACT_CONTINUATION,
+            Capability.PROMPT_LOGPROBS,
+            Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE,
+            Capability.IMAGES,
+        }
+    )
 
     def __init__(
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
@@ -59,6 +69,7 @@ class TransformersEngine(RolloutEngine):
         self._batch = RunningBatch(
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )
+        self._reader = PromptReader(self._model, options.max_prefill_tokens)
         self._scheduler = Scheduler(rollout.max_num_sequences)
         self._stop_strings = StopStrings(hf_dir)
         self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
@@ -87,7 +98,13 @@ class TransformersEngine(RolloutEngine):
         if not self._can_serve():
             raise RolloutError(self._refusal())
         taken = itertools.chain.from_iterable(self._taken.values())
-        check_requests(requests, taken, self._model.context_length, self._model.vocab_size)
+        check_requests(
+            requests,
+            taken,
+            self._model.context_length,
+            self._model.vocab_size,
+            images=self._model.sees,
+        )
         call = next(self._call_ids)
         samples = [sample for request in requests for sample in self._samples_of(request, call)]
         self._calls[call] = asyncio.Queue()
@@ -161,6 +178,26 @@ class TransformersEngine(RolloutEngine):
         if not self._can_serve():
             raise RolloutError(self._refusal())
         return self._model.score(sequences, temperature)
+
+    async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
+        """See the base class. Another coroutine has its turn between two forward passes."""
+        if not self._can_serve():
+            raise RolloutError(self._refusal())
+        check_prompts(
+            requests, self._model.context_length, self._model.vocab_size, any_temperature=True
+        )
+        found: dict[str, PromptLogprobs] = {}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for answers in self._reader.read(requests):
+                    found |= {answer.request_id: answer for answer in answers}
+                    await asyncio.sleep(0)
+                    if not self._can_serve():
+                        raise RolloutError(self._refusal())
+        except TimeoutError:
+            what = f"logprobs of {len(requests) - len(found)} sequences"
+            raise DeadlineError(what, self._timeout_s) from None
+        return [found[request.request_id] for request in requests]
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """See the base class.

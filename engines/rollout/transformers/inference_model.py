@@ -11,17 +11,29 @@ transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most othe
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
-from engines.architecture import class_refusal, model_class, position_refusal
+from engines.architecture import class_refusal, model_class, position_refusal, text_settings
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
-from engines.checkpoint.model_directory import rotary_limit, vision_model_type
+from engines.checkpoint.model_directory import (
+    VISION_MODEL_TYPES,
+    rotary_limit,
+    vision_model_type,
+)
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError, WeightSyncError
@@ -29,8 +41,13 @@ from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, P
 from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.kv_cache import KVCache
 from engines.rollout.transformers.supported import refusal
+from engines.rollout.transformers.vision import ATTENTION, Vision
+from engines.training.backends.transformers.head import LogprobHead
+from engines.training.model.head_rows import Targets
 from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
+
+NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class InferenceModel:
@@ -49,29 +66,35 @@ class InferenceModel:
         if not (hf_dir / "config.json").is_file():
             raise ConfigError("model.path", f"got {hf_dir}; need a directory with config.json")
         sees = vision_model_type(hf_dir)
-        if sees is not None:
+        if sees is not None and sees not in VISION_MODEL_TYPES:
             raise ConfigError(
                 "model.path",
-                f"{hf_dir} is a {sees}, which sees images; the rollout engine transformers "
-                "samples from text models; choose one",
+                f"{hf_dir} is a {sees}, which sees images; of those the rollout engine "
+                f"transformers samples from {', '.join(VISION_MODEL_TYPES)} only; choose one, or a "
+                "text model",
             )
         whole = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False, local_files_only=True)
         config = whole.get_text_config()
-        _check_supported(whole, hf_dir)
+        _check_supported(whole, hf_dir, sees is not None)
         self.device = device
         limit = rotary_limit(config.to_dict())
         self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = eos_token_ids(hf_dir, config)
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            model = auto.from_config(
+                whole if sees else config,
+                dtype=dtype,
+                attn_implementation=ATTENTION if sees else ATTENTION_NAME,
+                trust_remote_code=False,
             )
         _refuse(position_refusal(model), hf_dir)
         model.tie_weights()
         keep_float32(model)
-        self._model: nn.Module = model.to(device).eval().requires_grad_(False)
+        self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        self._vision = Vision(self._model, hf_dir) if sees else None
         self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
         self._tied = {
@@ -79,16 +102,51 @@ class InferenceModel:
         } - self._parameters.keys()
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._decoder = Decoder(self._model) if is_covered(self._model) else None
+        self._logprob_head: LogprobHead | None = None
 
-    def prefill(self, input_ids_T: Tensor, step: PrefillStep) -> Tensor:
-        """(P, V) logits behind each of P sequences whose (T,) tokens are laid end to end."""
-        return self._logits(input_ids_T[None], step.position_T[None], step, step.last_P)[0]
+    @property
+    def sees(self) -> bool:
+        """Whether it takes images."""
+        return self._vision is not None
 
-    def decode(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
-        """(B, V) logits behind one more token of each row."""
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        step: PrefillStep,
+        images: Sequence[Sequence[bytes]] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Compute P sequences, laid end to end.
+
+        Args:
+            sequences: token ids of each.
+            step: of these sequences.
+            images: files of each sequence; () where none has one.
+
+        Returns:
+            (P, V) logits behind each, and (P,) int64, how far its next rotary position is from
+            its place.
+        """
+        ids = torch.tensor([t for each in sequences for t in each], device=self.device)[None]
+        if self._vision is None:
+            logits_PV = self._logits(ids, step.position_T[None], step, step.last_P)[0]
+            return logits_PV, torch.zeros_like(step.last_P)
+        seen = self._vision.see(sequences, images or [()] * len(sequences))
+        inputs = {name: tensor.to(self.device) for name, tensor in seen.inputs.items()}
+        positions = seen.position_31T.to(self.device)
+        logits_PV = self._logits(ids, positions, step, step.last_P, inputs)[0]
+        return logits_PV, seen.ahead_P.to(self.device)
+
+    def decode(
+        self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
+    ) -> Tensor:
+        """(B, V) logits behind one more token of each row; a model that sees needs `ahead_B`."""
         if self._decoder is not None:
             return self._decoder.logits(input_ids_B, step)
-        return self._logits(input_ids_B[:, None], step.position_B[:, None], step, 0)[:, -1]
+        position_B1 = step.position_B[:, None]
+        if ahead_B is not None:
+            # Without a fourth row the model takes these for rotary positions alone.
+            position_B1 = (position_B1 + ahead_B[:, None]).expand(3, -1, -1)
+        return self._logits(input_ids_B[:, None], position_B1, step, 0)[:, -1]
 
     @torch.inference_mode()
     def score(
@@ -102,9 +160,49 @@ class InferenceModel:
         cache.reserve(1, len(sequence))
         step = PrefillStep.build(cache, 0, [len(sequence)], [1], self.device)
         ids_T = torch.tensor(sequence, device=self.device)
-        logits_TV = self._logits(ids_T[None], step.position_T[None], step, 0)[0, :-1].float()
+        positions = self._positions_of_text(step)
+        logits_TV = self._logits(ids_T[None], positions, step, 0)[0, :-1].float()
         logprobs_TV = (logits_TV / temperature).log_softmax(-1)
         return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
+
+    def logprob_rows(
+        self, input_ids_T: Tensor, step: PrefillStep, rows_N: Tensor, targets: Targets
+    ) -> Tensor:
+        """What hidden states of several sequences say of given tokens, without their logits.
+
+        Args:
+            input_ids_T: (T,) int64, the sequences end to end.
+            step: of them.
+            rows_N: (N,) int64, places in T of the hidden states.
+            targets: what they predict.
+
+        Returns:
+            (rows, N) float32, see `engines.training.model.head_rows`.
+
+        Raises:
+            RolloutError: logits of this architecture are reworked behind its head; a token stands
+                for an image; or as a prefill.
+        """
+        if self._logprob_head is None:
+            # Not before it is asked for: it stands in the way of whoever samples.
+            self._logprob_head = LogprobHead(self._model, chunked=True)
+        if self._logprob_head.why_whole is not None:
+            raise RolloutError(
+                f"a {type(self._model).__name__} says no logprobs of a prompt in the rollout "
+                f"engine transformers, since {self._logprob_head.why_whole}; choose another engine"
+            )
+        if self._vision is not None:
+            self._vision.check_text(input_ids_T)
+        found = self._logprob_head(
+            rows_N,
+            targets,
+            input_ids=input_ids_T[None],
+            position_ids=self._positions_of_text(step),
+            use_cache=False,
+            rollout_step=step,
+        )
+        self._check_attended(step)
+        return found
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         """Overwrite every parameter and persistent buffer.
@@ -156,21 +254,31 @@ class InferenceModel:
         position_ids: Tensor,
         step: PrefillStep | DecodeStep,
         logits_to_keep: Tensor | int,
+        inputs: Mapping[str, Tensor] = NO_INPUTS,
     ) -> Tensor:
         logits = self._model(
+            **inputs,
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=logits_to_keep,
             rollout_step=step,
         ).logits
+        self._check_attended(step)
+        return logits if self._vision is None else self._vision.without_placeholders(logits)
+
+    def _positions_of_text(self, step: PrefillStep) -> Tensor:
+        """(1, T) places; of a model that sees (3, 1, T), along time, height and width."""
+        position_1T = step.position_T[None]
+        return position_1T if self._vision is None else position_1T.expand(3, -1, -1)
+
+    def _check_attended(self, step: PrefillStep | DecodeStep) -> None:
         if len(step.attended) != self.num_layers:
             raise RolloutError(
                 f"{len(step.attended)} of {self.num_layers} layers of a "
                 f"{type(self._model).__name__} attend, the others keep a state of their own, which "
                 "the rollout engine transformers does not; choose another engine"
             )
-        return logits
 
     def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         if name in self._tied:
@@ -189,18 +297,19 @@ class InferenceModel:
             raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {held}")
 
 
-def _check_supported(whole: PretrainedConfig, hf_dir: Path) -> None:
+def _check_supported(whole: PretrainedConfig, hf_dir: Path, sees: bool) -> None:
     config = whole.get_text_config()
-    # Some configurations compute the types of their layers and keep them out of their dictionary.
-    layer_types = getattr(config, "layer_types", None)
-    lacking = refusal({**config.to_dict(), "layer_types": layer_types})
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    lacking = refusal(text_settings(config))
     if lacking:
         raise ConfigError(
             "rollout.engine",
             f"got transformers; the {config.model_type} model has {lacking}, which this engine "
             "does not compute; choose another engine",
         )
-    _refuse(class_refusal(AutoModelForCausalLM, config), hf_dir)
+    _refuse(class_refusal(auto, whole if sees else config), hf_dir)
+    if sees:
+        return
     if model_class(AutoModelForCausalLM, whole) is not model_class(AutoModelForCausalLM, config):
         _refuse(f"is a {whole.model_type}, which is more than its language model", hf_dir)
 

@@ -62,6 +62,8 @@ class KVCache:
     ) -> None:
         """Store the first L positions of rows `first_row` .. `first_row + B - 1`."""
         num_rows, _, length, _ = keys_BGLD.shape
+        if not num_rows:
+            return
         stored = self._layers[layer]
         if stored is None:
             stored = (self._empty(keys_BGLD), self._empty(values_BGLD))

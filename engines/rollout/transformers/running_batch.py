@@ -37,11 +37,13 @@ class HeldPrompt:
         request: the request; compared by identity.
         layers: (1, G, L, D) keys and values of each layer.
         logits_1V: (1, V) behind the prompt.
+        ahead_1: (1,) int64, of `InferenceModel.prefill`.
     """
 
     request: RolloutRequest
     layers: list[tuple[Tensor, Tensor]]
     logits_1V: Tensor
+    ahead_1: Tensor
 
 
 class RunningBatch:
@@ -61,8 +63,9 @@ class RunningBatch:
         self._cache = KVCache(model.num_layers, max_num_sequences, model.context_length)
         self._samples: list[Sample] = []
         self._held: HeldPrompt | None = None
-        # Per row: last token, its position, origin of the random stream, the stream, top-k.
-        self._ints_5B = torch.empty((5, 0), dtype=torch.int64, device=model.device)
+        # Per row: last token, its position, origin of the random stream, the stream, top-k, and
+        # how far its rotary position is ahead.
+        self._ints_6B = torch.empty((6, 0), dtype=torch.int64, device=model.device)
         # Per row: temperature, top-p.
         self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
         self._longest = 0
@@ -103,8 +106,9 @@ class RunningBatch:
     def decode(self) -> list[Sample]:
         """Draw one more token of every row; returns the samples it finished."""
         self._cache.reserve(len(self._samples), self._longest)
-        step = DecodeStep(self._cache, self._ints_5B[1], self._longest)
-        logits_BV = self._model.decode(self._ints_5B[0], step)
+        step = DecodeStep(self._cache, self._ints_6B[1], self._longest)
+        ahead_B = self._ints_6B[5] if self._model.sees else None
+        logits_BV = self._model.decode(self._ints_6B[0], step, ahead_B)
         return self._draw(logits_BV, first_row=0)
 
     @torch.inference_mode()
@@ -117,7 +121,7 @@ class RunningBatch:
         order, movers, holes = fill_holes(len(self._samples), leaving)
         self._cache.move(movers, holes, self._longest)
         index = torch.tensor(order, dtype=torch.int64, device=self._model.device)
-        self._ints_5B = self._ints_5B.index_select(1, index)
+        self._ints_6B = self._ints_6B.index_select(1, index)
         self._floats_2B = self._floats_2B.index_select(1, index)
         self._samples = [self._samples[row] for row in order]
         self._longest = max((sample.num_tokens for sample in self._samples), default=0)
@@ -147,17 +151,22 @@ class RunningBatch:
             [len(prefix.samples) for prefix in prefixes],
             self._model.device,
         )
-        tokens = [token for prefix in prefixes for token in prefix.token_ids]
-        input_ids_T = torch.tensor(tokens, dtype=torch.int64, device=self._model.device)
-        logits_PV = self._model.prefill(input_ids_T, step)
+        logits_PV, ahead_P = self._model.prefill(
+            [prefix.token_ids for prefix in prefixes],
+            step,
+            [prefix.samples[0].request.images for prefix in prefixes],
+        )
         row = first_row
         for index, prefix in enumerate(prefixes):
             request = prefix.samples[0].request
             if prefix.shared and request is wanted:
                 layers = self._cache.read_row(row, lengths[index])
-                self._held = HeldPrompt(request, layers, logits_PV[index : index + 1].clone())
+                only = slice(index, index + 1)
+                self._held = HeldPrompt(
+                    request, layers, logits_PV[only].clone(), ahead_P[only].clone()
+                )
             row += len(prefix.samples)
-        self._add_rows(samples)
+        self._add_rows(samples, ahead_P.index_select(0, step.sequence_B))
         return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
 
     def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
@@ -171,10 +180,10 @@ class RunningBatch:
                 keys.expand(num_rows, -1, -1, -1),
                 values.expand(num_rows, -1, -1, -1),
             )
-        self._add_rows(samples)
+        self._add_rows(samples, held.ahead_1.expand(num_rows))
         return self._draw(held.logits_1V.expand(num_rows, -1), first_row)
 
-    def _add_rows(self, samples: Sequence[Sample]) -> None:
+    def _add_rows(self, samples: Sequence[Sample], ahead_B: Tensor) -> None:
         """Append the rows' columns; the token is yet to be drawn."""
         device = self._model.device
         sampling = [sample.request.sampling for sample in samples]
@@ -194,7 +203,8 @@ class RunningBatch:
             dtype=torch.float64,
             device=device,
         )
-        self._ints_5B = torch.cat([self._ints_5B, ints], dim=1)
+        ints = torch.cat([ints, ahead_B[None]])
+        self._ints_6B = torch.cat([self._ints_6B, ints], dim=1)
         self._floats_2B = torch.cat([self._floats_2B, floats], dim=1)
         self._samples = [*self._samples, *samples]
         self._longest = max(sample.num_tokens for sample in self._samples)
@@ -206,7 +216,7 @@ class RunningBatch:
 
     def _draw(self, logits_BV: Tensor, first_row: int) -> list[Sample]:
         """Draw a token for the rows from `first_row` on; returns the samples that are finished."""
-        token_B, position_B, origin_B, stream_B, top_k_B = self._ints_5B[:, first_row:]
+        token_B, position_B, origin_B, stream_B, top_k_B, _ = self._ints_6B[:, first_row:]
         temperature_B, top_p_B = self._floats_2B[:, first_row:]
         columns = SamplingColumns(
             temperature_B, top_k_B, top_p_B, self._any_greedy, self._any_filter

@@ -8,7 +8,7 @@ function needs to itself, which the first forward pass finds.
 from collections.abc import Mapping
 from typing import Any
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+from engines.attention_needs import unusual_attention
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
@@ -20,12 +20,9 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     Returns:
         What it needs and this engine lacks; None where nothing is known against it.
     """
-    unknown = sorted(set(config.get("layer_types") or ()) - LAYER_TYPES)
-    if unknown:
-        return f"layers of type {', '.join(unknown)}"
-    if config.get("attn_logit_softcapping"):
-        return "attention scores with a soft cap"
-    # "vision": between the tokens of an image, of which a text model has none.
-    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        return "attention to later tokens"
-    return None
+    model_type = config.get("model_type")
+    if model_type == "diffllama":
+        return "layers that attend twice"
+    if model_type == "moshi" and config.get("sliding_window", True):
+        return "a window that its attention is not told of"
+    return unusual_attention(config)

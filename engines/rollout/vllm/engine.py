@@ -5,7 +5,7 @@ it was computed from; samples that were paused during an update are computed ane
 they stood, and each token carries the version that sampled it; `close` ends every process that
 vLLM started.
 Not promised: the same tokens for a seed as another engine draws; a quick start (see
-`engines.rollout.vllm.launch`); `score` while paused.
+`engines.rollout.vllm.launch`); `score` and `prompt_logprobs` while paused.
 """
 
 import asyncio
@@ -19,13 +19,15 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.adapter import receive_adapter
 from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.likeliest import PromptRows
 from engines.rollout.served.model_layout import read_layout
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.vllm import launch
 from engines.rollout.vllm.sampling import VllmSampler
-from engines.rollout.vllm.scoring import score_sequence
+from engines.rollout.vllm.scoring import prompt_rows, score_sequence
 from engines.rollout.vllm.translation import check_temperature
 from engines.types import RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
@@ -52,7 +54,7 @@ class VllmEngine(ServedEngine):
         ConfigError: bad options, no model configuration, or vLLM refuses the two together.
     """
 
-    capabilities = frozenset({Capability.SHARED_MEMORY})
+    capabilities = frozenset({Capability.SHARED_MEMORY, Capability.PROMPT_LOGPROBS})
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class VllmEngine(ServedEngine):
             self._vllm_sampler,
             StopStrings(hf_dir),
             config.model_config.max_model_len,
+            rollout.max_num_sequences,
         )
 
     def _check_request(self, request: RolloutRequest) -> None:
@@ -135,6 +138,11 @@ class VllmEngine(ServedEngine):
         name = f"score/{next(self._score_numbers)}"
         adapter = self._vllm_sampler.adapter
         return await score_sequence(self._llm, ids, temperature, name, adapter)
+
+    async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
+        name = f"prompt/{next(self._score_numbers)}"
+        adapter = self._vllm_sampler.adapter
+        return await prompt_rows(self._llm, request, num_top, name, adapter)
 
     async def _stop_sampling(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)

@@ -2,15 +2,19 @@
 
 Promises: computed by the weights that are served, never from the prefix cache (vLLM skips it for
 such a request).
-Does not promise speed at a temperature other than 1: vLLM reports prompt logprobs at temperature
-1, whatever it was asked for, so those of the whole vocabulary are fetched and scaled here.
+Does not promise speed to `score_sequence` at a temperature other than 1: vLLM reports prompt
+logprobs at temperature 1, whatever it was asked for, so those of the whole vocabulary are fetched
+and scaled here. Nor that vLLM makes no more logits than it tells of: it makes those of all tokens
+of one of its steps, at most `max_prefill_tokens`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from engines.rollout.prompt_logprobs import PromptRequest
+from engines.rollout.served.likeliest import Candidates, PromptRows
 from engines.rollout.vllm.translation import last
 
 
@@ -29,23 +33,63 @@ async def score_sequence(
     Returns:
         One logprob less than there are tokens.
     """
+    num_told = 0 if temperature == 1 else -1
+    told = await _prompt_logprobs(llm, ids, num_told, vllm_id, adapter)
+    rows = zip(told[1:], ids[1:], strict=True)
+    if temperature == 1:
+        return tuple(row[token].logprob for row, token in rows)
+    return tuple(_at_temperature(row, token, temperature) for row, token in rows)
+
+
+async def prompt_rows(
+    llm: Any, request: PromptRequest, num_top: int, vllm_id: str, adapter: Any = None
+) -> PromptRows:
+    """What vLLM says of the tokens that a request asks about.
+
+    Args:
+        llm: an `AsyncLLM`.
+        request: at temperature 1.
+        num_top: likeliest tokens of each place; 0: none.
+        vllm_id: name of vLLM's request.
+        adapter: as in `score_sequence`.
+
+    Returns:
+        Of these tokens.
+    """
+    ids = request.token_ids
+    told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
+    rows = list(zip(told[request.first :], ids[request.first :], strict=True))
+    logprobs = [row[token].logprob for row, token in rows]
+    likeliest = [_likeliest(row, token, num_top) for row, token in rows] if num_top else ()
+    return PromptRows(logprobs, likeliest)
+
+
+def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
+    """Without the token that stands there, where it is told of as one more than the likeliest."""
+    is_more = len(row) > num_top
+    return [(each.logprob, other) for other, each in row.items() if other != token or not is_more]
+
+
+async def _prompt_logprobs(
+    llm: Any, ids: Sequence[int], num_told: int, vllm_id: str, adapter: Any
+) -> Sequence[Any]:
+    """For each token a mapping from tokens to vLLM's `Logprob`; None for the first.
+
+    The token that stands there is in it, and so many of the likeliest; -1 stands for all.
+    """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0.0,
         max_tokens=1,  # vLLM samples at least one
-        prompt_logprobs=0 if temperature == 1 else -1,
+        prompt_logprobs=num_told,
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     outputs = llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter)
-    final = await last(outputs)
-    rows = zip(final.prompt_logprobs[1:], ids[1:], strict=True)
-    if temperature == 1:
-        return tuple(row[token].logprob for row, token in rows)
-    return tuple(_at_temperature(row, token, temperature) for row, token in rows)
+    return (await last(outputs)).prompt_logprobs
 
 
 def _at_temperature(row: dict[int, Any], token: int, temperature: float) -> float:

@@ -21,6 +21,7 @@ from engines.trainers.prompts import sample_seeds
 from engines.trainers.sampling import sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.vision.processor import PromptImages
 
 PROBLEMS_PER_CALL = 1024
 """Problems of one generation call: large enough to keep the batch full, small enough to report."""
@@ -89,6 +90,7 @@ class Evaluator:
         prompts: the tokenized evaluation split.
         scorer: judges the answers.
         seed: of the sampled part.
+        images: of the prompts; None: they show none.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Evaluator:
         prompts: Sequence[RLPrompt],
         scorer: CompletionScorer,
         seed: int,
+        images: PromptImages | None = None,
     ) -> None:
+        self._images = images
         self._config = config
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
@@ -162,6 +166,7 @@ class Evaluator:
                 prompt.prompt_ids,
                 sampling,
                 sample_seeds(self._seed, name, num_samples),
+                images=self._images.encoded(prompt.row) if self._images else (),
             )
             for prompt in prompts
         ]

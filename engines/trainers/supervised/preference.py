@@ -30,8 +30,8 @@ from engines.algorithms.preference.reward_objective import BEHIND, RewardModelOb
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
+from engines.data.order.training_order import VisitedRow, VisitedRows
 from engines.data.read.pairs import Pair
-from engines.data.read.training_order import VisitedRow
 from engines.trainers.evaluation.accuracy import wilson_interval
 from engines.trainers.guards.poison import ROW
 from engines.training import roles
@@ -178,14 +178,14 @@ class Judged(Protocol):
         ...
 
 
-def visited(pairs: Sequence[Pair]) -> list[VisitedRow]:
+def visited(pairs: Sequence[Pair]) -> Sequence[VisitedRow]:
     """Pairs as an order sees them."""
-    return [
-        VisitedRow(
-            pair.data_source, max(map(len, (pair.chosen.input_ids, pair.rejected.input_ids))), {}
-        )
-        for pair in pairs
-    ]
+    return VisitedRows(pairs, _visited)
+
+
+def _visited(pair: Pair) -> VisitedRow:
+    longer = max(map(len, (pair.chosen.input_ids, pair.rejected.input_ids)))
+    return VisitedRow(pair.data_source, longer, {})
 
 
 def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> TokenBatch:

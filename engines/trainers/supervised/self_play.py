@@ -6,12 +6,12 @@ pair: nobody knows how it ends or what it is worth. Each row that makes no pair 
 Does not promise a pair of every row, or that a better answer is a good one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.rollout import SamplingConfig
+from engines.data.order.resumable import ResumableOrder
 from engines.data.read.examples import RLPrompt
-from engines.data.read.order import ResumableOrder
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.rewards.base import Score
 from engines.trainers.prompts import derive_seed, sample_seeds
@@ -32,24 +32,17 @@ class OwnAnswer:
     score: float | None = None
 
 
-def as_prompts(rows: Iterable[SFTRow]) -> tuple[RLRow, ...]:
-    """Conversations as prompts: what stands before the first answer, which is the ground truth.
+def as_prompt(row: SFTRow) -> RLRow:
+    """A conversation as a prompt: what stands before the first answer, which is the ground truth.
 
     Args:
-        rows: of the supervised split.
+        row: of the supervised split.
 
     Returns:
-        One for each.
+        What is asked.
     """
-    return tuple(
-        RLRow(
-            row.data_source,
-            row.prompt,
-            "",
-            RewardModel("rule", row.messages[len(row.prompt)].content),
-        )
-        for row in rows
-    )
+    answer = row.messages[len(row.prompt)].content
+    return RLRow(row.data_source, row.prompt, "", RewardModel("rule", answer))
 
 
 def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> list[int]:
@@ -130,7 +123,7 @@ def spin_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
     """The answer of the data against the policy's (arXiv:2401.01335 alg. 1).
 
     Args:
-        row: of `as_prompts`.
+        row: of `as_prompt`.
         answers: of the policy.
 
     Returns:

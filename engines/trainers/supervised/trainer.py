@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engines.config.sections import SupervisedConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.read.training_order import order_of
+from engines.data.order.training_order import order_of
 from engines.trainers.guards.poison import NUM_POISONED, PoisonGuard
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress

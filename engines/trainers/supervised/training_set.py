@@ -11,8 +11,8 @@ import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.controller.worker_group import WorkerGroup
+from engines.data.order.training_order import VisitedRow, VisitedRows
 from engines.data.read.examples import SFTExamples
-from engines.data.read.training_order import VisitedRow
 from engines.trainers.guards.poison import ROW
 from engines.training.roles import POLICY, RoleName
 from engines.training.spec import LossFn
@@ -93,16 +93,16 @@ class Conversations:
 
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._rows = examples.examples, examples.indices
-        self._sources = examples.data_sources
+        self._sources, self._lengths = examples.data_sources, examples.lengths
         self.loss_fn: LossFn = sft_loss_fn()
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Conversations."""
-        return [
-            VisitedRow(source, len(example.input_ids), {})
-            for source, example in zip(self._sources, self._examples, strict=True)
-        ]
+        sources, lengths = self._sources, self._lengths
+        return VisitedRows(
+            range(len(lengths)), lambda place: VisitedRow(sources[place], lengths[place], {})
+        )
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""

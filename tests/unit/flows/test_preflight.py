@@ -267,8 +267,13 @@ def test_models_and_adapters(directory: Path, model: Path) -> None:
     soft = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
     (model / "config.json").write_text(json.dumps({**config, **soft}))
     assert problem(directory, *use) == (
-        f"rollout.engine: got transformers; {model} is a gemma2 model with attention scores with a "
-        "soft cap, which this engine does not compute; choose another engine or model"
+        f"model.path: got {model}, a gemma2 model with attention scores with a soft cap; need "
+        "attention that packed sequences can train with; choose another architecture"
+    )
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "diffllama"}))
+    assert problem(directory, *use) == (
+        f"rollout.engine: got transformers; {model} is a diffllama model with layers that attend "
+        "twice, which this engine does not compute; choose another engine or model"
     )
     (model / "config.json").write_text(json.dumps(config))
     size = config["vocab_size"]

@@ -1,36 +1,57 @@
 """ShareGPT rows: `conversations`, a list of turns with `from` and `value`; supervised.
 
-`from` is `human`, `gpt`, `system` or `tool` (what a tool returned; `observation` is the same), and
+`from` is `human`, `gpt`, `system`, `function_call` (the assistant's calls as JSON text, one or a
+list of `{name, arguments}`) or `tool` (what a tool returned; `observation` is the same), and
 `user`, `assistant`, `role` and `content` are read as well, for both ways of writing occur under
-this column. A column `system` holds the system message where no turn does. The call of a tool has
-to stand in the text of a `gpt` turn; descriptions of tools, in the system message.
-Every answer is trained on. Sources: `data/README.md` of LLaMA-Factory (columns, roles, `system`),
-the data sets Open-Orca/SlimOrca (`weight`) and NousResearch/hermes-function-calling-v1 (`tool`).
+this column. A column `system` holds the system message where no turn does. A column `tools` holds
+what the assistant may call, which the chat template tells; where a system message has `<tools>`, it
+tells them itself, and the column is not read.
+Every answer is trained on. Sources: `data/README.md` of LLaMA-Factory (columns, roles, `system`,
+`tools`; glaive_toolcall_en is so), the data sets Open-Orca/SlimOrca (`weight`) and
+NousResearch/hermes-function-calling-v1 (`tool`, `<tools>`, `<tool_call>`, `<tool_response>`).
 """
 
-from collections.abc import Mapping
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
-from engines.data.read.raw_columns import check_weight, parse_json_list
-from engines.data.read.rows import Message, RowError, SFTRow, check_roles, check_text
+from engines.data.read.raw_columns import (
+    check_weight,
+    parse_json,
+    parse_json_list,
+    parse_tool_calls,
+    parse_tools,
+)
+from engines.data.read.rows import Message, RowError, SFTRow, check_roles, check_text, with_tools
 
 _ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "function_call": "assistant",
     "system": "system",
     "tool": "tool",
     "observation": "tool",
 }
+_TELLS_TOOLS = "<tools>"
+_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)
+_RESPONSE = re.compile(r"\s*<tool_response>(.*?)</tool_response>\s*", re.DOTALL)
 
 
 class ShareGPTOptions(StrictModel):
-    """What the rows are called."""
+    """What the rows are called, and who writes calls."""
 
     data_source: str = "sharegpt"
+    parse_calls: bool = False
+    """Read `<tool_call>` in answers as calls and `<tool_response>` as what a tool returned, and
+    leave out a system message with `<tools>`: the chat template writes them in the model's own way.
+    Off, they are text."""
 
 
 class ShareGPT(Preprocessor[ShareGPTOptions]):
@@ -43,12 +64,17 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
         turns = parse_json_list(columns.get("conversations"), "conversations")
         parsed = [_message(turn, f"conversations[{place}]") for place, turn in enumerate(turns)]
         messages = tuple(message for message in parsed if message is not None)
-        check_roles(messages, "conversations", last="assistant")
+        check_roles(messages, "conversations", last=("assistant",))
         system = optional_text(columns.get("system"), "system")
         if system:
             if messages[0].role == "system":
                 raise RowError("system is given beside a turn from system; need one of the two")
             messages = (Message("system", system), *messages)
+        tells = messages[0].role == "system" and _TELLS_TOOLS in messages[0].content
+        if self.options.parse_calls:
+            messages = _with_calls(messages[1:] if tells else messages)
+        if self.options.parse_calls or not tells:
+            messages = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
         return SFTRow(messages, self.options.data_source)
 
 
@@ -62,8 +88,43 @@ def _message(turn: object, where: str) -> Message | None:
     who = turn.get(by)
     role = _ROLES.get(who) if isinstance(who, str) else None
     if role is None:
-        raise RowError(f"{where}.{by} is {who!r}; need human, gpt, system or tool")
+        raise RowError(f"{where}.{by} is {who!r}; need human, gpt, system, function_call or tool")
     if role == "system" and optional_text(turn.get(said), f"{where}.{said}") is None:
         return None
     check_weight(turn, role, where)
-    return Message(role, check_text(turn.get(said), f"{where}.{said}"))
+    text = check_text(turn.get(said), f"{where}.{said}")
+    return _called("", [text], f"{where}.{said}") if who == "function_call" else Message(role, text)
+
+
+def _called(content: str, texts: Sequence[str], where: str) -> Message:
+    """An answer that calls what is in the texts, each the JSON of one call or of a list of them."""
+    calls: list[Any] = []
+    for text in texts:
+        value = _parsed(text, where)
+        calls += value if isinstance(value, list) else [value]
+    return Message("assistant", content, parse_tool_calls(calls, where))
+
+
+def _parsed(text: str, where: str) -> object:
+    """What JSON text stands for or, as Hermes writes many calls, a literal of Python."""
+    try:
+        return parse_json(text, where, "need name and arguments")
+    except RowError:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(text.strip())
+        raise
+
+
+def _with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages, what is marked in them read; several responses in one are several messages."""
+    read: list[Message] = []
+    for place, message in enumerate(messages):
+        if message.role == "assistant" and (texts := _CALL.findall(message.content)):
+            content = _CALL.sub("", message.content).strip()
+            read.append(_called(content, texts, f"<tool_call> of message {place}"))
+        elif message.role == "tool" and _RESPONSE.sub("", message.content) == "":
+            returned = _RESPONSE.findall(message.content)
+            read += [replace(message, content=text.strip()) for text in returned]
+        else:
+            read.append(message)
+    return tuple(read)

@@ -1,9 +1,8 @@
-"""Which Hugging Face architectures Megatron-Core can compute, and how their parts correspond.
+"""How the parts of Hugging Face architectures correspond to those of Megatron-Core.
 
 mbridge knows each architecture's settings and names; here its few gaps are filled: settings that
-transformers 5 moved, layers without TransformerEngine, and checks that a model has nothing that
-the mapping would silently drop.
-Promises: an architecture, or a setting of one, that was not tested is refused.
+transformers 5 moved, and layers without TransformerEngine. What the mapping would silently drop
+is refused before, by `engines.training.backends.megatron_models`.
 """
 
 import re
@@ -17,11 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engines.attention_needs import rotary_type
 from engines.training.backends.megatron.layout import Layout
 from infra.errors import ConfigError
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_ROPE_TYPES = ("default", "linear", "llama3")
 _LOCAL_NAMES = (
     (re.compile(r"(layers\.\d+)\.input_layernorm\."), r"\1.self_attention.linear_qkv.layer_norm_"),
     (
@@ -35,42 +33,6 @@ _DENSE_NORM = (
 )  # fmt: skip
 
 
-def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse a model that would not be computed as transformers computes it.
-
-    Args:
-        config: of the model.
-
-    Raises:
-        ConfigError: names what Megatron-Core lacks.
-    """
-    kind = config.model_type
-    if kind not in SUPPORTED:
-        _refuse(f"is a {kind}; the megatron backend has {', '.join(SUPPORTED)}")
-    needed = {
-        "attention biases": kind != "qwen2" and getattr(config, "attention_bias", False),
-        "biases in its MLP": getattr(config, "mlp_bias", False),
-        f"the activation {config.hidden_act}": config.hidden_act != "silu",
-        "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
-        "dense layers between its mixtures": bool(getattr(config, "mlp_only_layers", None))
-        or getattr(config, "decoder_sparse_step", 1) != 1,
-        "one normalised expert per token": getattr(config, "norm_topk_prob", False)
-        and getattr(config, "num_experts_per_tok", 2) == 1,
-        f"rotary embeddings of type {_rope_type(config)}": _rope_type(config) not in _ROPE_TYPES,
-    }
-    for what, is_needed in needed.items():
-        if is_needed:
-            _refuse(f"needs {what}, which the megatron backend has not")
-
-
-def _refuse(problem: str) -> None:
-    raise ConfigError("model.path", f"{problem}; choose another, or set training.backend: fsdp2")
-
-
-def _rope_type(config: PretrainedConfig) -> str:
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-
-
 def head_size(config: PretrainedConfig) -> int:
     """Width of one attention head."""
     explicit = getattr(config, "head_dim", None)
@@ -79,14 +41,18 @@ def head_size(config: PretrainedConfig) -> int:
 
 def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor:
     """(head size / 2,) float32 angle per position of each rotated pair, as transformers has it."""
-    kind = _rope_type(config)
+    kind = rotary_type(config.to_dict())
     if kind == "default":
         exponents = torch.arange(0, head_size(config), 2, dtype=torch.int64).float()
         theta = cast(Any, config).rope_parameters["rope_theta"]
         return (1.0 / (theta ** (exponents / head_size(config)))).to(device)
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if scaling != 1.0:
-        _refuse(f"scales attention by {scaling} for its rotary embeddings")
+        raise ConfigError(
+            "model.path",
+            f"got rotary embeddings that scale attention by {scaling}; need 1.0, for the megatron "
+            "backend does not; choose another, or set training.backend: fsdp2",
+        )
     return frequencies.to(device)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engines import collectives
+from engines.architecture import text_settings
 from engines.checkpoint.engine_state import (
     EngineScalars,
     load_engine_state,
@@ -29,6 +30,7 @@ from engines.checkpoint.engine_state import (
 from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
+from engines.training.backends.megatron_models import check_model
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -97,11 +99,10 @@ class MegatronEngine(BaseEngine):
         with warnings.catch_warnings():
             # They announce each optional library that is absent, and each other's old names.
             warnings.simplefilter("ignore")
-            from engines.training.backends.megatron.architecture import check_architecture
             from engines.training.backends.megatron.replica import Replica
             from engines.training.backends.megatron.weights import WeightStream, load_hub_weights
 
-        check_architecture(config)
+        check_model(self.spec.hf_dir, text_settings(config))
         replica = Replica(self.spec, config, self._layout)
         if load_weights:
             load_hub_weights(replica.parts, self.spec.hf_dir)

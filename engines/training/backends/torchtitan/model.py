@@ -21,11 +21,10 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.module import Module
 from transformers import AutoConfig
 
+from engines.architecture import text_settings
+from engines.training.backends.torchtitan.supported import HAS_HEAD_NORMS, check_model
 from engines.training.model.attention import Packing, packed_attention
-from infra.errors import ConfigError
 
-_HAS_HEAD_NORMS = {"qwen3": True, "llama": False}
-"""Supported `model_type` -> whether queries and keys are normalized per head."""
 # Weights are read from files; a norm or an embedding never needs first values of its own.
 _INIT = {"weight": skip_param_init}
 
@@ -82,7 +81,7 @@ def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Confi
         ConfigError: TorchTitan's decoder would compute something else.
     """
     config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False)
-    _check(config, hf_dir)
+    check_model(hf_dir, text_settings(config))
     dim, vocabulary = config.hidden_size, config.vocab_size
     decoder = Qwen3Model.Config(
         vocab_size=vocabulary,
@@ -119,7 +118,7 @@ def _block(config: Any) -> Qwen3TransformerBlock.Config:
                 max_seq_len=config.max_position_embeddings,
                 theta=config.rope_parameters["rope_theta"],
             ),
-            qk_norm=_norm(head_dim, eps) if _HAS_HEAD_NORMS[config.model_type] else None,
+            qk_norm=_norm(head_dim, eps) if HAS_HEAD_NORMS[config.model_type] else None,
         ),
         feed_forward=make_ffn_config(
             dim=dim,
@@ -132,25 +131,3 @@ def _block(config: Any) -> Qwen3TransformerBlock.Config:
 
 def _norm(dim: int, eps: float) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init=_INIT)
-
-
-def _check(config: Any, hf_dir: Path) -> None:
-    if config.model_type not in _HAS_HEAD_NORMS:
-        raise ConfigError(
-            "model.path",
-            f"{hf_dir} is a {config.model_type}; torchtitan here knows "
-            f"{', '.join(sorted(_HAS_HEAD_NORMS))}; use another training.backend",
-        )
-    unlike = {
-        "hidden_act": config.hidden_act != "silu",
-        "attention_bias": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
-        "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
-        "layer_types": not {*(getattr(config, "layer_types", None) or ())} <= {"full_attention"},
-    }
-    for name in (name for name, differs in unlike.items() if differs):
-        raise ConfigError(
-            "model.path",
-            f"{hf_dir} has {name} {getattr(config, name)!r}, which torchtitan's decoder has not; "
-            "use another training.backend",
-        )

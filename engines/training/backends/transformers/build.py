@@ -28,7 +28,12 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.architecture import attention_refusal, class_refusal, position_refusal
+from engines.architecture import (
+    attention_refusal,
+    class_refusal,
+    position_refusal,
+    text_settings,
+)
 from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
 from engines.checkpoint.sharded import load_sharded
@@ -43,6 +48,7 @@ from engines.training.backends.transformers.kernels import (
     liger_kernels,
     use_kernels,
 )
+from engines.training.backends.transformers.supported import check_model
 from engines.training.backends.transformers.vision import (
     attention_names,
     language_model_prefix,
@@ -51,8 +57,6 @@ from engines.training.backends.transformers.vision import (
 from engines.training.model.attention import register_packed_attention
 from engines.training.spec import VALUE_HEAD, EngineSpec, ModelType
 from infra.errors import ConfigError
-
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 Shard = Callable[[PreTrainedModel], None]
 """Shards a model in place; its parameters become DTensors."""
@@ -244,13 +248,7 @@ def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:
     config.use_cache = False
     if model_type == "value_model":
         config.num_labels = 1
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if kinds - _PACKABLE_LAYERS:
-        raise ConfigError(
-            "model.path",
-            f"{hf_dir} has layers of type {', '.join(sorted(kinds - _PACKABLE_LAYERS))}, which "
-            "cannot train on packed sequences; choose an architecture with full attention",
-        )
+    check_model(hf_dir, text_settings(config))
     return config
 
 

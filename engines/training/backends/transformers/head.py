@@ -26,6 +26,9 @@ class LogprobHead:
     Args:
         model: a causal LM.
         chunked: compute them inside the head, chunk by chunk, where the architecture allows.
+
+    Attributes:
+        why_whole: why it makes whole logits; None where it does not.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunked: bool) -> None:
@@ -35,11 +38,13 @@ class LogprobHead:
         config = model.config.get_text_config()
         reworked = [n for n in _CHANGES_LOGITS if getattr(config, n, None) not in (None, 1)]
         self._head = head if chunked and type(head) is nn.Linear and not reworked else None
-        self._why_whole = f"the architecture sets {', '.join(reworked)}" if reworked else (
-            f"its head is a {type(head).__name__}" if chunked else
-            "training.chunked_logprobs is false, or ranks of the backend share its vocabulary"
-        )  # fmt: skip
-        if self._head is not None:
+        self.why_whole: str | None = None
+        if self._head is None:
+            self.why_whole = f"the architecture sets {', '.join(reworked)}" if reworked else (
+                f"its head is a {type(head).__name__}" if chunked else
+                "training.chunked_logprobs is false, or ranks of the backend share its vocabulary"
+            )  # fmt: skip
+        else:
             self._head.forward = self._head_forward
 
     def __call__(self, rows_N: Tensor, targets: Targets, **inputs: object) -> Tensor:
@@ -61,7 +66,7 @@ class LogprobHead:
         if self._head is None and (asked.logprobs_of is not None or asked.num_top):
             raise EngineError(
                 f"readouts: got {asked}; need a head that is computed chunk by chunk, but "
-                f"{self._why_whole}; set training.chunked_logprobs, or choose another backend "
+                f"{self.why_whole}; set training.chunked_logprobs, or choose another backend "
                 "or model"
             )
         self._targets = targets

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from engines.training.model.attention import ATTENTION_NAME
 from engines.training.model.image_layout import ImageLayout
 from engines.types import TokenBatch
+from engines.vision.positions import image_positions
 
 _DUMMY = "dummy_image"
 
@@ -84,25 +85,8 @@ class Vision:
 
         Without a fourth row, of plain positions, the model looks for no packing of its own.
         """
-        images = batch.images
-        plain_T = batch.position_ids_T
-        if images is None:
-            return plain_T.expand(3, 1, -1)
-        # On the host: the model walks through a sequence's images one by one.
-        counts = images.num_images_B.tolist()
-        grids = images.grid_thw_I3.cpu().split(counts)
-        lengths = batch.lengths_B.tolist()
-        ids = batch.input_ids_T.cpu().split(lengths)
-        rows = list(plain_T.cpu().expand(3, 1, -1).split(lengths, dim=2))
-        for i, count in enumerate(counts):
-            if count:
-                row = ids[i].unsqueeze(0)
-                rows[i], _ = self._inner.get_rope_index(
-                    row,
-                    mm_token_type_ids=(row == self.layout.token_id).int(),
-                    image_grid_thw=grids[i],
-                )
-        return torch.cat(rows, dim=2).to(plain_T.device)
+        positions = image_positions(self._inner, batch, self.layout.token_id)
+        return positions.to(batch.input_ids_T.device)
 
     def _add_dummy_image(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

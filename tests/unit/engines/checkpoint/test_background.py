@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from engines.checkpoint.background import BackgroundSave, write_in_background
-from engines.checkpoint.step_store import StepCheckpoints, TrainerState
+from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from infra.errors import DeadlineError
 
+Write = Callable[[Path], None]
 MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
 BATCH = TokenBatch.from_sequences([[3, 4, 5, 6]], loss_mask=[[0, 1, 1, 1]])
 
@@ -102,3 +103,19 @@ def test_copying_that_fails_is_raised_at_once(tmp_path: Path) -> None:
         running.stage(stage)
     with pytest.raises(ZeroDivisionError):
         running.result()
+
+
+def test_each_wait_says_what_it_waited_for(tmp_path: Path) -> None:
+    class Occupied(StepCheckpoints):
+        def save(self, step: int, write: Write, state: TrainerState) -> StepCheckpoint:
+            assert may_go_on.wait(20)
+            return super().save(step, write, state)
+
+    may_go_on = threading.Event()
+    waiting = BackgroundSave(Occupied(tmp_path, 2), 1, TrainerState(1), 1, timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"0\.05 s .* step 1: its directory to be made"):
+        waiting.stage(lambda path: None)
+    may_go_on.set()
+    uncopied = save(tmp_path / "steps", timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"0\.2 s .* step 1: the ranks to copy it"):
+        uncopied.result()

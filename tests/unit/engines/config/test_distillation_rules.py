@@ -5,9 +5,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
+from engines.config.rollout import RolloutConfig
 from engines.config.rules.algorithm import check_algorithm
-from engines.config.rules.distillation import check_distillation
+from engines.config.rules.distillation import (
+    check_distillation,
+    check_served_teacher,
+    num_spare_tokens,
+)
 from engines.config.sections import RLConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.rollout.base import Capability
 from infra.errors import ConfigError
 
 
@@ -75,3 +83,89 @@ def test_groups_of_one_are_enough_where_no_reward_teaches() -> None:
 def test_a_teacher_has_to_be_named() -> None:
     with pytest.raises(ValidationError, match="path: missing; need the teacher"):
         RLConfig.model_validate({"distillation": {}})
+
+
+@pytest.fixture
+def plain_engine(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An engine of somebody else's that samples and says nothing of given tokens."""
+    monkeypatch.setattr("infra.plugins._registered", [])
+    register_plugin("rollout", "plain", "my_engine:PlainEngine", capabilities=("prefix_cache",))
+    return "plain"
+
+
+def test_engines_that_cannot_say_what_a_teacher_is_asked_are_refused_by_name(
+    plain_engine: str,
+) -> None:
+    with pytest.raises(ConfigError, match="rollout.engine plain, which says no logprobs") as found:
+        check_served_teacher(rl_with({"served": {}}), RolloutConfig(engine=plain_engine), 64)
+    assert found.value.path == "rl.distillation.served"
+    assert "need sglang or transformers or vllm; set rollout.engine to one" in str(found.value)
+    # On the ranks it is no engine's business.
+    check_served_teacher(rl_with({}), RolloutConfig(engine=plain_engine), 64)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_temperature_that_an_engine_does_not_know_is_refused(engine: str) -> None:
+    rollout, sampling = RolloutConfig(engine=engine), {"sampling": {"temperature": 0.7}}
+    with pytest.raises(ConfigError, match="at temperature 1 alone, and .* 0.7; need transformers"):
+        check_served_teacher(rl_with({"served": {}}, **sampling), rollout, 64)
+    check_served_teacher(rl_with({"served": {}}), rollout, 64)
+    check_served_teacher(rl_with({"served": {}}, **sampling), RolloutConfig(), 64)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "setting"),
+    [
+        ("transformers", {"max_model_len": 64}, "rl.distillation.served.options.max_model_len"),
+        ("vllm", {"max_model_len": 64}, "rl.distillation.served.options.max_model_len"),
+        ("vllm", {"tensor_parallel": 2}, "rl.distillation.served.options.tensor_parallel"),
+    ],
+)
+def test_options_of_its_engines_are_those_of_the_engine_and_leave_room(
+    engine: str, options: dict[str, Any], setting: str
+) -> None:
+    with pytest.raises(ConfigError) as found:
+        check_served_teacher(
+            rl_with({"served": {"options": options}}), RolloutConfig(engine=engine), 64
+        )
+    assert found.value.path == setting
+
+
+def test_the_rows_name_capabilities_and_the_room_that_a_sequence_leaves() -> None:
+    known = {each.value for each in Capability}
+    for name, num_tokens in (("transformers", 0), ("vllm", 1), ("sglang", 1)):
+        row = ROLLOUT_ENGINES.place(name)
+        assert {*row.capabilities} <= known
+        served = rl_with({"served": {}}).distillation
+        assert served is not None
+        assert num_spare_tokens(served, name) == row.num_spare_tokens == num_tokens
+        assert num_spare_tokens(served, None) == 0
+    held = rl_with({}).distillation
+    assert held is not None
+    assert num_spare_tokens(held, "vllm") == 0
+
+
+def test_a_round_asks_the_rule_and_its_engines_count_as_execution() -> None:
+    def round_with(**served: Any) -> RLRoundStageConfig:
+        return RLRoundStageConfig.model_validate(
+            {
+                "round": 1,
+                "model": {"init": "random"},
+                "training": {},
+                "rollout": {"engine": "vllm"},
+                "rl": {"distillation": {"path": "teacher", **served}},
+                "checkpoint": {},
+            }
+        )
+
+    held, asked = round_with(), round_with(served={})
+    changes = [str(change) for change in asked.changes(held)]
+    assert len(changes) == 1
+    assert changes[0].startswith("rl.distillation.served None -> ")
+    assert all(change.is_execution for change in asked.changes(held))
+    more = round_with(served={"num_replicas": 2})
+    assert [change.field for change in more.changes(asked)] == [
+        "rl.distillation.served.num_replicas"
+    ]
+    with pytest.raises(ConfigError, match="served.options"):
+        round_with(served={"options": {"unknown": 1}}).check()

@@ -19,6 +19,7 @@ from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
 from engines.driver_disk import DiskAccess, OtherDisk, SameDisk, access_for
 from engines.training.roles import POLICY
+from infra.errors import DeadlineError
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
@@ -133,3 +134,14 @@ def test_ranks_of_another_disk_save_and_continue(ranks: RayWorkerGroup, tmp_path
     for kind in ("log", "heartbeat"):
         path = tmp_path / "ranks" / f"rank-1.{kind}"
         wait_for(path.exists, f"{path.name} to arrive", 20.0)
+
+
+def test_a_driver_that_does_not_answer_is_named(
+    disk: OtherDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_disk, "ANSWER_DEADLINE_S", 2.0)
+    never_written = tmp_path / "queue"
+    os.mkfifo(never_written)
+    with pytest.raises(DeadlineError, match=f"2 s .* driver's machine to read {never_written}"):
+        disk._ask("read", never_written, 0)
+    os.close(os.open(never_written, os.O_WRONLY))  # lets it end

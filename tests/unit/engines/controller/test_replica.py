@@ -13,18 +13,22 @@ from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
-from engines.controller.launch import launch_policy_with_rollout, reserve_replicas
+from engines.controller.launch import launch_policy_with_rollout, policy_replica, reserve_replicas
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import RemoteReplica, ReplicaSpec
 from engines.controller.replica_start import RayReplicas
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
+from engines.jobs.serving.frozen import FrozenModel, replica_beside
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.replica_state import ReplicaState
+from engines.rollout.service import RolloutService
 from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
@@ -209,7 +213,11 @@ def test_a_replica_beside_other_libraries_than_planned_does_not_start(
 def replica_processes(rollout: Rollout) -> list[psutil.Process]:
     """Of these replicas alone: other clusters of the machine have theirs."""
     assert isinstance(rollout, ServedRollout)
-    remote = [cast(RemoteReplica, slot.engine) for slot in rollout._pool.slots]
+    return processes_of(rollout)
+
+
+def processes_of(service: RolloutService) -> list[psutil.Process]:
+    remote = [cast(RemoteReplica, slot.engine) for slot in service._pool.slots]
     return [psutil.Process(one._whereabouts.process.pid) for one in remote if one._whereabouts]
 
 
@@ -222,6 +230,43 @@ def test_a_replica_that_dies_is_named(policy_spec: WorkerSpec, tmp_path: Path) -
         with pytest.raises(ReplicaLostError, match="replica 0: its process died") as caught:
             rollout.generate(REQUESTS)
         assert "rollout.max_num_restarts: 0 are used up" in caught.value.__notes__[0]
+
+
+def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
+    policy_spec: WorkerSpec, tmp_path: Path
+) -> None:
+    """Both have their places at once; one that dies is replaced, and says the same."""
+    rollout_config = RolloutConfig(placement="disaggregated", timeout_s=60.0)
+    spec, directory = replace(policy_spec, rollout=rollout_config), policy_spec.serving_dir
+    like = policy_replica(spec, rollout_config, tmp_path)
+    asked = [PromptRequest(f"r{at}", tuple(ids), 2, 0.7, 4) for at, ids in enumerate(IDS)]
+    alone = FrozenModel(replica_beside(like, directory, 1, {}, embedded=True), directory)
+    with alone.served_by(launch.launch_engines(alone.replica)) as service:
+        expected = service.prompt_logprobs(asked)
+    beside = replica_beside(like, directory, 2, {}, embedded=False)
+    beside = replace(beside, log_dir=tmp_path / "teacher")
+    for place in ("policy", "teacher"):
+        (tmp_path / place).mkdir()
+    with ExitStack() as stack:
+        workers, rollout, launched = launch.launch_policy_beside(
+            spec, {"teacher": beside}, tmp_path / "policy"
+        )
+        stack.enter_context(closing(workers))
+        stack.enter_context(closing(rollout))
+        model = FrozenModel(beside, directory)
+        service = stack.enter_context(model.served_by(launched["teacher"]))
+        for _ in range(2):
+            found = service.prompt_logprobs(asked)
+            for said, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(said.logprobs_N, other.logprobs_N, rtol=0, atol=1e-5)
+                assert said.topk_ids_NK is not None
+                assert other.topk_ids_NK is not None
+                assert torch.equal(said.topk_ids_NK, other.topk_ids_NK)
+            [victim, _] = processes_of(service)
+            victim.kill()
+            victim.wait(30)
+        rollout.publish(0)
+        assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
 
 
 PROMPT = tuple(range(4, 10))

@@ -12,6 +12,7 @@ import torch
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.replica_state import TRANSITIONS, ReplicaSlot, ReplicaState
 from engines.rollout.service import RolloutService
@@ -170,6 +171,44 @@ def test_at_the_deadline_samples_are_aborted_and_the_next_batch_goes_on(build_la
         assert [c.token_ids for c in service.generate(short)[0]] == [rows[0][0].token_ids]
         with pytest.raises(DeadlineError, match="one sample to be finished"):
             service.generate([long])
+
+
+PROMPTS = [PromptRequest(f"r{at}", tuple(range(4, 9 + at)), 2, num_top=3) for at in range(7)]
+
+
+def dies_when_asked(engine: RolloutEngine) -> RolloutEngine:
+    async def prompt_logprobs(requests):
+        raise ReplicaLostError("replica 0: its process died")
+
+    engine.prompt_logprobs = prompt_logprobs
+    return engine
+
+
+@pytest.mark.parametrize("routing", ["by_place", "least_loaded"])
+def test_one_that_dies_is_replaced_given_its_weights_and_asked(lab, routing: str) -> None:
+    dying = dies_when_asked(lab.bare_engine())
+    with serving(lab, dying, routing=routing) as (service, spare):
+        publish(service, lab.model)
+        found = service.prompt_logprobs(PROMPTS)
+        assert spare.replaced == [0]
+    expected = asyncio.run(lab.engine().prompt_logprobs(PROMPTS))
+    for said, other in zip(found, expected, strict=True):
+        assert said.request_id == other.request_id
+        torch.testing.assert_close(said.logprobs_N, other.logprobs_N, rtol=0, atol=1e-5)
+
+
+def test_what_is_not_there_at_the_deadline_is_an_error_and_not_half_an_answer(lab) -> None:
+    engine = lab.bare_engine()
+
+    async def prompt_logprobs(requests):
+        await asyncio.sleep(30)
+
+    engine.prompt_logprobs = prompt_logprobs
+    with serving(lab, engine, timeout_s=0.5) as (service, spare):
+        publish(service, lab.model)
+        with pytest.raises(DeadlineError, match="logprobs of 7 sequences"):
+            service.prompt_logprobs(PROMPTS)
+        assert spare.replaced == []
 
 
 class Suspicious:

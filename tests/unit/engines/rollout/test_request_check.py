@@ -84,6 +84,7 @@ def test_a_sample_is_asked_for_once():
         (replace(GOOD, sample_indices=(-1,)), "sample_indices are"),
         (replace(GOOD, seeds=(1, 2), sample_indices=(3, 3)), "sample_indices are .* each once"),
         (replace(GOOD, turn=-1), "turn is -1"),
+        (replace(GOOD, images=(b"x",)), "1 images, of which .* see none; engines .*: transformers"),
     ],
 )
 def test_what_is_wrong_is_named(request_, what):

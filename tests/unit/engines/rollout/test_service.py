@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.base import RolloutEngine
 from engines.rollout.event_loop import EventLoopThread
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.replica_state import ReplicaState
 from engines.rollout.service import RolloutService
 from engines.weight_sync.base import WeightSource
@@ -195,3 +197,77 @@ def test_a_loop_ends_what_nobody_waits_for() -> None:
     loop.close()
     loop.close()
     assert ended.is_set()
+
+
+PROMPTS = [PromptRequest(f"r{at}", tuple(range(4, 9 + at)), 2, num_top=3) for at in range(7)]
+
+
+def largest_difference(found: list[PromptLogprobs], expected: list[PromptLogprobs]) -> float:
+    assert [each.request_id for each in found] == [each.request_id for each in expected]
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.logprobs_N - b.logprobs_N).abs().max()) for a, b in pairs)
+
+
+def expected_of(lab) -> list[PromptLogprobs]:
+    return asyncio.run(lab.engine().prompt_logprobs(PROMPTS))
+
+
+def test_replicas_share_the_sequences_and_the_answers_come_back_in_order(lab) -> None:
+    engines, asked = [lab.bare_engine() for _ in range(3)], list[list[str]]()
+    for engine in engines:
+        inner = engine.prompt_logprobs
+
+        def spy(part, inner=inner):
+            asked.append([request.request_id for request in part])
+            return inner(part)
+
+        engine.prompt_logprobs = spy
+    with serving(*engines) as service:
+        with pytest.raises(RolloutError, match="no confirmed weights"):
+            service.prompt_logprobs(PROMPTS)
+        publish(service, lab.model, 3)
+        found = service.prompt_logprobs(PROMPTS)
+        assert service.prompt_logprobs([]) == []
+        # Whoever is asked about tokens still samples.
+        assert service.generate(lab.requests(2, 1))
+    ids = [request.request_id for request in PROMPTS]
+    assert sorted(asked) == [ids[0::3], ids[1::3], ids[2::3]]
+    assert largest_difference(found, expected_of(lab)) <= 1e-5
+
+
+def test_answers_that_are_not_those_asked_for_are_refused(lab) -> None:
+    engine = lab.bare_engine()
+
+    async def prompt_logprobs(requests):
+        return [PromptLogprobs("another", torch.zeros(1)) for _ in requests]
+
+    engine.prompt_logprobs = prompt_logprobs
+    with serving(engine) as service:
+        publish(service, lab.model, 0)
+        with pytest.raises(RolloutError, match="asked about 7 sequences, got 7, not the same"):
+            service.prompt_logprobs(PROMPTS)
+
+
+def test_an_engine_without_the_capability_says_so(lab) -> None:
+    engine = lab.bare_engine()
+    engine.prompt_logprobs = lambda requests: RolloutEngine.prompt_logprobs(engine, requests)
+    with serving(engine) as service:
+        publish(service, lab.model, 0)
+        with pytest.raises(RolloutError, match="TransformersEngine says no logprobs of a prompt"):
+            service.prompt_logprobs(PROMPTS)
+
+
+def test_what_one_replica_refuses_leaves_no_load_on_the_others(lab) -> None:
+    engines = [lab.bare_engine(), lab.bare_engine()]
+    inner = engines[1].prompt_logprobs
+
+    async def slow(requests):
+        await asyncio.sleep(30)
+
+    engines[1].prompt_logprobs = slow
+    with serving(*engines) as service:
+        publish(service, lab.model, 0)
+        with pytest.raises(RolloutError, match="unknown: a token is outside"):
+            service.prompt_logprobs([PromptRequest("unknown", (4, 10**6)), *PROMPTS])
+        engines[1].prompt_logprobs = inner
+        assert len(service.prompt_logprobs(PROMPTS)) == 7

@@ -3,7 +3,7 @@
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -18,12 +18,16 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
+from engines.data.read.mapped_rows import MappedRows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
+from engines.jobs.serving.frozen import FrozenModel, replica_beside
+from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
 from engines.trainers.guards.probe import probe_prompt
@@ -42,6 +46,7 @@ from engines.training.roles import (
     RoleName,
     RoleSpec,
 )
+from engines.vision.processor import PromptImages, prompt_images
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -59,6 +64,11 @@ def two_components(data_source, solution_str, ground_truth, extra_info=None):
 def often_broken(data_source, solution_str, ground_truth, extra_info=None):
     return None if "0" in solution_str else float(len(solution_str) % 2)
 """
+
+SUMS = tuple(
+    RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
+    for i in range(8)
+)
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +118,7 @@ def _files_on_the_stack(of: FrameType | None = None) -> list[str]:
 
 @pytest.fixture
 def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """Run a round in the process; returns the metrics of its steps."""
+    """Run a round in the process, in a directory of its own; returns the metrics of its steps."""
     reward_file = tmp_path / "rewards.py"
     reward_file.write_text(REWARD_CODE, encoding="utf-8")
 
@@ -119,6 +129,9 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         num_skipped: int = 0,
         kl_coef: float | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
+        work: str = ".",
+        prompts: tuple[Path, Path] | None = None,
+        see: Callable[[PromptImages], None] = lambda images: None,
         **changes: Any,
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
@@ -146,7 +159,16 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         before = TrainedSteps(
             stage="rl_round", num_steps=0, num_skipped=num_skipped, kl_coef=kl_coef
         )
-        return _run(config, tiny_model, tmp_path, before)
+        directory = tmp_path / work
+        directory.mkdir(exist_ok=True)
+        if prompts is None:
+            return _run(config, tiny_model, directory, before)
+        model, dataset = prompts
+        images = prompt_images(model, dataset / "images.parquet")
+        assert images is not None
+        see(images)
+        with closing(MappedRows(load_dataset(dataset).rl_rows(), directory)) as rows:
+            return _run(config, model, directory, before, rows, images)
 
     return run
 
@@ -159,7 +181,7 @@ def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
     }
     if config.rl.algorithm.needs_reference:
         roles[REFERENCE] = RoleSpec(source, training)
-    if config.rl.distillation:
+    if config.rl.distillation and config.rl.distillation.served is None:
         roles[TEACHER] = RoleSpec(ModelSource(Path(str(config.rl.distillation.path))), training)
     if critic:
         without_adapter = training.model_copy(update={"lora": None})
@@ -167,15 +189,31 @@ def _roles(config: RLRoundStageConfig, model: Path) -> dict[RoleName, RoleSpec]:
     return roles
 
 
+def _served_teachers(
+    config: RLRoundStageConfig, spec: WorkerSpec, work: Path
+) -> dict[str, FrozenModel]:
+    """By name: none, or the one in engines of its own."""
+    distillation = config.rl.distillation
+    if distillation is None or distillation.served is None:
+        return {}
+    directory = Path(str(distillation.path))
+    like = policy_replica(spec, config.rollout, work)
+    options = distillation.served.options
+    return {
+        TEACHER: FrozenModel(replica_beside(like, directory, 1, options, embedded=True), directory)
+    }
+
+
 def _run(
-    config: RLRoundStageConfig, model: Path, work: Path, before: TrainedSteps
+    config: RLRoundStageConfig,
+    model: Path,
+    work: Path,
+    before: TrainedSteps,
+    rows: Sequence[RLRow] = SUMS,
+    images: PromptImages | None = None,
 ) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
-    rows = [
-        RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
-        for i in range(8)
-    ]
-    prompts = rl_prompts(rows, tokenizer, 27)
+    prompts = rl_prompts(rows, tokenizer, 27, expanded=images.expanded if images else None)
     with ExitStack() as stack:
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))
@@ -188,9 +226,16 @@ def _run(
             platform="cpu",
             seed=0,
         )
-        workers, rollout = launch_policy_with_rollout(spec, work)
+        vocab_size = text_config(model)["vocab_size"]
+        teachers = _served_teachers(config, spec, work)
+        replicas = {name: teacher.replica for name, teacher in teachers.items()}
+        workers, rollout, beside = launch_policy_beside(spec, replicas, work)
         stack.enter_context(closing(workers))
         stack.enter_context(closing(rollout))
+        teacher = None
+        for name, served in teachers.items():
+            scope = asked_teacher(config.rl, served, beside[name], vocab_size)
+            teacher = stack.enter_context(scope)
         journal = stack.enter_context(closing(Journal(work / "journal.jsonl")))
         progress = StageProgress(
             journal,
@@ -203,11 +248,11 @@ def _run(
         scorer = CompletionScorer(
             rewards, tokenizer, config.rl.algorithm.overlong, config.rl.sampling.max_new_tokens
         )
-        source = PromptSource(prompts, config, 0)
+        source = PromptSource(prompts, config, 0, images)
         prompt = probe_prompt(model, config.model.max_length)
-        vocab_size = text_config(model)["vocab_size"]
         RLTrainer(
-            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work
-        ).run()
+            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work,
+            teacher,
+        ).run()  # fmt: skip
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

@@ -1,6 +1,7 @@
 """Rounds of RL with a teacher: what it says reaches the policy, and nothing else does."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def test_a_student_comes_nearer_to_its_teacher(run_round: Round, teacher: Path, 
             for step in (steps[0], steps[-1])
         ]
         assert apart[1] < apart[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "temperature"), [("topk", 1.0), ("topk", 0.7), ("k3+", 1.0), ("k2", 0.7)]
+)
+def test_a_teacher_in_engines_of_its_own_teaches_the_same(
+    run_round: Round, teacher: Path, loss: str, temperature: float
+) -> None:
+    section = {"path": str(teacher), "loss": loss, "num_top": 8}
+    sampling = {"max_new_tokens": 5, "temperature": temperature}
+    taught = partial(run_round, "odd_length", num_steps_per_round=4, sampling=sampling)
+    held, asked = (
+        taught(work=work, distillation={**section, "served": served})
+        for work, served in (("held", None), ("asked", {"options": {"max_prefill_tokens": 40}}))
+    )
+    assert len(held) == len(asked) == 4
+    for name in (*KEYS, "actor/entropy"):
+        expected = pytest.approx([step[name] for step in held], rel=1e-5)
+        assert [step[name] for step in asked] == expected
+    assert held[0][KEYS[0]] > 1e-3
 
 
 def test_rewards_may_teach_beside_it(run_round: Round, teacher: Path) -> None:

@@ -17,7 +17,7 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight import look as preflight
+from engines.jobs.preflight.other_models import look_at_reward_model
 from engines.jobs.serving.judges import asked_judges
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import Judges
@@ -156,7 +156,7 @@ def test_a_model_without_one_score_is_refused_by_its_field(model_dir: Path, tmp_
     two = write_reward_model(tmp_path / "two", num_labels=2)
     with pytest.raises(ConfigError, match=r"model.path: .* one of shape \[2, 32\] as score.weight"):
         check_reward_model(two, max_length=8)
-    look = partial(preflight.look_at_reward_model, row=None)
+    look = partial(look_at_reward_model, training=None, row=None)
     with pytest.raises(ConfigError, match=r"^rl.reward.model.path: .*need a head of one output"):
         look(RewardModelConfig(path=str(two), max_length=8))
     with pytest.raises(ConfigError, match=r"^rl.reward.model.max_length: got 64; need at most 32"):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,15 +14,12 @@ import pytest
 
 from infra import env
 from infra.errors import DeadlineError, ServiceError
-from infra.host import processes
 from infra.host.processes import (
     ProcessIdentity,
     ProcessRecord,
     identify,
     is_alive,
     own_identity,
-    pick_port,
-    pick_ports,
     start_detached,
     stop_all,
 )
@@ -243,25 +239,6 @@ def test_records_come_back_equal_and_private(tmp_path: Path) -> None:
     path.write_text('{"pid": 7}')
     with pytest.raises(ServiceError, match=r"x\.json is not a ProcessRecord"):
         load_record(path, ProcessRecord)
-
-
-def test_ports_are_different_free_and_prefer_the_usual_one() -> None:
-    ports = pick_ports(20)
-    assert len(set(ports)) == 20
-    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert not [port for port in ports if int(handed_out[0]) <= port <= int(handed_out[1])]
-    assert pick_port(ports[0]) == ports[0]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[1]))
-        taken.listen()
-        assert pick_port(ports[1]) != ports[1]
-
-
-def test_ports_are_found_where_the_system_hands_out_all_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(processes, "_first_ephemeral_port", lambda: 1024)
-    assert len(set(pick_ports(5))) == 5
 
 
 def test_log_tail_reads_the_end_of_a_long_log(tmp_path: Path) -> None:

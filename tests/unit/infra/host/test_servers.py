@@ -15,7 +15,7 @@ import pytest
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.host import servers
-from infra.host.processes import pick_ports
+from infra.host.ports import pick_ports
 from infra.host.records import make_place
 from infra.host.servers import ServerCommand
 from infra.services.stack import down, status_of

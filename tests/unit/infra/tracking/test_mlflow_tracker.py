@@ -16,7 +16,8 @@ from mlflow.utils.validation import _validate_metric_name
 from rlhf.testing.tiny_models import write_tiny_models
 
 from infra.host.loopback_http import answers_ok
-from infra.host.processes import pick_ports, start_detached, stop_all
+from infra.host.ports import pick_ports
+from infra.host.processes import start_detached, stop_all
 from infra.host.records import file_lock
 from infra.services.commands import mlflow_server
 from infra.store.stage_log import Holder

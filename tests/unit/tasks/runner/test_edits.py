@@ -30,6 +30,7 @@ NOTHING = (
     "flows/stage_order.py",
     "flows/plan.py",
     "flows/recipe/recipe.py",
+    "flows/recipe/stage_configs.py",
     "flows/recipe/validation.py",
     "flows/report/plots.py",
     "flows/run/pipeline_run.py",

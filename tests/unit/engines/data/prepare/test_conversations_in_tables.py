@@ -9,7 +9,7 @@ import loaded_rows
 import pytest
 
 from engines.config.data import SourceConfig
-from engines.data.read.row_files import PREFERENCE_FORMAT, read_rows, write_batches
+from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile, write_rows
 from engines.data.read.rows import Message, PreferenceRow
 from infra.errors import ConfigError
 
@@ -99,5 +99,5 @@ def test_the_layout_of_texts_refuses_conversations(tmp_path: Path, name: str, sp
 def test_answers_that_are_messages_in_json_come_back_as_they_are(tmp_path: Path) -> None:
     row = PreferenceRow((Message("user", "As JSON?"),), json.dumps([ASKED, FOUR]), "no")
     path, format = tmp_path / "preference.parquet", PREFERENCE_FORMAT
-    write_batches(path, format.schema, [format.batch([row])])
-    assert read_rows(path, format) == (row,)
+    write_rows(path, format, [row])
+    assert tuple(RowFile(path, format)) == (row,)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from engines.data.read.raw_rows import rl_row
 from engines.data.read.row_files import (
     RL_FORMAT,
     SFT_FORMAT,
+    RowFile,
     RowFormat,
-    read_rows,
     write_batches,
+    write_rows,
 )
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
@@ -46,23 +46,23 @@ rl_rows = st.builds(
 
 
 def write(path: Path, format: RowFormat[Any], rows: Sequence[Any]) -> None:
-    write_batches(path, format.schema, [format.batch(rows)])
+    write_rows(path, format, rows)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(st.lists(rl_rows, max_size=4))
 def test_rl_rows_come_back_equal(tmp_path: Path, rows: list[RLRow]) -> None:
     write(tmp_path / "rl.parquet", RL_FORMAT, rows)
-    assert read_rows(tmp_path / "rl.parquet", RL_FORMAT) == tuple(rows)
+    assert tuple(RowFile(tmp_path / "rl.parquet", RL_FORMAT)) == tuple(rows)
 
 
 def test_sft_rows_come_back_equal(tmp_path: Path) -> None:
     turns = tuple(Message(r, r * 2) for r in ("system", "user", "assistant", "user", "assistant"))
     rows = (SFTRow(turns, "a"), SFTRow(turns[:3], "b"))
     write(tmp_path / "sft.parquet", SFT_FORMAT, rows)
-    assert read_rows(tmp_path / "sft.parquet", SFT_FORMAT) == rows
+    assert tuple(RowFile(tmp_path / "sft.parquet", SFT_FORMAT)) == rows
     write(tmp_path / "none.parquet", SFT_FORMAT, ())
-    assert read_rows(tmp_path / "none.parquet", SFT_FORMAT) == ()
+    assert tuple(RowFile(tmp_path / "none.parquet", SFT_FORMAT)) == ()
 
 
 def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_batches_of_any_size_are_one_table(
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(rows)), max_size=5)))
     parts = zip([0, *cuts], [*cuts, len(rows)], strict=True)
     batches = [RL_FORMAT.batch(rows[start:end]) for start, end in parts]
-    write_batches(tmp_path / "batches", RL_FORMAT.schema, batches)
+    write_batches(tmp_path / "batches", RL_FORMAT, batches)
     table = pa.Table.from_pylist([columns_of(row) for row in rows], RL_FORMAT.schema)
     pq.write_table(
         table,
@@ -109,7 +109,7 @@ def columns_of(row: RLRow) -> dict[str, Any]:
     is_text = isinstance(answer, str)
     return {
         "data_source": row.data_source,
-        "prompt": [asdict(message) for message in row.prompt],
+        "prompt": [{"role": m.role, "content": m.content} for m in row.prompt],
         "ability": row.ability,
         "reward_model": {
             "style": row.reward_model.style,
@@ -133,10 +133,10 @@ def test_a_row_group_of_long_texts_ends_early(
     for name, size in (("one", 8), ("many", 3)):
         starts = range(0, len(rows), size)
         batches = [SFT_FORMAT.batch(rows[start : start + size]) for start in starts]
-        write_batches(tmp_path / name, SFT_FORMAT.schema, batches)
+        write_batches(tmp_path / name, SFT_FORMAT, batches)
         metadata = pq.read_metadata(tmp_path / name)
         assert [metadata.row_group(n).num_rows for n in range(4)] == [2, 2, 2, 2]
-        assert read_rows(tmp_path / name, SFT_FORMAT) == tuple(rows)
+        assert tuple(RowFile(tmp_path / name, SFT_FORMAT)) == tuple(rows)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "many").read_bytes()
 
 
@@ -173,9 +173,9 @@ def test_a_file_that_holds_something_else(tmp_path: Path) -> None:
         [SFTRow((Message("user", "q"), Message("assistant", "a")))],
     )
     with pytest.raises(ConfigError, match=r"x\.parquet row 0: prompt is null"):
-        read_rows(tmp_path / "x.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "x.parquet", RL_FORMAT))
     with pytest.raises(ConfigError, match="does not exist"):
-        read_rows(tmp_path / "none.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "none.parquet", RL_FORMAT))
     (tmp_path / "bad.parquet").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="not a parquet file"):
-        read_rows(tmp_path / "bad.parquet", RL_FORMAT)
+        tuple(RowFile(tmp_path / "bad.parquet", RL_FORMAT))

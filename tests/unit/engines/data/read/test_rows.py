@@ -36,11 +36,10 @@ def rl_row(**changes: Any) -> RLRow:
         ((ASSISTANT,), "prompt[0].role is 'assistant'; need system or user"),
         ((SYSTEM, SYSTEM), "prompt[1].role is 'system'; need user"),
         ((USER, USER), "prompt[1].role is 'user'; need assistant"),
-        ((USER, ASSISTANT), "prompt[1].role is 'assistant'; need user"),
-        ((SYSTEM,), "prompt[0].role is 'system'; need user"),
+        ((USER, ASSISTANT), "prompt[1].role is 'assistant'; need user or tool"),
+        ((SYSTEM,), "prompt[0].role is 'system'; need user or tool"),
         ((TOOL,), "prompt[0].role is 'tool'; need system or user"),
         ((USER, TOOL), "prompt[1].role is 'tool'; need assistant"),
-        ((USER, ASSISTANT, TOOL), "prompt[2].role is 'tool'; need user"),
         ((), "prompt is empty"),
     ],
 )
@@ -55,6 +54,8 @@ def test_roles_of_a_conversation() -> None:
     assert row.prompt == (SYSTEM, USER)
     with pytest.raises(RowError, match=r"messages\[0\].role is 'user'; need assistant"):
         SFTRow((USER,))
+    answered = RLRow("s", (USER, ASSISTANT, TOOL), "", RewardModel("rule", "1"))
+    assert answered.prompt[-1] == TOOL
     SFTRow((USER, ASSISTANT, TOOL, TOOL, ASSISTANT, USER, ASSISTANT))
     with pytest.raises(RowError, match=r"messages\[3\].role is 'user'; need assistant or tool"):
         SFTRow((USER, ASSISTANT, TOOL, USER, ASSISTANT))
@@ -90,7 +91,15 @@ def test_text(content: object, problem: str) -> None:
         ([{"role": "function", "content": "x"}], "prompt[0].role is 'function'; need system, user"),
         (
             [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
-            "prompt[0].tool_calls is given; need each call as text, in content",
+            "prompt[0].tool_calls[0].name is null",
+        ),
+        (
+            [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}],
+            "prompt[0].function_call is given; need a list, in tool_calls",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            "prompt[0].content[0] is 'audio'; need text",
         ),
         ([{"role": "user"}], "prompt[0].content is null"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
 from engines.jobs.policy.files import (
     initial_source,
     trained_steps,
@@ -40,6 +40,20 @@ def test_configuration_and_tokenizer_are_copied_and_nothing_else(
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert {"config.json", "tokenizer.json", "generation_config.json"} <= names
     assert not names & {"model.safetensors", "notes.json", "stale"}
+
+
+def test_what_images_and_tools_need_comes_along(source: Path, tmp_path: Path) -> None:
+    (source / "additional_chat_templates").mkdir()
+    for name in (TOOL_TEMPLATE, "preprocessor_config.json", "processor_config.json"):
+        (source / name).write_text("{}", encoding="utf-8")
+    write_hf_files(source, tmp_path / "hf", None)
+    assert (tmp_path / "hf" / "preprocessor_config.json").exists()
+    assert (tmp_path / "hf" / "processor_config.json").exists()
+    assert (tmp_path / "hf" / TOOL_TEMPLATE).exists()
+    # A template of the recipe's is the only one.
+    template = (source / "chat_template.jinja").read_text(encoding="utf-8")
+    write_hf_files(source, tmp_path / "hf", template)
+    assert not (tmp_path / "hf" / TOOL_TEMPLATE).exists()
 
 
 @pytest.mark.parametrize(

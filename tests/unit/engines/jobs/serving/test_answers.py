@@ -1,5 +1,6 @@
 """Completions survive their file, and what they depend on is told from what judges them."""
 
+import dataclasses
 import string
 from pathlib import Path
 
@@ -7,8 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.jobs.serving.answers import SAMPLING_CODE, read_answers, write_answers
-from engines.types import Completion
+from engines.jobs.serving.answers import (
+    SAMPLING_CODE,
+    identity_values,
+    read_answers,
+    write_answers,
+)
+from engines.types import Completion, RolloutRequest, SamplingParams
+from infra.store.canonical import sha256_json
 from tasks.runner.numeric_code import numeric_sources
 
 FLOATS = st.floats(max_value=0.0, allow_nan=False)
@@ -34,6 +41,15 @@ def test_what_is_written_is_read_to_the_last_bit(
 ) -> None:
     write_answers(answers, tmp_path / "answers.parquet")
     assert read_answers(tmp_path / "answers.parquet") == [each for row in answers for each in row]
+
+
+def test_images_count_by_their_bytes_and_text_alone_as_ever() -> None:
+    text = RolloutRequest("r", (1, 2), SamplingParams(3), (4,))
+    values = identity_values(text)
+    assert "images" not in values
+    assert {**dataclasses.asdict(text), "images": ()} == {**values, "images": ()}
+    shown = [identity_values(dataclasses.replace(text, images=(data,))) for data in (b"a", b"b")]
+    assert sha256_json(shown[0]) != sha256_json(shown[1]) != sha256_json(values)
 
 
 @pytest.mark.parametrize("judging", ["engines.rewards", "engines.trainers.judges"])

@@ -8,9 +8,13 @@ import pytest
 
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.sglang import sampling
 from engines.rollout.sglang.batches import BatchedCalls
 from engines.rollout.sglang.client import Client
+from engines.rollout.sglang.sampling import SglangSampler
+from engines.rollout.sglang.server import Server
 from engines.types import RolloutRequest, SamplingParams
+from infra.errors import DeadlineError
 
 REQUEST = RolloutRequest("a", (5, 6), SamplingParams(2), (1, 2, 3))
 
@@ -116,3 +120,26 @@ def test_close_ends_what_is_under_way() -> None:
             await answer
 
     asyncio.run(main())
+
+
+def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent:
+        async def post(self, path: str, body: dict[str, Any]) -> None:
+            await asyncio.Event().wait()
+
+    async def drop_and_close() -> list[BaseException | None]:
+        told: list[BaseException | None] = []
+        sampler = SglangSampler(cast(Server, None), cast(Client, Silent()), frozenset({3}))
+        sampler._drop("0/0")
+        for task in sampler._dropping:
+            task.add_done_callback(lambda task: told.append(task.exception()))
+        async with asyncio.timeout(20):
+            await sampler.close()
+        return told
+
+    monkeypatch.setattr(sampling, "TELL_DEADLINE_S", 0.05)
+    [error] = asyncio.run(drop_and_close())
+    assert isinstance(error, DeadlineError)
+    assert str(error) == "gave up after 0.05 s waiting for SGLang to hear that 0/0 is aborted"

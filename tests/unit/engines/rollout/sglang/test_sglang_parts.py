@@ -15,16 +15,18 @@ from transformers import Qwen3Config
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.served.model_layout import ModelLayout, read_layout
 from engines.rollout.sglang.client import _events
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
-from engines.rollout.sglang.scoring import scores
+from engines.rollout.sglang.scoring import prompt_rows, scores
 from engines.rollout.sglang.translation import (
     batch_body,
     check_temperature,
     completion,
+    prompt_body,
     score_body,
     stream_start,
 )
@@ -254,3 +256,31 @@ except NotImplementedError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == "sgl_kernel.some_kernel is a stand-in: it has no build for a CPU\n"
+
+
+def test_sglang_looks_at_a_prompt_from_the_token_before_those_that_are_asked_about() -> None:
+    request = PromptRequest("a", (5, 6, 7, 8), 2, num_top=2)
+    body = prompt_body(request, 2)
+    assert (body["logprob_start_len"], body["top_logprobs_num"]) == (1, 2)
+    assert body["sampling_params"]["max_new_tokens"] == 0
+    assert body["input_ids"] == [5, 6, 7, 8]
+    # Of token 6, where it begins to look, SGLang says nothing.
+    meta = {
+        "input_token_logprobs": [[None, 6, None], [-2.0, 7, None], [-0.5, 8, None]],
+        "input_top_logprobs": [
+            None,
+            [[-1.0, 3, None], [-1.5, 9, None]],
+            [[-0.5, 8, None], [-2.5, 4, None]],
+        ],
+    }
+    found = prompt_rows({"meta_info": meta}, request, 2)
+    assert found.logprobs == [-2.0, -0.5]
+    assert found.likeliest == [[(-1.0, 3), (-1.5, 9)], [(-0.5, 8), (-2.5, 4)]]
+
+
+def test_of_the_tokens_alone_sglang_is_asked_for_no_others() -> None:
+    request = PromptRequest("a", (5, 6, 7), 1)
+    assert "top_logprobs_num" not in prompt_body(request, 0)
+    meta = {"input_token_logprobs": [[None, 5, None], [-2.0, 6, None], [-0.5, 7, None]]}
+    found = prompt_rows({"meta_info": meta}, request, 0)
+    assert (found.logprobs, found.likeliest) == ([-2.0, -0.5], ())

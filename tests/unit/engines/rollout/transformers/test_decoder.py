@@ -35,7 +35,8 @@ def one_step(model: InferenceModel, *, written_out: bool) -> torch.Tensor:
     cache = KVCache(model.num_layers, len(LENGTHS), model.context_length)
     cache.reserve(len(LENGTHS), max(LENGTHS) + 1)
     prompts = PrefillStep.build(cache, 0, LENGTHS, [1] * len(LENGTHS), torch.device("cpu"))
-    model.prefill(torch.arange(sum(LENGTHS)) % 20 + 2, prompts)
+    ids = (torch.arange(sum(LENGTHS)) % 20 + 2).split(LENGTHS)
+    model.prefill([each.tolist() for each in ids], prompts)
     step = DecodeStep(cache, torch.tensor(LENGTHS), max(LENGTHS) + 1)
     ids = torch.tensor([5, 6, 7])
     if written_out:

@@ -12,6 +12,7 @@ from transformers import FuyuConfig
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.create import create_rollout_engine
+from engines.rollout.transformers import inference_model
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.types import RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
@@ -336,6 +337,7 @@ def test_options_are_checked():
         ("qwen3_next", {}, "linear_attention"),
         ("gemma2", {}, "the gemma2 model has attention scores with a soft cap"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("diffllama", {}, "the diffllama model has layers that attend twice"),
         ("openai-gpt", {}, "is a OpenAIGPTLMHeadModel, whose attention cannot be replaced"),
         ("gptj", {"rotary_dim": 8}, "is a GPTJForCausalLM, whose attention cannot be replaced"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
@@ -359,11 +361,16 @@ def test_a_model_that_is_more_than_its_language_model_is_refused(tmp_path):
     [
         ("diffllama", {}, "attends twice in one layer"),
         ("doge", {}, "needs attention with a mask"),
+        ("nemotron", {}, "does not pass rollout_step to its attention"),
         ("bert", {}, "needs attention with later tokens"),
     ],
 )
-def test_attention_it_has_not_ends_the_first_forward_pass(build_lab, architecture, changes, what):
+def test_attention_it_has_not_ends_the_first_forward_pass(
+    build_lab, monkeypatch, architecture, changes, what
+):
     lab = build_lab(architecture, **changes)
+    # What a configuration tells is refused before that; here it shall be what it is refused for.
+    monkeypatch.setattr(inference_model, "refusal", lambda config: None)
     with pytest.raises(RolloutError, match=what):
         generate_all(lab.engine(), lab.requests(1, 1))
 

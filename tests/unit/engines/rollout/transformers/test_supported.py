@@ -11,13 +11,14 @@ from engines.rollout.transformers.supported import refusal
     ("config", "reason"),
     [
         ({}, None),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
-        ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
         ({"attn_logit_softcapping": 30.0}, "attention scores with a soft cap"),
-        ({"use_bidirectional_attention": False}, None),
-        ({"use_bidirectional_attention": "vision"}, None),
-        ({"use_bidirectional_attention": True}, "attention to later tokens"),
-        ({"use_bidirectional_attention": "all"}, "attention to later tokens"),
+        ({"model_type": "diffllama"}, "layers that attend twice"),
+        ({"model_type": "moshi"}, "a window that its attention is not told of"),
+        (
+            {"model_type": "moshi", "sliding_window": 8},
+            "a window that its attention is not told of",
+        ),
+        ({"model_type": "moshi", "sliding_window": None}, None),
     ],
 )
 def test_what_is_refused(config: dict[str, Any], reason: str | None) -> None:

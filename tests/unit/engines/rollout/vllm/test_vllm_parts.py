@@ -1,16 +1,22 @@
 """What of the engine vllm can be told without vLLM; the rest is its contract (`--engine vllm`)."""
 
+import asyncio
 import re
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
+from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.vllm.options import VllmOptions
+from engines.rollout.vllm.scoring import prompt_rows
 from engines.rollout.vllm.translation import (
     check_temperature,
     completion,
@@ -119,3 +125,50 @@ def test_a_completion_that_is_not_whole_is_refused(changes: dict[str, object]) -
 def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
     nothing = output(token_ids=[], logprobs=None, weight_versions=[], finish_reason="abort")
     assert completion(sample(), nothing) == sample().empty()
+
+
+class Llm:
+    """An `AsyncLLM` that says of each prompt what vLLM 0.32 does: a mapping for each token."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told, self.asked = told, list[tuple[Any, Any, str]]()
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, lora_request: Any
+    ) -> AsyncIterator[SimpleNamespace]:
+        self.asked.append((prompt, params, request_id))
+        yield SimpleNamespace(prompt_logprobs=None)
+        yield SimpleNamespace(prompt_logprobs=self.told)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
+    """With the few names of vLLM that asking needs."""
+    inputs, sampling = ModuleType("vllm.inputs.engine"), ModuleType("vllm.sampling_params")
+    inputs.tokens_input = list  # type: ignore[attr-defined]
+    sampling.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    sampling.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
+    for module in (inputs, sampling):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def told(**logprobs: float) -> dict[int, SimpleNamespace]:
+        return {int(name[1:]): SimpleNamespace(logprob=value) for name, value in logprobs.items()}
+
+    # The token that stands there comes first; of the last one it is among the two likeliest.
+    return Llm([None, told(t6=-4.0, t9=-0.5, t2=-1.5), told(t7=-0.7, t1=-0.9)])
+
+
+def test_of_a_prompt_the_token_that_stands_there_is_no_likeliest_one_of_its_own(llm: Llm) -> None:
+    request = PromptRequest("a", (5, 6, 7), 1, num_top=2)
+    found = asyncio.run(prompt_rows(llm, request, 2, "prompt/0"))
+    assert found.logprobs == [-4.0, -0.7]
+    assert found.likeliest == [[(-0.5, 9), (-1.5, 2)], [(-0.7, 7), (-0.9, 1)]]
+    [(prompt, params, name)] = llm.asked
+    assert (prompt, name) == ([5, 6, 7], "prompt/0")
+    assert (params.prompt_logprobs, params.max_tokens) == (2, 1)
+
+
+def test_only_what_is_asked_about_is_read_of_a_prompt(llm: Llm) -> None:
+    found = asyncio.run(prompt_rows(llm, PromptRequest("a", (5, 6, 7), 2), 0, "prompt/0"))
+    assert (found.logprobs, found.likeliest) == ([-0.7], ())
+    assert llm.asked[0][1].prompt_logprobs == 0

@@ -10,7 +10,7 @@ from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, S
 from engines.rewards.base import Score
 from engines.trainers.supervised.self_play import (
     OwnAnswer,
-    as_prompts,
+    as_prompt,
     best_worst_pair,
     chosen_rows,
     own_answers,
@@ -41,7 +41,7 @@ def test_a_conversation_asks_for_its_first_answer() -> None:
         SFTRow((*PROMPT, Message("assistant", "2")), "sums"),
         SFTRow((*PROMPT, Message("assistant", "2"), *again), "sums"),
     ]
-    assert as_prompts(rows) == (ROW, ROW)
+    assert [as_prompt(row) for row in rows] == [ROW, ROW]
 
 
 def test_an_answer_that_was_cut_is_blank_or_was_not_scored_is_in_no_pair() -> None:

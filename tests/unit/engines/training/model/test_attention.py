@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engines.config.training import TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.transformers import build
 from engines.training.model.attention import Packing, _batched_runs, packed_attention
 from engines.training.spec import EngineSpec
 from engines.types import TokenBatch
@@ -72,10 +73,10 @@ def test_packed_equals_one_at_a_time(
 @pytest.mark.parametrize(
     ("model_type", "config", "feature"),
     [
-        ("gemma2", {}, "softcap"),
+        ("gemma2", {}, "a gemma2 model with attention scores with a soft cap; need"),
         ("bloom", {"n_head": 4}, "cannot be replaced"),
         ("gptj", {"rotary_dim": 8}, "cannot be replaced"),
-        ("nemotron", {}, "NemotronAttention is not told where packed sequences end"),
+        ("nemotron", {}, "layers that tell their attention nothing"),
         ("roberta", {"is_decoder": True}, "positions count from its padding token on"),
         ("bert", {}, "later tokens"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
@@ -88,6 +89,40 @@ def test_what_would_be_wrong_is_refused(
     batch = TokenBatch.from_sequences([[3, 4, 5], [6, 7]])
     with pytest.raises(ConfigError, match=feature):
         engine_for(make_model(model_type, **config)).infer_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "feature"),
+    [
+        ("gemma2", {}, "needs softcap"),
+        ("vaultgemma", {}, "needs softcap"),
+        ("doge", {}, "needs a mask"),
+        ("flint", {}, "needs s_aux"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "needs s_aux"),
+        ("granite_swa", {}, "needs s_aux"),
+        ("granitemoe_swa", {"num_local_experts": 2, "num_experts_per_tok": 1}, "needs s_aux"),
+        (
+            "mimo_v2_flash",
+            {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+            "needs s_aux",
+        ),
+        ("nemotron", {}, "NemotronAttention is not told where packed sequences end"),
+    ],
+)
+def test_what_a_configuration_tells_would_end_the_first_forward_pass(
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    config: dict[str, Any],
+    feature: str,
+) -> None:
+    """No family is refused for nothing; a transformers release that repairs one ends its row."""
+    path = make_model(model_type, **config)
+    with pytest.raises(ConfigError, match=f"a {model_type} model with .*; need .*; choose"):
+        engine_for(path)
+    monkeypatch.setattr(build, "check_model", lambda hf_dir, config: None)
+    with pytest.raises(ConfigError, match=feature):
+        engine_for(path).infer_batch(TokenBatch.from_sequences([[3, 4, 5], [6, 7]]))
 
 
 # Three ways of packing that transformers accepts and that let sequences see each other. They

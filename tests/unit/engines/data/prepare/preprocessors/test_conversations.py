@@ -151,8 +151,8 @@ HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
         ("sharegpt", {"conversations": ["a"]}, "conversations[0] is 'a'; need an object with from"),
         (
             "sharegpt",
-            {"conversations": [HUMAN, {"from": "function_call", "value": "f"}]},
-            "conversations[1].from is 'function_call'; need human, gpt, system or tool",
+            {"conversations": [HUMAN, {"from": "bing", "value": "f"}]},
+            "conversations[1].from is 'bing'; need human, gpt, system, function_call or tool",
         ),
         ("sharegpt", {"conversations": [{"value": "a"}]}, "conversations[0].from is None; need"),
         (
@@ -196,7 +196,7 @@ HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
         (
             "messages",
             {"messages": [*OPENAI["messages"][:2], {"role": "assistant", "tool_calls": [{}]}]},
-            "messages[2].tool_calls is given; need each call as text, in content",
+            "messages[2].tool_calls[0].name is null",
         ),
     ],
 )

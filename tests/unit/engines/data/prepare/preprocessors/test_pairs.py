@@ -140,12 +140,12 @@ def test_pairs_are_a_split_of_the_dataset(tmp_path: Path) -> None:
     summary = build_dataset(data, RANDOM, 0, tmp_path / "out")
     dataset = load_dataset(tmp_path / "out")
     # The pair whose rejected answer is too long is gone, both halves of it.
-    assert dataset.preference_rows() == (PreferenceRow((Message("user", "3"),), "1", "2"),)
+    assert tuple(dataset.preference_rows()) == (PreferenceRow((Message("user", "3"),), "1", "2"),)
     assert [row.prompt[0].content for row in dataset.preference_evaluation_rows()] == ["5"]
     assert summary.preference is not None
     assert (summary.preference.num_rows, summary.preference.num_overlong) == (1, 1)
     assert dataset.summary()["preference_evaluation"]["num_rows"] == 1
-    assert tuple(dataset.sft_rows()) == dataset.rl_rows() == ()
+    assert tuple(dataset.sft_rows()) == tuple(dataset.rl_rows()) == ()
 
 
 def test_identical_answers_are_counted_and_named_by_their_line(tmp_path: Path) -> None:

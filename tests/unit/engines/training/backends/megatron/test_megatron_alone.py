@@ -200,37 +200,6 @@ def test_blocks_are_where_mbridge_puts_them(make_model: MakeModel, rank: int) ->
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("model", "needs"),
-    [
-        ({"model_type": "gemma3_text"}, "is a gemma3_text; the megatron backend has llama, qwen2"),
-        ({"model_type": "llama", "attention_bias": True}, "attention biases"),
-        ({"model_type": "llama", "mlp_bias": True}, "biases in its MLP"),
-        ({"model_type": "qwen3", "hidden_act": "gelu"}, "the activation gelu"),
-        (
-            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4,
-             "max_window_layers": 0},
-            "sliding windows",
-        ),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers between"),
-        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "expert"),
-        (
-            {"model_type": "llama", "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rotary embeddings of type yarn",
-        ),
-    ],
-)  # fmt: skip
-def test_architectures_are_refused_in_one_line(model: dict[str, Any], needs: str) -> None:
-    with megatron_on_cpu():
-        from engines.training.backends.megatron.architecture import check_architecture
-
-        with pytest.raises(ConfigError, match="model.path") as error:
-            check_architecture(AutoConfig.for_model(**model))
-    assert needs in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_a_missing_weight_is_named(make_model: MakeModel, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -27,7 +27,6 @@ from vision_cases import (
 from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
-from engines.rollout.transformers.inference_model import InferenceModel
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.flops import flops_of
 from engines.training.spec import EngineSpec
@@ -244,11 +243,6 @@ def test_layouts_that_cannot_see_are_refused_in_one_line(vision_dir: Path, tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "idefics3", "vision_config": {"a": 1}}')
     with pytest.raises(ConfigError, match="is a idefics3, which sees images; of those only"):
         engine(tmp_path)
-
-
-def test_the_rollout_engine_of_text_models_refuses_it(vision_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path: .* is a qwen2_5_vl, which sees images; "):
-        InferenceModel(vision_dir, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("model_type", VISION_PARTS)

@@ -4,20 +4,41 @@ The reference runs one sequence at a time through the model's own forward pass, 
 positions itself, and takes log-softmax and AdamW from torch.
 """
 
+import io
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from PIL import Image as Pillow
 from rlhf.testing.plain_loop import adamw, take_step
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from engines.config.data import DataConfig, SourceConfig
+from engines.config.model import TokenizerConfig
+from engines.data.prepare.dataset import build_dataset
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.images import ImagePatches
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
-IMAGE, START, END = 30, 31, 32
-"""Token ids: the placeholder of an image feature, and what stands around each image."""
+IMAGE, START, END, VIDEO = 30, 31, 32, 33
+"""Token ids: the placeholder of an image feature, what stands around each image, and another."""
+_CHARACTERS = " +-0123456789=ABCDabcdxyz"[:24]
+"""Ids 6 to 29, behind those of the roles."""
+_MARKS = "\u2460\u2461\u2462\u2463"
+"""Of `IMAGE`, `START`, `END` and `VIDEO`."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ '\u2461\u2460\u2462' if p.type == 'image' else p.text }}"
+    "{% endfor %}{% endif %}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 NUM_STEPS = 3
 Grid = tuple[int, int, int]
 
@@ -60,7 +81,7 @@ def write_vision_model(path: Path, model_type: str = "qwen2_5_vl", **text: Any) 
         model_type,
         text_config={**_TEXT, **_TEXT_PARTS.get(model_type, {}), **text},
         vision_config={**_VISION, **VISION_PARTS[model_type]},
-        image_token_id=IMAGE, video_token_id=33, vision_start_token_id=START,
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START,
         vision_end_token_id=END, tie_word_embeddings=bool(text.get("tie_word_embeddings")),
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -71,6 +92,70 @@ def write_vision_model(path: Path, model_type: str = "qwen2_5_vl", **text: Any) 
                 # The usual start is too small for images to matter, and norms of 1 hide errors.
                 parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.2))
     model.save_pretrained(path)
+    return path
+
+
+def write_processor(path: Path) -> Path:
+    """Write the configuration of an image processor for the models above."""
+    size = {"shortest_edge": 16, "longest_edge": 100}
+    Qwen2VLImageProcessorPil(patch_size=2, size=size).save_pretrained(path)
+    return path
+
+
+def write_chat_model(path: Path) -> Path:
+    """Write a model with tokenizer, chat template and image processor.
+
+    It draws no placeholder, as a trained one: nothing is missing where they are left out.
+
+    Args:
+        path: an existing directory.
+
+    Returns:
+        The directory.
+    """
+    write_processor(write_vision_model(path))
+    characters = [_CHARACTERS + _MARKS]
+    train_tokenizer(TokenizerConfig(), characters, path, max_length=64, chat_template=CHAT_TEMPLATE)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 5.0
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][[IMAGE, VIDEO], 0] = -200.0
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def picture(seed: int, width: int = 12, height: int = 6) -> bytes:
+    """A PNG of noise."""
+    buffer = io.BytesIO()
+    pixels = random.Random(seed).randbytes(width * height * 3)
+    Pillow.frombytes("RGB", (width, height), pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_geometry(path: Path) -> Path:
+    """Write a data set of eight problems, every other one with two images, of Geometry3k's layout.
+
+    Args:
+        path: a directory that is made; the table lies beside it.
+
+    Returns:
+        The directory.
+    """
+    rows = [
+        {
+            "images": [
+                {"bytes": data, "path": None}
+                for data in (picture(i), picture(9, 5, 13))[: 1 + i % 2]
+            ],
+            "problem": "<image>x=" + "<image>" * (i % 2),
+            "answer": "3",
+        }
+        for i in range(8)
+    ]
+    table = path.with_suffix(".parquet")
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    source = SourceConfig(path=str(table), format="geometry3k", options={"instruction": ""})
+    build_dataset(DataConfig(rl=(source,)), None, 0, path)
     return path
 
 

@@ -16,7 +16,7 @@ from math import gcd, lcm
 
 import numpy as np
 
-from engines.data.read.order import permutation
+from engines.data.order.resumable import permutation
 
 MAX_PERIOD = 2**20
 """Rows after which a mixture repeats its order of sources, at most: a second or two to lay out."""

@@ -11,8 +11,8 @@ from math import isfinite
 
 import numpy as np
 
-from engines.data.read.mixing import derived_seed
-from engines.data.read.order import ResumableOrder, permutation
+from engines.data.order.mixing import derived_seed
+from engines.data.order.resumable import ResumableOrder, permutation
 
 
 @dataclass(frozen=True, kw_only=True)

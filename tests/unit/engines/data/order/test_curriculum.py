@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.read.curriculum import AscendingOrder, Band, BandedOrder
-from engines.data.read.order import permutation
+from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
+from engines.data.order.resumable import permutation
 
 _DIFFICULTY = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=25).map(tuple)
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.read.mixing import (
+from engines.data.order.mixing import (
     MAX_PERIOD,
     MixedOrder,
     derived_seed,
     source_pattern,
     whole_parts,
 )
-from engines.data.read.order import permutation
+from engines.data.order.resumable import permutation
 
 _PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engines.config.data import OrderConfig
-from engines.data.read.curriculum import AscendingOrder, Band, BandedOrder
-from engines.data.read.order import Order, ResumableOrder
-from engines.data.read.training_order import VisitedRow, order_of
+from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
+from engines.data.order.resumable import Order, ResumableOrder
+from engines.data.order.training_order import VisitedRow, order_of
 from infra.errors import ConfigError
 
 LEVELS = (3, 1, 2, 1, 3, 2)

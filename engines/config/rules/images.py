@@ -1,0 +1,46 @@
+"""Rules of rows that show images: who reads their prompts as text alone, whatever the model is."""
+
+from engines.config.distillation import DistillationConfig
+from engines.config.model import JudgeConfig, RewardModelConfig
+from infra.errors import ConfigError
+
+
+def check_seen_by_judges(
+    shown: str, reward_model: RewardModelConfig | None, judge: JudgeConfig | None
+) -> None:
+    """Refuse models that judge answers to images which they are not shown.
+
+    Args:
+        shown: who shows images, as the beginning of a sentence.
+        reward_model: of a reward.
+        judge: of a reward.
+
+    Raises:
+        ConfigError: there is one; names it below `rl.reward`.
+    """
+    if reward_model is None and judge is None:
+        return
+    raise ConfigError(
+        f"rl.reward.{'judge' if reward_model is None else 'model'}",
+        f"got a model that judges; {shown}, which it is not shown; need a rule; set "
+        "rl.reward.function to one, or leave out the source",
+    )
+
+
+def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
+    """Refuse a teacher in engines, which are asked about tokens alone.
+
+    Args:
+        shown: who shows images, as the beginning of a sentence.
+        teacher: of a recipe or a round.
+
+    Raises:
+        ConfigError: engines serve it.
+    """
+    if teacher is None or teacher.served is None:
+        return
+    raise ConfigError(
+        "rl.distillation.served",
+        f"got engines; {shown}, which they are not shown; need a teacher on the training ranks; "
+        "set this to null, or leave out the source",
+    )

@@ -1,0 +1,267 @@
+"""The images of a data set: each once, by the SHA-256 of its bytes, in one parquet file.
+
+    images.parquet   sha256 string (hex), width int32, height int32, data binary
+
+Promises: the bytes are those of the source, undecoded; equal images in equal order give an equal
+file; a row group ends at 1 MiB, so reading one image reads no more than that beside it, and writing
+holds no more; what is read has the digest that it is asked by.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
+
+from engines.data.read.rows import Image, RLRow, RowError
+from infra.errors import ConfigError
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""What image processors are given, by Pillow's names."""
+MAX_PIXELS = 100_000_000
+"""More is no picture of a problem; it would take 300 MB decoded."""
+_GROUP_BYTES = 2**20
+_SCHEMA = pa.schema(
+    [
+        ("sha256", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("data", pa.binary()),
+    ]
+)
+
+
+def image_size(data: bytes, name: str) -> tuple[int, int]:
+    """Width and height of an encoded image, by its header.
+
+    Args:
+        data: of a file.
+        name: of the field, for errors.
+
+    Returns:
+        In pixels.
+
+    Raises:
+        RowError: it is no image, of another format, or too large.
+    """
+    try:
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+        raise RowError(
+            f"{name} is {len(data)} bytes that are no image; need {', '.join(FORMATS)}"
+        ) from None
+    except Pillow.DecompressionBombError:
+        width = height = MAX_PIXELS
+    if width * height > MAX_PIXELS:
+        raise RowError(f"{name} has more than {MAX_PIXELS} pixels; need a smaller image")
+    return width, height
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Images on disk while a data set is made: a file each, named by its digest.
+
+    Attributes:
+        path: created with the first image.
+    """
+
+    path: Path
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Keep an image; one that is there stays as it is."""
+        self.path.mkdir(exist_ok=True)
+        file = self.path / sha256
+        if not file.exists():
+            file.write_bytes(data)
+
+    def get(self, sha256: str) -> bytes:
+        """The bytes of an image that was put."""
+        return (self.path / sha256).read_bytes()
+
+
+def check_images(row: RLRow) -> None:
+    """Refuse a row whose images cannot be kept.
+
+    Args:
+        row: as a layout made it.
+
+    Raises:
+        RowError: one has no bytes, or they are no whole image.
+    """
+    for place, image in enumerate(row.images):
+        name = f"images[{place}]"
+        if image.data is None:
+            raise RowError(f"{name} is a digest; need the bytes of a file")
+        image_size(image.data, name)
+        try:
+            with Pillow.open(io.BytesIO(image.data), formats=FORMATS) as picture:
+                picture.load()
+        except (OSError, ValueError, SyntaxError) as error:
+            raise RowError(f"{name} ends early or is damaged ({error}); need the whole") from None
+
+
+def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:
+    """Put the images of a row away, so that whoever holds the row does not hold them.
+
+    Args:
+        row: with or without images.
+        folder: takes those whose bytes are with the row.
+
+    Returns:
+        The row with digests alone.
+    """
+    if not row.images:
+        return row
+    for image in row.images:
+        if image.data is not None:
+            folder.put(image.sha256, image.data)
+    prompt = (
+        replace(message, images=tuple(Image(image.sha256) for image in message.images))
+        for message in row.prompt
+    )
+    return replace(row, prompt=tuple(prompt))
+
+
+def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int:
+    """Write images of a folder as one file.
+
+    Args:
+        path: of the file; without an image there is none.
+        folder: holds them.
+        digests: in order; read once, may repeat.
+
+    Returns:
+        How many there are.
+    """
+    unique = dict.fromkeys(digests)
+    if not unique:
+        return 0
+    with pq.ParquetWriter(
+        path, _SCHEMA, compression="none", use_dictionary=False, store_schema=False
+    ) as writer:
+        for group in _groups(folder, unique):
+            writer.write_table(group)
+    return len(unique)
+
+
+def _groups(folder: ImageFolder, digests: Iterable[str]) -> Iterator[pa.Table]:
+    waiting: list[tuple[str, int, int, bytes]] = []
+    num_bytes = 0
+    for sha256 in digests:
+        data = folder.get(sha256)
+        if waiting and num_bytes + len(data) > _GROUP_BYTES:
+            yield _table(waiting)
+            waiting, num_bytes = [], 0
+        waiting.append((sha256, *image_size(data, sha256), data))
+        num_bytes += len(data)
+    yield _table(waiting)
+
+
+def _table(rows: list[tuple[str, int, int, bytes]]) -> pa.Table:
+    columns = [pa.array(c, f.type) for c, f in zip(zip(*rows, strict=True), _SCHEMA, strict=True)]
+    return pa.Table.from_arrays(columns, schema=_SCHEMA)
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """Where an image stands.
+
+    Attributes:
+        width: in pixels.
+        height: in pixels.
+        group: of the file.
+        row: of the group.
+    """
+
+    width: int
+    height: int
+    group: int
+    row: int
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """The images of a data set, read when they are asked for.
+
+    Attributes:
+        path: of what `write_images` wrote.
+        places: of each image, by its digest.
+    """
+
+    path: Path
+    places: dict[str, StoredImage] = field(repr=False)
+
+    @staticmethod
+    def open(path: Path) -> "ImageFile":
+        """Read where each image stands.
+
+        Args:
+            path: of the file; where there is none, there are no images.
+
+        Returns:
+            The images.
+
+        Raises:
+            ConfigError: the file holds something else.
+        """
+        places: dict[str, StoredImage] = {}
+        if path.exists():
+            try:
+                with pq.ParquetFile(path) as file:
+                    for group in range(file.num_row_groups):
+                        columns = file.read_row_group(group, ["sha256", "width", "height"])
+                        for row, each in enumerate(columns.to_pylist()):
+                            places[each["sha256"]] = StoredImage(
+                                each["width"], each["height"], group, row
+                            )
+            except (pa.ArrowInvalid, KeyError) as error:
+                raise ConfigError(str(path), f"holds no images ({error})") from None
+        return ImageFile(path, places)
+
+    def size(self, sha256: str) -> tuple[int, int]:
+        """Width and height of an image, in pixels.
+
+        Args:
+            sha256: of the image.
+
+        Returns:
+            As its header says.
+
+        Raises:
+            ConfigError: there is no such image.
+        """
+        place = self._place(sha256)
+        return place.width, place.height
+
+    def read(self, sha256: str) -> bytes:
+        """An image.
+
+        Args:
+            sha256: of it.
+
+        Returns:
+            Its bytes, as the source had them.
+
+        Raises:
+            ConfigError: there is no such image, or its bytes have another digest.
+        """
+        place = self._place(sha256)
+        with pq.ParquetFile(self.path) as file:
+            data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")
+        return data
+
+    def _place(self, sha256: str) -> StoredImage:
+        try:
+            return self.places[sha256]
+        except KeyError:
+            raise ConfigError(
+                str(self.path), f"has no image {sha256}; make the data again"
+            ) from None

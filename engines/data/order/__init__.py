@@ -1,0 +1,1 @@
+"""In which order a stage visits its rows."""

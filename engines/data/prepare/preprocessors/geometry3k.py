@@ -1,0 +1,42 @@
+"""Geometry3k (arXiv:2105.04165) with its images: columns `images`, `problem` and `answer`.
+
+`problem` holds an `<image>` for each of `images`, whose bytes are in the table. The prompt asks for
+a boxed final answer, which the `math` reward reads. Source: the card of hiyouga/geometry3k.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engines.config.base import StrictModel
+from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
+from engines.data.read.raw_columns import parse_images
+from engines.data.read.rows import Message, RewardModel, RLRow, RowError, check_text, with_images
+
+
+class Geometry3kOptions(StrictModel):
+    """How the problem is put."""
+
+    instruction: str = INSTRUCTION
+    """Added to every problem after a line break; empty adds nothing."""
+    data_source: str = "hiyouga/geometry3k"
+
+
+class Geometry3k(Preprocessor[Geometry3kOptions]):
+    """A problem, its figures and its answer."""
+
+    rl_columns = ("images", "problem", "answer")
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The column `answer` is the ground truth."""
+        images = parse_images(columns.get("images"), "images")
+        if not images:
+            raise RowError("images is empty; need an image")
+        problem = check_text(columns.get("problem"), "problem").strip()
+        text = "\n".join(filter(None, (problem, self.options.instruction)))
+        return RLRow(
+            self.options.data_source,
+            with_images([Message("user", text)], images),
+            "math",
+            RewardModel("rule", text_answer(columns.get("answer"), "answer")),
+        )

@@ -1,0 +1,45 @@
+"""Sequences whose items are made when they are asked for."""
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+Item = TypeVar("Item", covariant=True)
+
+
+class ByPlace(Sequence[Item]):
+    """Of a million rows a few are Python objects; the subclass says how long it is, and `at`."""
+
+    @abstractmethod
+    def at(self, place: int) -> Item:
+        """The item at a place, counted from 0."""
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, place: int | slice) -> Item | Sequence[Item]:
+        places = range(len(self))[place]
+        return self.at(places) if isinstance(places, int) else [self.at(each) for each in places]
+
+
+class Chosen(ByPlace[Item]):
+    """Some of a sequence.
+
+    Args:
+        items: the sequence.
+        places: of those that are chosen.
+    """
+
+    def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
+        self._items, self._places = items, array("q", places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def at(self, place: int) -> Item:
+        """One of those."""
+        return self._items[self._places[place]]

@@ -1,0 +1,114 @@
+"""Who of a recipe sees the images that its data show; each who does not is refused by name.
+
+Promises: what passes here for a local model is not refused later for its architecture, its backend
+or its rollout engine. Of a model on the hub, what does not depend on it is looked at.
+"""
+
+from collections.abc import Sequence
+
+from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
+from engines.checkpoint.models.teacher import TEACHER_SECTION
+from engines.config.backends import BACKENDS
+from engines.config.base import local_path
+from engines.config.distillation import DistillationConfig
+from engines.config.look import Look
+from engines.config.model import ModelConfig
+from engines.config.plugins import IMAGES, ROLLOUT_ENGINES, image_engines
+from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
+from engines.config.training import TrainingConfig
+from infra.errors import ConfigError
+from infra.section_names import renamed_sections
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Of a model directory; one of them says how the model's images are cut."""
+_TAUGHT = "data.rl."
+"""Where sources are of which a teacher is asked; by the others models are measured."""
+
+
+def look_at_images(at: Look, sources: Sequence[str]) -> None:
+    """Refuse what cannot see the images of some sources.
+
+    Args:
+        at: what the recipe names.
+        sources: the places of those that show images.
+
+    Raises:
+        ConfigError: names the setting of who does not see, and who would.
+    """
+    if not sources:
+        return
+    shown = _shown(sources[0])
+    engine = at.rollout_engine
+    if engine is not None and IMAGES not in ROLLOUT_ENGINES.place(engine).capabilities:
+        raise ConfigError(
+            ROLLOUT_ENGINES.setting,
+            f"got {engine}; {shown}, which it does not show the model; need "
+            f"{' or '.join(image_engines())}; choose it, or leave out the source",
+        )
+    check_seen_by_judges(shown, at.reward_model, at.judge)
+    if at.trains and at.training is not None:
+        _look_at_training(at.training, shown, has_critic=at.has_critic)
+    _look_at_model(at.model, shown)
+    taught = [source for source in sources if source.startswith(_TAUGHT)]
+    measured = [source for source in sources if source not in taught]
+    if at.teacher is not None and taught:
+        _look_at_teacher(at.teacher, _shown(taught[0]))
+    if at.against is not None and measured:
+        with renamed_sections({"model": "against"}):
+            _look_at_model(at.against, _shown(measured[0]))
+
+
+def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool) -> None:
+    backend = training.backend
+    able = [name for name, other in BACKENDS.items() if "vlm" in other.features]
+    if backend in BACKENDS and backend not in able:
+        raise ConfigError(
+            "training.backend",
+            f"got {backend}; {shown}, and it trains text models; need {' or '.join(able)}; choose "
+            "one, or leave out the source",
+        )
+    if training.ulysses_size > 1:
+        raise ConfigError(
+            "training.ulysses_size",
+            f"got {training.ulysses_size}; {shown}, which Ulysses cannot cut; need 1; set it to 1",
+        )
+    if has_critic:
+        raise ConfigError(
+            "rl.critic",
+            f"got a critic; {shown}, which a value model does not see; need an estimator without "
+            "one; set rl.algorithm.adv_estimator to grpo, or leave out the source",
+        )
+
+
+def _look_at_teacher(teacher: DistillationConfig, shown: str) -> None:
+    check_seen_by_teacher(shown, teacher)
+    directory = local_path(teacher.path)
+    if directory is not None and vision_model_type(directory) not in VISION_MODEL_TYPES:
+        raise ConfigError(
+            f"{TEACHER_SECTION}.path",
+            f"got {directory}; {shown}, which it does not see; need a teacher that sees "
+            f"({', '.join(VISION_MODEL_TYPES)}); choose one, or leave out the source",
+        )
+
+
+def _shown(source: str) -> str:
+    return f"{source} has rows that show images"
+
+
+def _look_at_model(model: ModelConfig, shown: str) -> None:
+    directory = local_path(model.path)
+    need = f"need a model that sees ({', '.join(VISION_MODEL_TYPES)}); choose one, or leave out the"
+    if directory is None:
+        if model.init == "random":
+            raise ConfigError("model.init", f"got random; {shown}; {need} source")
+        return
+    sees = vision_model_type(directory)
+    if sees not in VISION_MODEL_TYPES:
+        what = f"a {sees}" if sees else "a text model"
+        raise ConfigError("model.path", f"got {directory}, {what}; {shown}; {need} source")
+    if not any((directory / name).is_file() for name in PROCESSOR_FILES):
+        raise ConfigError(
+            "model.path",
+            f"got {directory}; {shown}, and it has no {' or '.join(PROCESSOR_FILES)}; need the "
+            "configuration of its image processor; copy it beside the weights",
+        )

@@ -1,0 +1,140 @@
+"""The models that a recipe names beside the one that it trains: compared, judging, teaching.
+
+Each is looked at by its headers, and its template by one prompt. Of one on the hub nothing is known
+yet.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    check_reward_model,
+    model_of_section,
+)
+from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
+from engines.config.base import local_path
+from engines.config.distillation import DistillationConfig
+from engines.config.look import Look
+from engines.config.model import (
+    JudgeConfig,
+    JudgingModelConfig,
+    ModelConfig,
+    RewardModelConfig,
+)
+from engines.config.rules.distillation import num_spare_tokens
+from engines.config.training import TrainingConfig
+from engines.data.read.rows import RLRow
+from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary
+from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
+from engines.jobs.preflight.models import look_at_model
+from engines.jobs.preflight.reward import perfect_answer
+from engines.jobs.preflight.rows import look_at_prompt
+from engines.rewards.judges.question import question
+from infra.section_names import renamed_sections
+
+REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
+
+
+def look_at_against(at: Look) -> DirectoryTokenizer | None:
+    """Check the model that the trained one is compared with, and that the engine serves it.
+
+    Args:
+        at: what the recipe names.
+
+    Returns:
+        Its tokenizer, as of `look_at_model`; None where there is no such model.
+
+    Raises:
+        ConfigError: names the setting below `against`.
+    """
+    if at.against is None:
+        return None
+    with renamed_sections({"model": "against"}):
+        tokenizer = look_at_model(at.against, None, trains=False)
+    look_at_rollout(at.against.path, at.rollout_engine)
+    return tokenizer
+
+
+def look_at_reward_model(
+    model: RewardModelConfig, training: TrainingConfig | None, row: RLRow | None
+) -> None:
+    """Check a reward model, and that the ranks compute it.
+
+    Args:
+        model: of the recipe.
+        training: of the ranks; None asks none.
+        row: with a prompt; None checks no template.
+
+    Raises:
+        ConfigError: names the setting below `rl.reward.model`.
+    """
+    _look_at_judging(REWARD_MODEL_SECTION, check_reward_model, model, row)
+    with renamed_sections({"model": REWARD_MODEL_SECTION}):
+        look_at_training(model.path, training, values=True)
+
+
+def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | None) -> None:
+    """Check what a judge is asked, the judge, and that the engine serves it.
+
+    Args:
+        judge: of the recipe.
+        rollout_engine: has to serve it; None asks none.
+        row: what is asked about; None asks nothing.
+
+    Raises:
+        ConfigError: names the setting below `rl.reward.judge`.
+    """
+    if row is not None:
+        question(judge.prompt, row.prompt, perfect_answer(row))
+    _look_at_judging(JUDGE_SECTION, check_model_directory, judge, row)
+    look_at_rollout(judge.path, rollout_engine)
+
+
+def look_at_teacher(
+    teacher: DistillationConfig,
+    training: TrainingConfig | None,
+    model: ModelConfig,
+    rollout_engine: str | None,
+) -> None:
+    """Check a teacher, its tokens against those of a local model, and what will compute it.
+
+    Args:
+        teacher: of the recipe.
+        training: of the ranks, which hold a teacher that no engine serves; None asks none.
+        model: that it teaches; of one made from scratch the job compares.
+        rollout_engine: has to serve the teacher, where engines do; None asks none.
+
+    Raises:
+        ConfigError: names the setting below `rl.distillation`.
+    """
+    directory = local_path(teacher.path)
+    if directory is not None:
+        num_spare = num_spare_tokens(teacher, rollout_engine)
+        check_teacher(teacher, directory, local_path(model.path), model.max_length, num_spare)
+    if teacher.served is not None:
+        look_at_rollout(teacher.path, rollout_engine)
+        return
+    with renamed_sections({"model": TEACHER_SECTION}):
+        look_at_training(teacher.path, training)
+
+
+def _look_at_judging(
+    section: str, check: Callable[..., None], model: JudgingModelConfig, row: RLRow | None
+) -> None:
+    """Headers, tokenizer and template of a model that judges; `check` takes its max_length."""
+    directory = local_path(model.path)
+    if directory is None:
+        return
+    with model_of_section(section):
+        check(directory, max_length=model.max_length)
+        _look_at_template(directory, model.chat_template, row)
+
+
+def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:
+    if not (directory / "tokenizer.json").exists():
+        return
+    tokenizer = DirectoryTokenizer.load(directory, chat_template)
+    check_vocabulary(directory, tokenizer.max_token_id + 1)
+    if row is not None:
+        look_at_prompt(row, tokenizer)

@@ -1,0 +1,86 @@
+"""A teacher in rollout engines of its own: its weights, and how it is asked."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engines.config.distillation import DistillationConfig
+from engines.config.sections import RLConfig
+from engines.controller.replica import ReplicaSpec
+from engines.controller.rollout import LaunchedEngines
+from engines.jobs.policy.files import write_hf_files
+from engines.jobs.policy.teacher_source import teacher_source
+from engines.jobs.process.runtime import JobContext
+from engines.jobs.serving.frozen import FrozenModel, replica_beside
+from engines.trainers.teacher import ServedTeacher
+from engines.training.roles import ModelSource
+from engines.types import TokenBatch
+
+TEACHER_DIR = "teacher"
+"""Below the attempt: configuration and tokenizer of a teacher."""
+
+
+def served_teacher(
+    context: JobContext[Any],
+    config: DistillationConfig | None,
+    policy: ModelSource,
+    max_length: int,
+    like: ReplicaSpec,
+    *,
+    embedded: bool,
+) -> FrozenModel | None:
+    """The teacher, checked, and engines of the kind that serves the policy.
+
+    Args:
+        context: of a stage that may be given its directory.
+        config: of the stage; None where nothing teaches.
+        policy: that it teaches.
+        max_length: context of the policy.
+        like: of the policy.
+        embedded: the policy's engine is in this process, and so is the teacher's.
+
+    Returns:
+        What to launch; None where no engines serve a teacher.
+
+    Raises:
+        ConfigError: it cannot be used; names the field below `rl.distillation`.
+    """
+    if config is None or config.served is None:
+        return None
+    given, engine = context.optional_input("teacher"), like.rollout.engine
+    weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
+    serving_dir = context.attempt_dir / TEACHER_DIR
+    write_hf_files(weights_dir, serving_dir, None)
+    served = config.served
+    replica = replica_beside(
+        like, serving_dir, served.num_replicas, served.options, embedded=embedded
+    )
+    return FrozenModel(replica, weights_dir)
+
+
+@contextmanager
+def asked_teacher(
+    rl: RLConfig, teacher: FrozenModel, engines: LaunchedEngines, vocab_size: int
+) -> Iterator[ServedTeacher]:
+    """Scope in which a served teacher can be asked.
+
+    Args:
+        rl: with a teacher.
+        teacher: of `served_teacher`.
+        engines: that serve it.
+        vocab_size: of the policy.
+
+    Yields:
+        ServedTeacher: it has answered once, so what its engines refuse is told by now.
+
+    Raises:
+        RolloutError: its engines cannot answer.
+    """
+    if rl.distillation is None:
+        raise ValueError("nothing is learned from a teacher")
+    with teacher.served_by(engines) as service:
+        asked = ServedTeacher(
+            rl.distillation, service.prompt_logprobs, rl.sampling.temperature, vocab_size
+        )
+        asked.columns(TokenBatch.from_sequences([[0, 0]], loss_mask=[[0.0, 1.0]]))
+        yield asked

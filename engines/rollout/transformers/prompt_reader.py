@@ -1,0 +1,92 @@
+"""Logprobs of given tokens by the model of the engine transformers, a budget of tokens at a time.
+
+Promises: sequences are laid end to end, and of their keys and values nothing is kept; logits exist
+in tiles alone, by the head of the training engine: where hidden states and weights are equal, so
+are the numbers, to the bit.
+Does not cover architectures that rework logits behind the head, which would need all of them.
+Letters: T tokens of several sequences, N of them asked about, K likeliest tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
+from engines.rollout.transformers.attention import PrefillStep
+from engines.rollout.transformers.inference_model import InferenceModel
+from engines.rollout.transformers.kv_cache import KVCache
+from engines.rollout.transformers.scheduler import prefill_chunks
+from engines.training.model.head_rows import targets_of
+from engines.training.outputs import model_outputs, read_positions
+from engines.types import ModelOutputs, Readouts, TokenBatch
+
+
+class PromptReader:
+    """See the module.
+
+    Args:
+        model: that reads.
+        max_tokens: of one forward pass, counted as of a prefill.
+    """
+
+    def __init__(self, model: InferenceModel, max_tokens: int) -> None:
+        self._model, self._max_tokens = model, max_tokens
+
+    def read(self, requests: Sequence[PromptRequest]) -> Iterator[list[PromptLogprobs]]:
+        """Answer requests.
+
+        Args:
+            requests: that `check_prompts` took.
+
+        Yields:
+            list[PromptLogprobs]: those of one forward pass, in any order.
+
+        Raises:
+            RolloutError: the architecture is not covered.
+        """
+        alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
+        for request in requests:
+            asked = request.temperature, request.num_top, request.below
+            alike.setdefault(asked, []).append(request)
+        for (temperature, num_top, below), several in alike.items():
+            readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
+            lengths = [len(request.token_ids) for request in several]
+            for chunk in prefill_chunks(lengths, self._max_tokens):
+                yield self._pass([several[at] for at in chunk], temperature, readouts)
+
+    @torch.inference_mode()
+    def _pass(
+        self, requests: Sequence[PromptRequest], temperature: float, readouts: Readouts
+    ) -> list[PromptLogprobs]:
+        model = self._model
+        lengths = [len(request.token_ids) for request in requests]
+        asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
+        batch = TokenBatch.from_sequences([r.token_ids for r in requests], loss_mask=asked)
+        batch = batch.to(model.device)
+        # No sample continues any of them.
+        cache = KVCache(model.num_layers, 0, max(lengths))
+        step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
+        read_N = read_positions(batch, readouts)
+        targets = targets_of(batch, read_N, temperature, readouts)
+        found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
+        rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
+        said = model_outputs(rows, batch, readouts, "language_model")
+        ends = batch.cu_seqlens.tolist()
+        spans = zip(requests, ends, ends[1:], strict=False)
+        return [_answer(r, said, slice(start + r.first, end)) for r, start, end in spans]
+
+
+def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:
+    """What was said at some places; copies, or the whole pass would travel with it."""
+
+    def copied(column: Tensor) -> Tensor:
+        return column[places].to("cpu", copy=True)
+
+    ids_TK, logprobs_TK = said.topk_ids_TK, said.topk_logprobs_TK
+    return PromptLogprobs(
+        request.request_id,
+        copied(said.logprobs_T),
+        None if ids_TK is None else copied(ids_TK),
+        None if logprobs_TK is None else copied(logprobs_TK),
+    )

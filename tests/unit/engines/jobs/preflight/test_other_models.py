@@ -1,0 +1,86 @@
+"""Models beside the policy are looked at before anything trains."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engines.checkpoint.model_directory import create_random_model
+from engines.config.distillation import DistillationConfig
+from engines.config.look import Look
+from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.jobs.preflight.look import look
+from flows.preflight import look_of
+from flows.recipe.recipe import load_recipe
+from infra.errors import ConfigError
+
+
+def taught(model: Path, **teacher: object) -> Look:
+    recipe = load_recipe(
+        "quickstart",
+        [f"model={{init: pretrained, path: {model}, max_length: 32}}", "data.max_prompt_length=16"],
+    )
+    section = DistillationConfig.model_validate({"num_top": 4, **teacher})
+    found = look_of(
+        recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"distillation": section})})
+    )
+    assert found is not None
+    return found
+
+
+def write_model(directory: Path, characters: str) -> Path:
+    tokenizer = train_tokenizer(
+        TokenizerConfig(), [characters], directory / "tokenizer", max_length=32, chat_template=None
+    )
+    create_random_model(ArchitectureConfig(num_layers=1), tokenizer, 32, 1, directory / "model")
+    return directory / "model"
+
+
+def test_a_teacher_of_other_tokens_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    student = write_model(tmp_path / "student", "0123456789+= user assistant")
+    other = write_model(tmp_path / "teacher", "abcdefghij+= user assistant")
+    with pytest.raises(ConfigError, match="a teacher whose tokenizer has .* need one") as found:
+        look(taught(student, path=str(other)))
+    assert found.value.path == "rl.distillation.path"
+    with pytest.raises(ConfigError, match="got 1000; need at most the vocabulary") as found:
+        look(taught(student, path=str(student), num_top=1000))
+    assert found.value.path == "rl.distillation.num_top"
+    with pytest.raises(ConfigError) as found:
+        look(taught(student, path=str(tmp_path)))
+    assert found.value.path.startswith("rl.distillation")
+    look(taught(student, path=str(student)))
+
+
+def test_a_teacher_has_to_be_one_that_the_ranks_compute(tmp_path: Path) -> None:
+    student = write_model(tmp_path, "0123456789+= user assistant")
+    teacher = tmp_path / "teacher"
+    shutil.copytree(student, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "model_type": "doge"}))
+    with pytest.raises(ConfigError, match="a doge model with a mask") as found:
+        look(taught(student, path=str(teacher)))
+    assert found.value.path == "rl.distillation.path"
+
+
+def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    student = write_model(tmp_path, "0123456789+= user assistant")
+    asked = taught(student, path=str(student), served={})
+    look(asked)
+    # It writes a token behind what it reads, for which a context of 32 has no room.
+    with pytest.raises(ConfigError, match="need 33, for answers that fill .* 32") as found:
+        look(asked.model_copy(update={"rollout_engine": "vllm"}))
+    assert found.value.path == "rl.distillation.served"
+    look(taught(student, path=str(student)).model_copy(update={"rollout_engine": "vllm"}))
+    soft = tmp_path / "soft"
+    shutil.copytree(student, soft)
+    config = json.loads((soft / "config.json").read_text(encoding="utf-8"))
+    config["attn_logit_softcapping"] = 50.0
+    (soft / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for served, path in (({}, "rollout.engine"), (None, "rl.distillation.path")):
+        with pytest.raises(ConfigError, match="with a soft cap") as found:
+            look(taught(student, path=str(soft), served=served))
+        assert found.value.path == path

@@ -1,0 +1,52 @@
+"""Replicas by place: what closes although something does not end."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from engines.errors import ReplicaLostError
+from engines.rollout import replica_pool
+from engines.rollout.base import RolloutEngine
+from engines.rollout.replica_pool import ReplicaPool, RestartPolicy
+
+
+class Stubborn:
+    """A restart that goes on although it was cancelled."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def restart(self, place: int, lost: RolloutEngine) -> RolloutEngine:
+        while not self.may_end.is_set():
+            try:
+                await self.may_end.wait()
+            except asyncio.CancelledError:
+                continue
+        return lost
+
+
+def test_a_restart_that_does_not_end_keeps_no_other_replica_from_closing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lose_one_and_close() -> list[Any]:
+        engines, closed, stubborn = (
+            [cast(RolloutEngine, object()) for _ in range(2)],
+            [],
+            Stubborn(),
+        )
+
+        async def close(engine: RolloutEngine) -> None:
+            closed.append(engine)
+
+        pool = ReplicaPool(engines, RestartPolicy(stubborn, 1, silence_s=60.0))
+        pool.lose(pool.slots[0], engines[0], ReplicaLostError("replica 0: its process died"))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await pool.close(close)
+        stubborn.may_end.set()
+        return [engine is engines[1] for engine in closed]
+
+    monkeypatch.setattr(replica_pool, "END_DEADLINE_S", 0.05)
+    assert asyncio.run(lose_one_and_close()) == [True]
+    assert "after 0.05 s replicas still start: 1" in caplog.text

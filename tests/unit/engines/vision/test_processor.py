@@ -1,0 +1,153 @@
+"""Images as a model takes them, against transformers' own processor of text and images."""
+
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image as Pillow
+from transformers import AutoTokenizer
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_cases import (
+    CHAT_TEMPLATE,
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    VISION_PARTS,
+    picture,
+    write_chat_model,
+    write_geometry,
+    write_processor,
+    write_vision_model,
+)
+
+from engines.data.read.chat import render_prompts
+from engines.data.read.dataset import load_dataset
+from engines.data.read.examples import rl_prompts
+from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.rows import IMAGE_MARK, RLRow
+from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.vision.processor import ImageProcessor, prompt_images
+from infra.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    return write_chat_model(path)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    return write_geometry(tmp_path / "dataset")
+
+
+@pytest.fixture
+def rows(tmp_path: Path, dataset: Path) -> Iterator[MappedRows[RLRow]]:
+    with closing(MappedRows(load_dataset(dataset).rl_rows(), tmp_path)) as rows:
+        yield rows
+
+
+def whole_processor(model: Path) -> Any:
+    """Of transformers; made without its part for videos, which needs another library."""
+    made: Any = object.__new__(Qwen2_5_VLProcessor)
+    made.image_processor = Qwen2VLImageProcessorPil.from_pretrained(model)
+    made.tokenizer, made.video_processor = AutoTokenizer.from_pretrained(model), None
+    made.image_token, made.video_token = made.tokenizer.convert_ids_to_tokens([IMAGE, VIDEO])
+    made.image_token_id, made.video_token_id = IMAGE, VIDEO
+    made.image_ids, made.video_ids = [IMAGE], [VIDEO]
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def test_prompts_and_patches_are_those_of_transformers(
+    model: Path, dataset: Path, rows: MappedRows[RLRow]
+) -> None:
+    data, theirs = load_dataset(dataset), whole_processor(model)
+    images = prompt_images(model, data.images_path)
+    assert images is not None
+    prompts = rl_prompts(rows, DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+    for prompt, row in zip(prompts, rows, strict=True):
+        files = images.encoded(row)
+        pictures = iter([Pillow.open(io.BytesIO(data)) for data in files])
+        first, *texts = row.prompt[0].content.split(IMAGE_MARK)
+        assert first == ""
+        content: list[dict[str, Any]] = []
+        for text in texts:
+            content.append({"type": "image", "image": next(pictures)})
+            content += [{"type": "text", "text": text}] if text else []
+        expected = theirs.apply_chat_template(
+            [{"role": "user", "content": content}],
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=True,
+            return_tensors="pt",
+        )
+        assert list(prompt.prompt_ids) == expected["input_ids"][0].tolist()
+        patches = images.processor.of_sequences([files])
+        assert patches is not None
+        assert torch.equal(patches.pixel_values_PD, expected["pixel_values"])
+        assert torch.equal(patches.grid_thw_I3, expected["image_grid_thw"])
+
+
+def test_prompts_make_room_for_their_images(
+    model: Path, dataset: Path, rows: MappedRows[RLRow]
+) -> None:
+    tokenizer = DirectoryTokenizer.load(model)
+    assert tokenizer.encode("\u2460\u2461\u2462", add_special_tokens=False) == [IMAGE, START, END]
+    data = load_dataset(dataset)
+    images = prompt_images(model, data.images_path)
+    assert images is not None
+    prompts = rl_prompts(rows, tokenizer, 64, expanded=images.expanded)
+    assert prompts.num_with_images == len(rows)
+    assert prompts[1] == list(prompts)[1]
+    plain = render_prompts(tokenizer, [row.prompt for row in rows])
+    for prompt, short, row in zip(prompts, plain, rows, strict=True):
+        assert short.count(IMAGE) == len(row.images)
+        patches = images.processor.of_sequences([images.encoded(row)])
+        assert patches is not None
+        assert prompt.prompt_ids.count(IMAGE) == len(patches.pixel_values_PD) // 4
+        assert [i for i in prompt.prompt_ids if i != IMAGE] == [i for i in short if i != IMAGE]
+    with pytest.raises(
+        ConfigError, match="data: row 0 of the split shows images, which this stage"
+    ):
+        rl_prompts(rows, tokenizer, 64)
+    twice = CHAT_TEMPLATE.replace("\u2460", "\u2460\u2460")
+    with pytest.raises(ConfigError, match=r"model\.chat_template: writes 2 placeholder tokens"):
+        rl_prompts(rows, DirectoryTokenizer.load(model, twice), 64, expanded=images.expanded)
+    deaf = DirectoryTokenizer.load(model, CHAT_TEMPLATE.replace("\u2461\u2460\u2462", ""))
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template: leaves out images; need one that"
+    ):
+        rl_prompts(rows, deaf, 64, expanded=images.expanded)
+
+
+@pytest.mark.parametrize("model_type", VISION_PARTS)
+@pytest.mark.parametrize("size", [(12, 6), (5, 13), (4, 4), (40, 3), (200, 90)])
+def test_tokens_of_an_image_by_its_size_alone(
+    tmp_path: Path, model_type: str, size: tuple[int, int]
+) -> None:
+    write_processor(write_vision_model(tmp_path, model_type))
+    processor = ImageProcessor(tmp_path)
+    patches, (t, h, w) = processor.patches(picture(1, *size))
+    assert processor.num_tokens(*size) == len(patches) // 4 == t * h * w // 4
+
+
+def test_a_model_that_cannot_see_is_named(tmp_path: Path, model: Path, dataset: Path) -> None:
+    path = load_dataset(dataset).images_path
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .* is a text model; need one that sees im"
+    ):
+        prompt_images(tmp_path, path)
+    assert prompt_images(tmp_path, tmp_path / "none.parquet") is None
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (model / name).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="has no configuration of an image processor"):
+        prompt_images(model, path)

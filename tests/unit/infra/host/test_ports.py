@@ -1,0 +1,47 @@
+"""Ports that are free, and of one starter alone."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.host import ports as ports_module
+from infra.host.ports import pick_port, pick_ports
+
+PICKS = "from infra.host.ports import pick_port; print(pick_port({}), flush=True); input()"
+
+
+def test_ports_are_different_free_and_prefer_the_usual_one() -> None:
+    ports = pick_ports(20)
+    assert len(set(ports)) == 20
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert not [port for port in ports if int(handed_out[0]) <= port <= int(handed_out[1])]
+    assert pick_port(ports[0]) == ports[0]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[1]))
+        taken.listen()
+        assert pick_port(ports[1]) != ports[1]
+
+
+def test_ports_are_found_where_the_system_hands_out_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ports_module, "_first_ephemeral_port", lambda: 1024)
+    assert len(set(pick_ports(5))) == 5
+
+
+def test_a_port_that_a_living_process_picked_is_his_before_he_listens() -> None:
+    [port] = pick_ports(1)
+    ports_module._claims.pop(port).close()
+    argv = [sys.executable, "-c", PICKS.format(port)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == port
+        assert pick_port(port) != port, "two starters, and neither listens yet"
+        other.stdin.close()
+        assert other.wait(30) in {0, 1}
+    assert pick_port(port) == port
+    assert pick_port(port) == port, "who picked it may start his server again"
