@@ -33,7 +33,7 @@ VOCAB_SIZE, ROW_TOKENS, STEP_TOKENS, LR = 512, 256, 8192, 1e-4
 STEPS_PER_TURN = 4
 
 
-def draw_steps(num_steps: int) -> list[list[list[int]]]:
+def draw_steps(num_steps: int, vocab_size: int = VOCAB_SIZE) -> list[list[list[int]]]:
     """Sequences of each optimizer step, about `STEP_TOKENS` tokens together."""
     draw = random.Random(0)
     steps = []
@@ -41,16 +41,16 @@ def draw_steps(num_steps: int) -> list[list[list[int]]]:
         step: list[list[int]] = []
         while sum(map(len, step)) < STEP_TOKENS - ROW_TOKENS // 2:
             length = draw.randint(16, ROW_TOKENS)
-            step.append([draw.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(length)])
+            step.append([draw.randrange(NUM_SPECIAL, vocab_size) for _ in range(length)])
         steps.append(step)
     return steps
 
 
-class Ours:
+class SFT:
     """The engine of the SFT stage, fed as its trainer feeds it."""
 
-    def __init__(self, hf_dir: Path) -> None:
-        training = TrainingConfig(max_tokens_per_micro_batch=2 * STEP_TOKENS)
+    def __init__(self, hf_dir: Path, micro_batch_tokens: int = 2 * STEP_TOKENS) -> None:
+        training = TrainingConfig(max_tokens_per_micro_batch=micro_batch_tokens)
         self._engine = create_engine(
             "language_model", hf_dir, training, OptimizerConfig(lr=LR), 10_000, CPUPlatform(), 0
         )
@@ -106,7 +106,7 @@ def main() -> None:
         rows.write_text(
             json.dumps([ids for step in draw_steps(STEPS_PER_TURN + 3) for ids in step])
         )
-        ours, bare = Ours(hf_dir), BareLoop(hf_dir)
+        ours, bare = SFT(hf_dir), BareLoop(hf_dir)
         with Peer(options.peer_python, "trl_peer.py", options.threads, deadline_s=600) as trl:
             request = {"task": "sft", "model": str(hf_dir), "rows": str(rows), "lr": LR}
             request |= {"row_tokens": ROW_TOKENS, "rows_per_step": STEP_TOKENS // ROW_TOKENS}

@@ -1,4 +1,4 @@
-"""TRL as a peer; runs in the environment of `requirements-trl.txt` and imports nothing of ours.
+"""TRL as a peer; runs in the environment of `requirements-trl.txt` and imports no code of ours.
 
 Reads one JSON request per line and answers each with one line. Trainers run with what TRL
 chooses, except: float32 on the CPU, no gradient checkpointing, no logging, no saving.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
+from peak_saved import saved_bytes
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -78,6 +79,16 @@ def shared_settings(request, steps):
     }
 
 
+def train(trainer, request):
+    """Train; with `saved` in the request also the most bytes that autograd held at a time."""
+    if not request.get("saved"):
+        trainer.train()
+        return {}
+    with saved_bytes() as saved:
+        trainer.train()
+    return {"saved_bytes": saved.peak}
+
+
 def load(request):
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(request["model"])
@@ -101,10 +112,11 @@ def sft(request):
         model, args=settings, train_dataset=rows, processing_class=tokenizer, callbacks=[times]
     )
     counter = trainer.data_collator = CountTokens(trainer.data_collator)
-    trainer.train()
+    saved = train(trainer, request)
     passes = request["rows_per_step"] // request["rows_per_pass"]
     timed = counter.counts[WARM_UP_STEPS * passes : (WARM_UP_STEPS + request["steps"]) * passes]
-    return {"tokens_per_s": sum(timed) / request["steps"] / times.seconds_per_step()}
+    tokens_per_s = sum(timed) / request["steps"] / times.seconds_per_step()
+    return {"tokens_per_s": tokens_per_s, "tokens_per_pass": max(timed), **saved}
 
 
 def pairs(request):
@@ -121,8 +133,8 @@ def pairs(request):
 
 
 def pairs_per_s(trainer, request, times):
-    trainer.train()
-    return {"pairs_per_s": request["pairs_per_step"] / times.seconds_per_step()}
+    saved = train(trainer, request)
+    return {"pairs_per_s": request["pairs_per_step"] / times.seconds_per_step(), **saved}
 
 
 def dpo(request):
