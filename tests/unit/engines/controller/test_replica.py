@@ -217,8 +217,10 @@ def replica_processes(rollout: Rollout) -> list[psutil.Process]:
 
 
 def processes_of(service: RolloutService) -> list[psutil.Process]:
+    """Of the replicas that live: nobody hears of a death before a replica is asked again."""
     remote = [cast(RemoteReplica, slot.engine) for slot in service._pool.slots]
-    return [psutil.Process(one._whereabouts.process.pid) for one in remote if one._whereabouts]
+    pids = [one._whereabouts.process.pid for one in remote if one._whereabouts]
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
 def test_a_replica_that_dies_is_named(policy_spec: WorkerSpec, tmp_path: Path) -> None:
@@ -255,16 +257,19 @@ def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
         stack.enter_context(closing(rollout))
         model = FrozenModel(beside, directory)
         service = stack.enter_context(model.served_by(launched["teacher"]))
-        for _ in range(2):
+        victims: set[int] = set()
+        for _ in range(3):
             found = service.prompt_logprobs(asked)
             for said, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(said.logprobs_N, other.logprobs_N, rtol=0, atol=1e-5)
                 assert said.topk_ids_NK is not None
                 assert other.topk_ids_NK is not None
                 assert torch.equal(said.topk_ids_NK, other.topk_ids_NK)
-            [victim, _] = processes_of(service)
+            victim = processes_of(service)[0]
+            victims.add(victim.pid)
             victim.kill()
             victim.wait(30)
+        assert len(victims) == 3, "of two replicas: one of them had been replaced"
         rollout.publish(0)
         assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
 
