@@ -202,12 +202,12 @@ def num_parameters(path: Path) -> int:
     return sum(math.prod(entry["shape"]) for entry in entries)
 
 
-def check_reward_model(path: Path, *, max_length: int) -> None:
+def check_reward_model(path: Path, *, max_length: int | None) -> None:
     """Refuse a directory that does not hold a model of one score per conversation.
 
     Args:
         path: a Hugging Face model directory.
-        max_length: context that will be needed.
+        max_length: context that will be needed; None: any.
 
     Raises:
         ConfigError: as `check_model_directory`; or there is no head, or one of several outputs.

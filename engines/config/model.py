@@ -91,9 +91,6 @@ class JudgingModelConfig(NamedModelConfig):
     path: str | None = None
     """A model directory or a hub id. Of a reward model, null takes the one that the recipe's stage
     `reward_model` trains."""
-    max_length: int = Field(default=2048, ge=8)
-    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
-    it says nothing, and what reads it leaves the sample unscored."""
     chat_template: str | None = None
     """Jinja template that replaces the tokenizer's own."""
 
@@ -101,10 +98,18 @@ class JudgingModelConfig(NamedModelConfig):
 class RewardModelConfig(JudgingModelConfig):
     """A sequence classification model with one output, which gives each answer a number."""
 
+    max_length: int | None = Field(default=None, ge=8)
+    """Tokens that it reads of a prompt with one answer, in its own chat template; where they are
+    more, it says nothing, and what reads it leaves the sample unscored. null: its own context, or
+    2,048 where that is longer or not stated."""
+
 
 class JudgeConfig(JudgingModelConfig):
     """A language model that is asked about each answer; the recipe's rollout engine serves it."""
 
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
+    it says nothing, and what reads it leaves the sample unscored."""
     prompt: str = Field(min_length=1)
     """Jinja text of what is asked: `{{ question }}` is the last message of the prompt,
     `{{ answer }}` what the policy wrote, `{{ ground_truth }}`, `{{ data_source }}` and

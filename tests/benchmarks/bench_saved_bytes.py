@@ -1,10 +1,10 @@
 """What autograd holds for backward passes at one time: ours against TRL's trainers.
 
-A Qwen3 of 1.8 M parameters, of which a million are the rows of 8,192 tokens, in float32 without gradient
-checkpointing. A pass has about as many tokens on both sides: 2,048, as eight rows of 256 that TRL
-packs, or as eight pairs of answers, which it pads; ours are micro-batches of at most 2,048. The
-figure is the peak over the optimizer steps of a turn (`peak_saved.py`), parameters not counted; it
-is a count, so that turns differ by what is drawn for them alone.
+A Qwen3 of 1.8 M parameters, of which a million are the rows of 8,192 tokens, in float32 without
+gradient checkpointing. A pass has about as many tokens on both sides: 2,048, as eight rows of 256
+that TRL packs, or as eight pairs of answers, which it pads; ours are micro-batches of at most
+2,048. The figure is the peak over the optimizer steps of a turn (`peak_saved.py`), parameters not
+counted; it is a count, so that one turn says as much as seven.
 
 Run: python tests/benchmarks/bench_saved_bytes.py [--repeats N] [--threads N]
 """

@@ -38,7 +38,7 @@ def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
     home = Home(tmp_path / "run")
     asked = (
         f"model={{init: pretrained, path: {policy}, max_length: 64}}",
-        f"rl.reward={{function: model, model: {{path: {judge}, max_length: 64}}}}",
+        f"rl.reward={{function: model, model: {{path: {judge}}}}}",
         "rl.algorithm={adv_estimator: gae, options: {lam: 0.95}}",
         "rl.critic={start: reward_model, optimizer: {lr: 1.0e-2}}",
         "sft=null",
@@ -75,6 +75,33 @@ def test_a_judge_says_the_same_beside_the_policy_and_in_a_pool_of_its_own(tmp_pa
     found = apart.run(*asked, "rollout.placement=disaggregated")
     for before, after in zip(expected["stages"], found["stages"], strict=True):
         assert (before["name"], before["digest"]) == (after["name"], after["digest"])
+
+
+@pytest.mark.slow
+def test_preferences_reach_the_policy_through_a_reward_model(tmp_path: Path) -> None:
+    """The recipe as it ships, in fewer steps: it names no length of what its model reads."""
+    home = Home(tmp_path / "run", recipe="rm_ppo")
+    few = {
+        "data.arithmetic.num_sft": 64,
+        "data.arithmetic.num_rl": 64,
+        "data.arithmetic.num_eval": 16,
+        "data.arithmetic.num_preference": 64,
+        "data.arithmetic.num_preference_eval": 16,
+        "sft.num_steps": 2,
+        "reward_model.num_steps": 2,
+        "reward_model.batch_size_pairs": 16,
+        "rl.num_steps_per_round": 1,
+        "rl.batch_size_prompts": 16,
+        "rl.mini_batch_size_prompts": 16,
+        "rl.critic.num_warmup_steps": 0,
+        "evaluation.num_problems": 16,
+        "promote.min_value": 0.0,
+        **{f"{name}.optimizer.num_warmup_steps": 0 for name in ("sft", "reward_model", "rl")},
+    }
+    report = home.run(*(f"{name}={value}" for name, value in few.items()))
+    by_name = {stage["name"]: stage for stage in report["stages"]}
+    assert {"reward_model", "rl_round_1", "evaluate_addition", "promote"} <= by_name.keys()
+    assert by_name["evaluate_sft"]["metrics"]["reward/mean"] != 0.0
 
 
 def status(planned: str, stage: str) -> str:

@@ -18,7 +18,6 @@ from engines.config.distillation import DistillationConfig
 from engines.config.look import Look
 from engines.config.model import (
     JudgeConfig,
-    JudgingModelConfig,
     ModelConfig,
     RewardModelConfig,
 )
@@ -120,7 +119,10 @@ def look_at_teacher(
 
 
 def _look_at_judging(
-    section: str, check: Callable[..., None], model: JudgingModelConfig, row: RLRow | None
+    section: str,
+    check: Callable[..., None],
+    model: RewardModelConfig | JudgeConfig,
+    row: RLRow | None,
 ) -> None:
     """Headers, tokenizer and template of a model that judges; `check` takes its max_length."""
     directory = local_path(model.path)

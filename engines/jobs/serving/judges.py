@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from engines.checkpoint.model_directory import (
     check_reward_model,
     model_of_section,
     resolve_model,
+    stated_context,
 )
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
@@ -36,6 +38,8 @@ JUDGE = "judge"
 """What its engines are called among those beside the policy's."""
 JUDGE_DIR = "judge"
 """Below the attempt: configuration and tokenizer of a judge, with every token that ends a text."""
+MAX_READ_TOKENS = 2048
+"""Of a conversation, by a reward model that nobody gave a length."""
 
 
 def reward_role(
@@ -149,7 +153,22 @@ def _reward_model(
         return found.last_values_B
 
     tokenizer = policy_tokenizer(role.source.hf_dir, model.chat_template)
-    return RewardModelJudge(behind, tokenizer, model.max_length)
+    return RewardModelJudge(behind, tokenizer, longest_read(model, role.source.hf_dir))
+
+
+def longest_read(model: RewardModelConfig, directory: Path) -> int:
+    """Tokens of the longest conversation that a reward model scores.
+
+    Args:
+        model: of the stage.
+        directory: its files.
+
+    Returns:
+        What the recipe says, else what the model was built for, at most `MAX_READ_TOKENS`.
+    """
+    if model.max_length is not None:
+        return model.max_length
+    return min(MAX_READ_TOKENS, stated_context(directory) or MAX_READ_TOKENS)
 
 
 def question_seed(seed: int, text: str) -> int:
