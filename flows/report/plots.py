@@ -20,8 +20,8 @@ INK = "#0f172a"
 SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
-MAX_LEVEL_LABELS = 8
-"""More bars than this have their labels upright."""
+MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
+"""More bars than the first have labels of a word a line, more than the second upright ones."""
 BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
 """Least height of a lying bar, and of what stands above and below all of them."""
 STYLE: dict[Any, Any] = {
@@ -173,7 +173,7 @@ def _draw_looks(axes: Axes, curve: Curve) -> None:
         color=INK,
         linewidth=1.2,
         marker="o",
-        label="held-out pairs, interval",
+        label="held-out pairs, with interval",
     )
 
 
@@ -204,7 +204,8 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
         top = bar.high if bar.high is not None else bar.value
         share = f"{bar.value:.1%}"
         axes.text(place, 100 * top + 2, share, ha="center", va="bottom", rotation=rotation)
-    labels = [bar.label if rotation else bar.label.replace(" ", "\n") for bar in bars]
+    broken = MAX_LINE_LABELS < len(bars) <= MAX_LEVEL_LABELS
+    labels = [bar.label.replace(" ", "\n") if broken else bar.label for bar in bars]
     axes.set_xticks(list(places), labels, rotation=rotation)
     room = 130 if rotation else 112
     axes.set(title="Held-out accuracy after each stage", ylabel="%", ylim=(0, room))

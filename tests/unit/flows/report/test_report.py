@@ -128,6 +128,8 @@ def test_the_report_for_people(recipe: Recipe, history: StageHistory) -> None:
         assert (directory / f"{name}.svg").read_text().lstrip().startswith("<?xml")
         assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (directory / "lengths.svg").exists(), "nothing was recorded about lengths"
+    for stage in ("reward_model", "preference", "distillation"):
+        assert not [*directory.glob(f"{stage}*")], "it did not run"
     assert "data:image/svg+xml;base64," in markdown(report, directory, embed=True)
 
 
