@@ -74,17 +74,12 @@ def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
     for journal in journals:
         points = _points(journal, metric)
         if points:
-            curves.append(
-                Curve(
-                    [shift + step for step in points],
-                    [found[metric] for found in points.values()],
-                    [shift + 1] if shift else [],
-                    *(
-                        [found[metric + end] for found in points.values() if metric + end in found]
-                        for end in ("_low", "_high")
-                    ),
-                )
+            values, low, high = (
+                [found[name] for found in points.values() if name in found]
+                for name in (metric, f"{metric}_low", f"{metric}_high")
             )
+            steps, bounds = [shift + step for step in points], [shift + 1] if shift else []
+            curves.append(Curve(steps, values, bounds, low, high))
         shift += max((record.step for record in journal if record.step is not None), default=0)
     return curves
 
