@@ -226,27 +226,6 @@ def check_reward_model(path: Path, *, max_length: int | None) -> None:
         )
 
 
-@contextmanager
-def model_of_section(section: str) -> Iterator[None]:
-    """Scope in which an error that names `model` means the model of another section.
-
-    Args:
-        section: of the recipe, `rl.reward.model`.
-
-    Yields:
-        None: nothing.
-
-    Raises:
-        ConfigError: what was raised inside, with the other name.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        first, dot, field = error.path.partition(".")
-        path = f"{section}{dot}{field}" if first == "model" else section
-        raise ConfigError(path, error.problem) from None
-
-
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Architectures whose images are patches with a grid, and whose positions follow the grid: those
 that are trained and sampled from."""

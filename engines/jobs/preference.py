@@ -51,7 +51,7 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
             "preference",
         ).run()
         steps = TrainedSteps(stage="preference", num_steps=trained.num_steps)
-        return policy_output(context, progress, start.hf_dir, steps, trained.after)
+        return policy_output(context, progress, start.hf_dir, steps, trained.metrics)
 
 
 def training_set(

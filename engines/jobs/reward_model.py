@@ -63,7 +63,7 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
             KIND,
         ).run()
         _write(context, progress, config_dir)
-        return JobOutput(KIND, {"num_steps": float(trained.num_steps), **trained.after})
+        return JobOutput(KIND, {"num_steps": float(trained.num_steps), **trained.metrics})
 
 
 def _pairs(

@@ -146,7 +146,7 @@ def train_policy(
         training_set: makes what is trained on of the data.
 
     Returns:
-        A `policy`, with what held-out rows said at the end.
+        A `policy`, with what held-out rows said before and after.
 
     Raises:
         ConfigError: the data or the model cannot be used.
@@ -168,4 +168,4 @@ def train_policy(
             section, trained_on, rows_per_step, workers, progress, context.spec.seed, config.stage
         ).run()
         steps = TrainedSteps(stage=config.stage, num_steps=trained.num_steps)
-        return policy_output(context, progress, start.hf_dir, steps, trained.after)
+        return policy_output(context, progress, start.hf_dir, steps, trained.metrics)

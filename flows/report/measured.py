@@ -7,14 +7,22 @@ that it is compared with, has no such table.
 from collections.abc import Mapping
 
 from flows.report.sources import BOUNDS, PREFIX, is_shown, shown_share
-from infra.tracking.comparison import GAIN, MARGIN, verdicts
+from infra.tracking.comparison import (
+    BEFORE,
+    GAIN,
+    MARGIN,
+    NUM_PAIRS,
+    PAIR_ACCURACY,
+    PAIR_MARGIN,
+    verdicts,
+)
 
 EVALUATION, COMPARISON, HARNESS, OF_SUITE = "evaluate", "compare", "harness_", "preprocess_"
 """How the labels of these stages begin; the last makes the dataset of a suite."""
 
 
 def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Evaluations with their intervals, and what came of comparing two models.
+    """Pairs told apart before and after training, evaluations, what came of comparing two models.
 
     Args:
         stages: metrics by label, of a run.
@@ -26,9 +34,33 @@ def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
     comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}
     harnesses = {each: found for each, found in stages.items() if each.startswith(HARNESS)}
     has_suites = any(label.startswith(OF_SUITE) for label in stages)
-    shown = _evaluations(evaluations) if evaluations and (has_suites or comparisons) else []
+    shown = _pairs(stages)
+    shown += _evaluations(evaluations) if evaluations and (has_suites or comparisons) else []
     shown += _harnesses(harnesses) if harnesses else []
     return [*shown, *(_comparisons(comparisons) if comparisons else [])]
+
+
+def _pairs(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A row for each stage that trained on pairs and looked at held-out ones."""
+    found = {label: metrics for label, metrics in stages.items() if PAIR_ACCURACY in metrics}
+    if not found:
+        return []
+    return [
+        "| trained on pairs | held out | pair accuracy before | after | margin before | after |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(
+            f"| {label} | {metrics.get(NUM_PAIRS, 0):.0f} | "
+            f"{shown_share(metrics, BEFORE + PAIR_ACCURACY)} | "
+            f"{shown_share(metrics, PAIR_ACCURACY)} | "
+            f"{_number(metrics, BEFORE + PAIR_MARGIN)} | {_number(metrics, PAIR_MARGIN)} |"
+            for label, metrics in found.items()
+        ),
+        "",
+    ]
+
+
+def _number(metrics: Mapping[str, float], name: str) -> str:
+    return f"{metrics[name]:.4g}" if name in metrics else ""
 
 
 def _evaluations(found: Mapping[str, Mapping[str, float]]) -> list[str]:

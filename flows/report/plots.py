@@ -1,4 +1,4 @@
-"""The report's plots: reward, accuracy, lengths, time. SVG for pages, PNG for everything else.
+"""The report's plots: accuracy, curves of every trainer, time. SVG for pages, PNG for the rest.
 
 matplotlib is imported here and only here, inside the drawing functions: a run that reuses every
 stage and has its report already never pays for it.
@@ -6,18 +6,24 @@ stage and has its report already never pays for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flows.report.plot_data import Bar, Curve, PairCurves, PlotData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREY, GREEN = "#2563eb", "#ea580c", "#94a3b8", "#16a34a"
+INK = "#0f172a"
 SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
+MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
+"""More bars than the first have labels of a word a line, more than the second upright ones."""
+BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
+"""Least height of a lying bar, and of what stands above and below all of them."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -35,57 +41,8 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Values over the steps of one or more stages, laid end to end.
-
-    Attributes:
-        steps: step numbers, counted over all stages.
-        values: one per step.
-        bounds: first steps of the stages after the first, drawn as lines.
-    """
-
-    steps: Sequence[float]
-    values: Sequence[float]
-    bounds: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One measured share with its interval.
-
-    Attributes:
-        label: name of the stage.
-        value: in [0, 1].
-        low: lower end of the interval, or None.
-        high: upper end of the interval, or None.
-    """
-
-    label: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class PlotData:
-    """Everything that is drawn; an empty part is left out.
-
-    Attributes:
-        loss: supervised loss per step.
-        reward: mean reward per RL step.
-        lengths: mean response length per RL step.
-        accuracy: held-out accuracy per stage.
-        step: seconds by phase of the median RL step, in the order of the loop.
-        seconds: wall seconds by phase, per stage.
-    """
-
-    loss: Curve | None = None
-    reward: Curve | None = None
-    lengths: Curve | None = None
-    accuracy: Sequence[Bar] = ()
-    step: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+Drawing = tuple[str, Callable[["Axes"], None]]
+"""Name of the files, and what fills the axes."""
 
 
 def draw_plots(data: PlotData, directory: Path) -> list[Path]:
@@ -98,16 +55,19 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     Returns:
         The SVG files, in the order of a report.
     """
-    drawings: list[tuple[str, Callable[[Axes], None]]] = []
+    drawings: list[Drawing] = []
     if data.accuracy:
         drawings.append(("accuracy", lambda axes: _draw_accuracy(axes, data.accuracy)))
     for name, curve, title, ylabel, color in (
         ("reward", data.reward, "Reward while RL runs", "mean reward of a step", BLUE),
         ("loss", data.loss, "Supervised loss", "loss per token", ORANGE),
+        ("distillation", data.distillation, "Distillation while RL runs", "loss", ORANGE),
         ("lengths", data.lengths, "Response length while RL runs", "tokens", GREEN),
     ):
         if curve and curve.steps:
-            drawings.append((name, _curve_drawing(curve, title, ylabel, color)))
+            drawings.append((name, _curves_drawing([curve], title, ylabel, color)))
+    drawings += _pair_drawings("reward_model", "Reward model", data.reward_model)
+    drawings += _pair_drawings("preference", "Preferences", data.preference)
     if data.step:
         drawings.append(("step", lambda axes: _draw_step(axes, data.step)))
     if data.seconds:
@@ -139,25 +99,82 @@ def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
     return path
 
 
-def _curve_drawing(curve: Curve, title: str, ylabel: str, color: str) -> Callable[[Axes], None]:
-    from matplotlib.ticker import MaxNLocator
+def _pair_drawings(name: str, title: str, pairs: PairCurves) -> Iterator[Drawing]:
+    """Of one trainer: pair accuracy, loss and margin."""
+    if pairs.accuracy or pairs.held_out:
+        yield (
+            f"{name}_accuracy",
+            _curves_drawing(
+                pairs.accuracy,
+                f"{title}: pairs told apart",
+                "pair accuracy",
+                BLUE,
+                held_out=pairs.held_out,
+            ),
+        )
+    for part, curves, ylabel, color in (
+        ("loss", pairs.loss, "mean loss of a step", ORANGE),
+        ("margin", pairs.margin, "mean margin of a step", GREEN),
+    ):
+        if curves:
+            drawn = _curves_drawing(curves, f"{title}: {part}", ylabel, color)
+            yield f"{name}_{part}", drawn
+
+
+def _curves_drawing(
+    curves: Sequence[Curve],
+    title: str,
+    ylabel: str,
+    color: str,
+    held_out: Sequence[Curve] | None = None,
+) -> Callable[[Axes], None]:
+    """Curves that no line connects; with `held_out` shares, and those of held-out rows on top."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     def draw(axes: Axes) -> None:
-        if len(curve.values) < MIN_SMOOTHED:
-            axes.plot(curve.steps, curve.values, color=color, linewidth=2, marker="o")
-        else:
-            mean = _moving_mean(curve.values)
-            axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
-            axes.plot(curve.steps, mean, color=color, linewidth=2, label="mean of 5 steps")
-            axes.legend(frameon=False, fontsize=8, loc="best")
-        for bound in curve.bounds:
+        for curve in curves:
+            _draw_steps(axes, curve, color)
+        for curve in held_out or ():
+            _draw_looks(axes, curve)
+        for bound in {bound for curve in (*curves, *(held_out or ())) for bound in curve.bounds}:
             axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
         axes.set(title=title, xlabel="step", ylabel=ylabel)
         axes.ticklabel_format(axis="y", useOffset=False)
+        if held_out is not None:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.margins(x=0.01)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
+        handles, labels = axes.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        axes.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="best")
 
     return draw
+
+
+def _draw_steps(axes: Axes, curve: Curve, color: str) -> None:
+    """Each step, and where there are many their moving mean."""
+    if len(curve.values) < MIN_SMOOTHED:
+        axes.plot(
+            curve.steps, curve.values, color=color, linewidth=2, marker="o", label="each step"
+        )
+        return
+    axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
+    mean = _moving_mean(curve.values)
+    axes.plot(curve.steps, mean, color=color, linewidth=2, label="mean of 5 steps")
+
+
+def _draw_looks(axes: Axes, curve: Curve) -> None:
+    """Values that were looked at now and then, in a band of their intervals."""
+    if len(curve.low) == len(curve.steps) == len(curve.high):
+        axes.fill_between(curve.steps, curve.low, curve.high, color=INK, alpha=0.15, linewidth=0)
+    axes.plot(
+        curve.steps,
+        curve.values,
+        color=INK,
+        linewidth=1.2,
+        marker="o",
+        label="held-out pairs, with interval",
+    )
 
 
 def _moving_mean(values: Sequence[float], width: int = 5) -> list[float]:
@@ -170,6 +187,7 @@ def _moving_mean(values: Sequence[float], width: int = 5) -> list[float]:
 
 def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
     places = range(len(bars))
+    rotation = 0 if len(bars) <= MAX_LEVEL_LABELS else 90
     colors = [GREY] + [BLUE] * (len(bars) - 1)
     axes.bar(places, [100 * bar.value for bar in bars], color=colors, width=0.6)
     for place, bar in zip(places, bars, strict=True):
@@ -179,14 +197,19 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
                 place,
                 100 * bar.value,
                 yerr=[[100 * below], [100 * above]],
-                color="#0f172a",
+                color=INK,
                 capsize=4,
                 linewidth=1.2,
             )
         top = bar.high if bar.high is not None else bar.value
-        axes.text(place, 100 * top + 2, f"{bar.value:.1%}", ha="center", va="bottom")
-    axes.set_xticks(list(places), [bar.label for bar in bars])
-    axes.set(title="Held-out accuracy after each stage", ylabel="%", ylim=(0, 112))
+        share = f"{bar.value:.1%}"
+        axes.text(place, 100 * top + 2, share, ha="center", va="bottom", rotation=rotation)
+    broken = MAX_LINE_LABELS < len(bars) <= MAX_LEVEL_LABELS
+    labels = [bar.label.replace(" ", "\n") if broken else bar.label for bar in bars]
+    axes.set_xticks(list(places), labels, rotation=rotation)
+    room = 130 if rotation else 112
+    axes.set(title="Held-out accuracy after each stage", ylabel="%", ylim=(0, room))
+    axes.set_yticks(range(0, 101, 20))
     axes.grid(visible=False, axis="x")
 
 
@@ -217,6 +240,10 @@ def _draw_seconds(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> Non
         axes.barh(labels, widths, left=left, label=phase, color=palette[index % len(palette)])
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
+    axes.margins(y=0.02)
     axes.set(title="Where the time went", xlabel="seconds")
     axes.grid(visible=False, axis="y")
-    axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    figure = axes.get_figure(root=True)
+    if figure is not None:
+        figure.set_figheight(max(SIZE_INCHES[1], AROUND_BARS_INCHES + BAR_INCHES * len(labels)))
+        figure.legend(ncols=4, fontsize=8, frameon=False, loc="outside lower center")

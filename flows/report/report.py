@@ -11,7 +11,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,8 +18,10 @@ from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
+from flows.report.curves import median_step, pair_curves, run_on
 from flows.report.measured import measured_tables
-from flows.report.plots import Bar, Curve, PlotData, draw_plots
+from flows.report.plot_data import Bar, PlotData
+from flows.report.plots import draw_plots
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from flows.report.sources import source_table
 from infra.store.atomic import atomic_write_bytes, make_directories
@@ -38,16 +39,17 @@ PLOT_TITLES = {
     "accuracy": "Held-out accuracy",
     "reward": "Reward",
     "loss": "Supervised loss",
+    "reward_model_accuracy": "Reward model: pairs told apart",
+    "reward_model_loss": "Reward model: loss",
+    "reward_model_margin": "Reward model: margin",
+    "preference_accuracy": "Preferences: pairs told apart",
+    "preference_loss": "Preferences: loss",
+    "preference_margin": "Preferences: margin",
+    "distillation": "Distillation",
     "lengths": "Response length",
     "step": "The median RL step",
     "time": "Time",
 }
-
-
-STEP_PHASES = (
-    "gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights",
-)  # fmt: skip
-"""Of `timing_s/*`, in the order of the loop."""
 
 
 class StageReport(BaseModel, frozen=True):
@@ -203,60 +205,28 @@ def _is_told(report: Report, directory: Path) -> bool:
 def plot_data(report: Report, history: StageHistory) -> PlotData:
     """What the journals and commit records say, ready to be drawn."""
     journals = {stage.name: history.records(stage.fingerprint, "")[0] for stage in report.stages}
-    rounds = [journals[name] for name in journals if name.startswith("rl_round")]
+
+    def of(label: str) -> list[Sequence[JournalRecord]]:
+        return [journal for name, journal in journals.items() if name.startswith(label)]
+
+    rounds = of("rl_round")
     return PlotData(
-        loss=_curve([journals.get("sft", [])], "train/loss"),
-        reward=_curve(rounds, "critic/score/mean"),
-        lengths=_curve(rounds, "response_length/mean"),
+        loss=run_on(of("sft"), "train/loss"),
+        reward_model=pair_curves(of("reward_model"), "reward_model"),
+        preference=pair_curves(of("preference"), "preference"),
+        reward=run_on(rounds, "critic/score/mean"),
+        distillation=run_on(rounds, "distillation/loss"),
+        lengths=run_on(rounds, "response_length/mean"),
         accuracy=_bars(report),
-        step=_median_step(rounds),
+        step=median_step(rounds),
         seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
     )
-
-
-def _curve(journals: Sequence[Sequence[JournalRecord]], metric: str) -> Curve:
-    """One metric over all stages; steps go on counting from stage to stage."""
-    steps: list[float] = []
-    values: list[float] = []
-    bounds: list[float] = []
-    for journal in journals:
-        points = {
-            record.step: record.values[metric]
-            for record in journal
-            if record.step is not None and metric in record.values
-        }
-        # A round counts its steps anew, or goes on from the round before: both read the same.
-        shift = len(steps)
-        if steps and points:
-            bounds.append(shift + 1)
-        for index, step in enumerate(sorted(points), start=1):
-            steps.append(shift + index)
-            values.append(points[step])
-    return Curve(steps, values, bounds)
-
-
-def _median_step(journals: Sequence[Sequence[JournalRecord]]) -> dict[str, float]:
-    """Seconds of each phase of a step that trained, and of what lies between them as `other`."""
-    steps = [
-        record.values
-        for journal in journals
-        for record in journal
-        if "timing_s/update_actor" in record.values
-    ]
-    if not steps:
-        return {}
-    phases = {
-        phase: median(values.get(f"timing_s/{phase}", 0.0) for values in steps)
-        for phase in STEP_PHASES
-    }
-    rest = median(values["timing_s/step"] for values in steps) - sum(phases.values())
-    return phases | {"other": max(0.0, rest)}
 
 
 def _bars(report: Report) -> list[Bar]:
     return [
         Bar(
-            evaluated_name(stage.name).replace("rl_round_", "round "),
+            evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
             stage.metrics["accuracy"],
             stage.metrics.get("accuracy_low"),
             stage.metrics.get("accuracy_high"),

@@ -1,4 +1,4 @@
-"""What a comparison of two models says in the metrics of its stage."""
+"""What a stage's metrics say of two models, or of one before and after its training."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -6,6 +6,10 @@ from typing import Literal
 Verdict = Literal["better", "worse", "alike"]
 GAIN, MARGIN = "gain/", "margin/"
 """In front of a metric's name: by how much it is larger, and what chance alone gives."""
+BEFORE = "before/"
+"""In front of a metric's name: what it was before the first step."""
+PAIR_ACCURACY, PAIR_MARGIN, NUM_PAIRS = "pair_accuracy", "pair_margin", "num_pairs"
+"""Of held-out pairs: the share told apart, the mean difference of their rewards, how many."""
 
 
 def verdict(gain: float, margin: float) -> Verdict:

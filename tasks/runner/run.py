@@ -5,7 +5,7 @@ from typing import Protocol
 
 from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import Adoption, Artifact
-from infra.tracking.comparison import GAIN, MARGIN, verdicts
+from infra.tracking.comparison import BEFORE, GAIN, MARGIN, PAIR_ACCURACY, verdicts
 from tasks.runner.identity import StageRequest
 
 COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_eval", "num_steps", "size_bytes")
@@ -24,8 +24,10 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
         return f"{metric} {gain:+.3g}, chance {margin:.3g}: {found[metric]}"
     if "accuracy" in metrics:
         return f"accuracy {metrics['accuracy']:.1%}"
-    if "pair_accuracy" in metrics:
-        return f"pair accuracy {metrics['pair_accuracy']:.1%}"
+    if PAIR_ACCURACY in metrics:
+        start = metrics.get(BEFORE + PAIR_ACCURACY)
+        was = f"{start:.1%} -> " if start is not None else ""
+        return f"pair accuracy {was}{metrics[PAIR_ACCURACY]:.1%}"
     return next((f"{name} {metrics[name]:,.0f}" for name in COUNT_METRICS if metrics.get(name)), "")
 
 

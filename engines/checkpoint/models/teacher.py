@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-from engines.checkpoint.model_directory import (
-    check_model_directory,
-    model_of_section,
-    stated_context,
-)
+from engines.checkpoint.model_directory import check_model_directory, stated_context
 from engines.config.distillation import TOPK, DistillationConfig
 from engines.data.read.tokenizer import check_same_tokens, text_config
 from infra.errors import ConfigError
+from infra.section_names import renamed_sections
 
 TEACHER_SECTION = "rl.distillation"
 
@@ -34,7 +31,7 @@ def check_teacher(
     Raises:
         ConfigError: names the field.
     """
-    with model_of_section(TEACHER_SECTION):
+    with renamed_sections({"model": TEACHER_SECTION}):
         check_model_directory(teacher_dir, max_length=max_length)
         context = stated_context(teacher_dir)
     needed = max_length + num_spare_tokens

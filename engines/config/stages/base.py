@@ -134,12 +134,37 @@ class ComputingStageConfig(StageConfig):
         yield "platform", self.hardware.platform
 
 
-class TrainingStageConfig(ComputingStageConfig):
+class BackendStageConfig(ComputingStageConfig):
+    """What the stages share that compute by a training backend, or read what one wrote."""
+
+    @property
+    def training_backend(self) -> str | None:
+        """Its name; None: there is none."""
+        raise NotImplementedError
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """And the training backend."""
+        yield from super().plugins()
+        if self.training_backend:
+            yield "backend", self.training_backend
+
+    def plugin_modules(self) -> tuple[str, ...]:
+        """And what the backend needs on this platform."""
+        repairs = repair_modules(self.hardware.platform, self.training_backend)
+        return (*super().plugin_modules(), *repairs)
+
+
+class TrainingStageConfig(BackendStageConfig):
     """What the stages that train a policy share."""
 
     model: ModelConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
+
+    @property
+    def training_backend(self) -> str:
+        """Of the ranks."""
+        return self.training.backend
 
     @property
     def driver_computes(self) -> bool:
@@ -150,16 +175,6 @@ class TrainingStageConfig(ComputingStageConfig):
     def interpreter(self) -> Path | None:
         """Of the training backend."""
         return job_interpreter(self.training.backend, "training.backend")
-
-    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the training backend."""
-        yield from super().plugins()
-        yield "backend", self.training.backend
-
-    def plugin_modules(self) -> tuple[str, ...]:
-        """And what the backend needs on this platform."""
-        repairs = repair_modules(self.hardware.platform, self.training.backend)
-        return (*super().plugin_modules(), *repairs)
 
     def check(self) -> None:
         """The backend has the layout."""

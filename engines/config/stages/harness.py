@@ -1,6 +1,6 @@
 """The stage that measures a model by tasks of lm-evaluation-harness."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,15 +8,14 @@ from pydantic import Field
 
 from engines.config.base import NotIdentity
 from engines.config.model import ModelConfig
-from engines.config.plugins import PluginKind
+from engines.config.stages.base import BackendStageConfig
 from engines.config.stages.inputs import ExternalInput, model_input
 from engines.config.stages.serving import AnsweringStageConfig
 from engines.config.suite import HARNESSES, LM_EVAL, HarnessConfig
 from engines.config.training import TrainingConfig
-from hardware.platforms import repair_modules
 
 
-class HarnessStageConfig(AnsweringStageConfig):
+class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
     """A model as a user would load it, to the metrics of the harness's tasks."""
 
     stage = "harness"
@@ -50,15 +49,10 @@ class HarnessStageConfig(AnsweringStageConfig):
         """Of the one rank that computes the log-likelihoods of given texts."""
         return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
 
-    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the training backend of that rank."""
-        yield from super().plugins()
-        yield "backend", self.training.backend
-
-    def plugin_modules(self) -> tuple[str, ...]:
-        """And what the backend needs on this platform."""
-        repairs = repair_modules(self.hardware.platform, self.training.backend)
-        return (*super().plugin_modules(), *repairs)
+    @property
+    def training_backend(self) -> str:
+        """Of that rank."""
+        return self.training.backend
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """The model of nobody's making, and the user's tasks."""

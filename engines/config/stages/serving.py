@@ -14,9 +14,8 @@ from engines.config.rules.answers import check_structured_output
 from engines.config.rules.models import check_judge, check_reward_models
 from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import SelfPlayConfig
-from engines.config.stages.base import ComputingStageConfig, interpreter_of
+from engines.config.stages.base import BackendStageConfig, ComputingStageConfig, interpreter_of
 from engines.config.stages.inputs import ExternalInput, reward_inputs
-from hardware.platforms import repair_modules
 from infra.errors import ConfigError
 
 
@@ -46,7 +45,7 @@ class AnsweringStageConfig(ComputingStageConfig):
         yield "rollout", self.rollout.engine
 
 
-class ServingStageConfig(AnsweringStageConfig):
+class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
     """A policy or a model, served by rollout engines, and what scores its answers."""
 
     backend: str | None = None
@@ -58,17 +57,16 @@ class ServingStageConfig(AnsweringStageConfig):
         """Of the training backend: where it ran, its checkpoint can be read."""
         return job_interpreter(self.backend, "training.backend") if self.backend else None
 
+    @property
+    def training_backend(self) -> str | None:
+        """That of the checkpoint."""
+        return self.backend
+
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the training backend and the reward."""
+        """And the reward."""
         yield from super().plugins()
-        if self.backend:
-            yield "backend", self.backend
         for name in self.reward.functions:
             yield "reward", name
-
-    def plugin_modules(self) -> tuple[str, ...]:
-        """And what the backend needs on this platform."""
-        return (*super().plugin_modules(), *repair_modules(self.hardware.platform, self.backend))
 
     def serving_values(self) -> dict[str, Any]:
         """What of `identity_values` says how the model is served; what judges it is left out."""

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from engines.checkpoint.model_directory import model_of_section, resolve_model
+from engines.checkpoint.model_directory import resolve_model
 from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
 from engines.config.distillation import DistillationConfig
 from engines.config.rules.distillation import num_spare_tokens
 from engines.training.roles import ModelSource
+from infra.section_names import renamed_sections
 
 
 def teacher_source(
@@ -31,7 +32,7 @@ def teacher_source(
     Raises:
         ConfigError: it cannot be used; names the field below `rl.distillation`.
     """
-    with model_of_section(TEACHER_SECTION):
+    with renamed_sections({"model": TEACHER_SECTION}):
         directory = given or resolve_model(config, max_length)
     num_spare = num_spare_tokens(config, rollout_engine)
     check_teacher(config, directory, policy.hf_dir, max_length, num_spare)

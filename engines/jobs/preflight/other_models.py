@@ -7,11 +7,7 @@ yet.
 from collections.abc import Callable
 from pathlib import Path
 
-from engines.checkpoint.model_directory import (
-    check_model_directory,
-    check_reward_model,
-    model_of_section,
-)
+from engines.checkpoint.model_directory import check_model_directory, check_reward_model
 from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
 from engines.config.base import local_path
 from engines.config.distillation import DistillationConfig
@@ -128,7 +124,7 @@ def _look_at_judging(
     directory = local_path(model.path)
     if directory is None:
         return
-    with model_of_section(section):
+    with renamed_sections({"model": section}):
         check(directory, max_length=model.max_length)
         _look_at_template(directory, model.chat_template, row)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from engines.checkpoint.model_directory import (
     check_model_directory,
     check_reward_model,
-    model_of_section,
     resolve_model,
     stated_context,
 )
@@ -33,6 +32,7 @@ from engines.trainers.prompts import derive_seed
 from engines.trainers.sampling import sampling_params
 from engines.training.roles import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
+from infra.section_names import renamed_sections
 
 JUDGE = "judge"
 """What its engines are called among those beside the policy's."""
@@ -60,7 +60,7 @@ def reward_role(
     """
     if model is None:
         return None
-    with model_of_section("rl.reward.model"):
+    with renamed_sections({"model": "rl.reward.model"}):
         directory = context.optional_input("reward.model") or resolve_model(model, model.max_length)
         check_reward_model(directory, max_length=model.max_length)
     return RoleSpec(
@@ -91,7 +91,7 @@ def judge_source(
     """
     if judge is None:
         return None
-    with model_of_section("rl.reward.judge"):
+    with renamed_sections({"model": "rl.reward.judge"}):
         weights_dir = context.optional_input("reward.judge") or resolve_model(
             judge, judge.max_length
         )

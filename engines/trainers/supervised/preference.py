@@ -38,6 +38,7 @@ from engines.training import roles
 from engines.training.roles import RoleName
 from engines.training.spec import LossFn
 from engines.types import ModelOutputs, TokenBatch
+from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
 
 CONFIDENCE = 0.95
 
@@ -242,9 +243,9 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
     num_right = float(right_side(torch.tensor(margins, dtype=torch.float64)).sum())
     low, high = wilson_interval(num_right, len(margins), CONFIDENCE)
     return {
-        "pair_accuracy": num_right / len(margins),
-        "pair_accuracy_low": low,
-        "pair_accuracy_high": high,
-        "pair_margin": fmean(margins),
-        "num_pairs": float(len(margins)),
+        PAIR_ACCURACY: num_right / len(margins),
+        f"{PAIR_ACCURACY}_low": low,
+        f"{PAIR_ACCURACY}_high": high,
+        PAIR_MARGIN: fmean(margins),
+        NUM_PAIRS: float(len(margins)),
     }

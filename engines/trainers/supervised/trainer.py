@@ -20,11 +20,11 @@ from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
 from engines.trainers.supervised.training_set import TrainingSet
 from engines.types import TokenBatch
+from infra.tracking.comparison import BEFORE
 
 LOSS_AVERAGE = "loss_average"
 LOSS_AVERAGE_DECAY = 0.9
 _NUM_POISONED = "num_poisoned"
-_BEFORE = "before/"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Trained:
     num_steps: int
     before: Mapping[str, float]
     after: Mapping[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the stage: what held-out rows said in the end, and as `before/*` at the start."""
+        return {**self.after, **{BEFORE + name: value for name, value in self.before.items()}}
 
 
 class SupervisedTrainer:
@@ -89,9 +94,9 @@ class SupervisedTrainer:
         average = float(state.values[LOSS_AVERAGE]) if LOSS_AVERAGE in state.values else None
         self._guard.num_poisoned = int(state.values.get(_NUM_POISONED, 0))
         self._before = {
-            name.removeprefix(_BEFORE): float(value)
+            name.removeprefix(BEFORE): float(value)
             for name, value in state.values.items()
-            if name.startswith(_BEFORE)
+            if name.startswith(BEFORE)
         }
         if done == 0:
             self._before = self._measured(0)
@@ -110,7 +115,7 @@ class SupervisedTrainer:
 
     def _kept(self, average: float | None) -> dict[str, float]:
         """What a step checkpoint holds of the loop."""
-        values = {_BEFORE + name: value for name, value in self._before.items()}
+        values = {BEFORE + name: value for name, value in self._before.items()}
         if average is not None:
             values[LOSS_AVERAGE] = average
         return {**values, _NUM_POISONED: self._guard.num_poisoned}

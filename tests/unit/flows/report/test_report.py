@@ -1,12 +1,15 @@
 """The report: numbers, files, and plots that are drawn once."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
-from flows.report.plots import Curve, PlotData, draw_plots
+from flows.report.measured import measured_tables
+from flows.report.plot_data import Curve, PlotData
+from flows.report.plots import draw_plots
 from flows.report.report import build_report, markdown, plot_data, write_report
 from flows.report.sources import source_table
 from infra.store.stage_log import Holder
@@ -14,7 +17,7 @@ from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage, open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageResult, headline_metric
 
 
 def result(label: str, metrics: dict[str, float], *, reused: bool = False) -> StageResult:
@@ -61,13 +64,28 @@ def home(tmp_path: Path) -> Path:
     steps = {"sft": ("train/loss", [3.0, 2.0]), "rl_round_1": ("critic/score/mean", [0.2, 0.4])}
     steps["rl_round_2"] = ("critic/score/mean", [0.6])
     for label, (metric, values) in steps.items():
-        store = LocalStorage(tmp_path / "store")
-        store.attempts.hold(f"fingerprint-{label}", Holder(id="test", process="test"), 0)
-        directory = store.channel(f"fingerprint-{label}").local_dir(0)
-        with Journal(directory / "journal.jsonl") as journal:
-            for step, value in enumerate(values, start=1):
-                journal.metrics(step, {metric: value, **TIMES.get((label, step), {})})
+        found = {
+            step: {metric: value, **TIMES.get((label, step), {})}
+            for step, value in enumerate(values, start=1)
+        }
+        record(tmp_path, label, found)
     return tmp_path
+
+
+def record(home: Path, label: str, steps: Mapping[int, Mapping[str, float]]) -> None:
+    """Have a stage write its journal."""
+    store = LocalStorage(home / "store")
+    store.attempts.hold(f"fingerprint-{label}", Holder(id="test", process="test"), 0)
+    directory = store.channel(f"fingerprint-{label}").local_dir(0)
+    with Journal(directory / "journal.jsonl") as journal:
+        for step, values in steps.items():
+            journal.metrics(step, values)
+
+
+def looked(accuracy: float) -> dict[str, float]:
+    """What held-out pairs said."""
+    ends = {"_low": accuracy - 0.1, "_high": accuracy + 0.1, "": accuracy}
+    return {f"val-core/pair_accuracy{end}": value for end, value in ends.items()}
 
 
 @pytest.fixture
@@ -110,7 +128,56 @@ def test_the_report_for_people(recipe: Recipe, history: StageHistory) -> None:
         assert (directory / f"{name}.svg").read_text().lstrip().startswith("<?xml")
         assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (directory / "lengths.svg").exists(), "nothing was recorded about lengths"
+    for stage in ("reward_model", "preference", "distillation"):
+        assert not [*directory.glob(f"{stage}*")], "it did not run"
     assert "data:image/svg+xml;base64," in markdown(report, directory, embed=True)
+
+
+PAIRS = {
+    "num_steps": 2.0,
+    "num_pairs": 64.0,
+    "pair_accuracy": 0.75,
+    "pair_accuracy_low": 0.63,
+    "pair_accuracy_high": 0.84,
+    "pair_margin": 1.25,
+    "before/pair_accuracy": 0.5,
+    "before/pair_accuracy_low": 0.38,
+    "before/pair_accuracy_high": 0.62,
+    "before/pair_margin": 0.0,
+}
+
+
+def test_a_run_with_a_reward_model_and_iterations_of_preferences(
+    home: Path, recipe: Recipe, history: StageHistory
+) -> None:
+    record(home, "reward_model", {0: looked(0.5), 1: {"train/loss": 0.7}, 2: looked(0.75)})
+    for label in ("preference_1", "preference_2"):
+        steps = {0: looked(0.5), 1: {"train/loss": 0.7, "preference/margin": 0.1}}
+        record(home, label, {**steps, 2: {"train/loss": 0.6, **looked(0.75)}})
+    stages = ("reward_model", "preference_1", "preference_2")
+    results = [*RESULTS[:2], *(result(label, PAIRS) for label in stages)]
+    report = build_report(recipe, results, 12.5)
+    directory = write_report(report, recipe, history)
+    curves = {path.stem for path in directory.glob("*.svg")} - {"loss", "time"}
+    of_preference = {f"preference_{part}" for part in ("accuracy", "loss", "margin")}
+    assert curves == {"reward_model_accuracy", "reward_model_loss", *of_preference}
+    text = (directory / "report.md").read_text()
+    assert "![Preferences: pairs told apart](preference_accuracy.svg)" in text
+    assert "| preference_2 | ran | 2.0 | `" in text
+    assert "| pair accuracy 50.0% -> 75.0% |" in text
+    line = "| 64 | 50.0% [38.0%, 62.0%] | 75.0% [63.0%, 84.0%] | 0 | 1.25 |"
+    for label in stages:
+        assert f"| {label} {line}" in text
+    shown = plot_data(report, history).preference.held_out
+    assert [list(curve.steps) for curve in shown] == [[0, 2], [2, 4]]
+    assert [list(curve.high) for curve in shown] == [[0.6, 0.85], [0.6, 0.85]]
+
+
+def test_a_stage_that_was_committed_without_its_start_shows_its_end() -> None:
+    metrics = {name: value for name, value in PAIRS.items() if not name.startswith("before/")}
+    *_, row, _ = measured_tables({"preference": metrics, "merge": {"size_bytes": 1.0}})
+    assert row == "| preference | 64 |  | 75.0% [63.0%, 84.0%] |  | 1.25 |"
+    assert headline_metric(metrics) == "pair accuracy 75.0%"
 
 
 def test_a_table_for_each_evaluation_of_several_sources() -> None:

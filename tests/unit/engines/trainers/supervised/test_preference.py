@@ -115,6 +115,9 @@ def test_held_out_pairs_are_told_apart_in_the_end(
     assert after["num_pairs"] == 32
     assert after["pair_accuracy_low"] > before["pair_accuracy"]
     assert after["pair_margin"] > before["pair_margin"]
+    said = attempt.trained.metrics
+    assert said["pair_accuracy"] == after["pair_accuracy"]
+    assert said["before/pair_accuracy_low"] == before["pair_accuracy_low"]
     last = attempt.metrics[NUM_STEPS]
     assert last["val-core/pair_accuracy"] == after["pair_accuracy"]
     assert last["preference/accuracy"] > 0.6

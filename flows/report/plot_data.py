@@ -1,0 +1,86 @@
+"""What the plots of a report show."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over the steps of one or more stages, laid end to end.
+
+    Attributes:
+        steps: step numbers, counted over all stages.
+        values: one per step.
+        bounds: first steps of the stages after the first, drawn as lines.
+        low: lower ends of the values' intervals, one per step; none if they have no interval.
+        high: upper ends, likewise.
+    """
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    bounds: Sequence[float] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class PairCurves:
+    """Training on pairs of answers: curves of each stage, none of what nobody recorded.
+
+    Attributes:
+        accuracy: share of a step's pairs whose chosen answer has the larger reward, as the loss
+            counts it.
+        held_out: the same of held-out pairs, with intervals, after the steps at which they were
+            looked at; 0 is before the first.
+        loss: per step.
+        margin: mean difference of the rewards of a step's pairs, as the loss counts it.
+    """
+
+    accuracy: Sequence[Curve] = ()
+    held_out: Sequence[Curve] = ()
+    loss: Sequence[Curve] = ()
+    margin: Sequence[Curve] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One measured share with its interval.
+
+    Attributes:
+        label: name of the stage.
+        value: in [0, 1].
+        low: lower end of the interval, or None.
+        high: upper end of the interval, or None.
+    """
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class PlotData:
+    """Everything that is drawn; an empty part is left out.
+
+    Attributes:
+        loss: supervised loss per step.
+        reward_model: of its training.
+        preference: of training on preferences, in all iterations of self-play.
+        reward: mean reward per RL step.
+        distillation: loss per RL step of what a teacher says.
+        lengths: mean response length per RL step.
+        accuracy: held-out accuracy per stage.
+        step: seconds by phase of the median RL step, in the order of the loop.
+        seconds: wall seconds by phase, per stage.
+    """
+
+    loss: Curve | None = None
+    reward_model: PairCurves = PairCurves()
+    preference: PairCurves = PairCurves()
+    reward: Curve | None = None
+    distillation: Curve | None = None
+    lengths: Curve | None = None
+    accuracy: Sequence[Bar] = ()
+    step: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
