@@ -281,6 +281,11 @@ class PreferenceRow:
         return chosen, rejected
 
 
+def prompt_of(pair: PreferenceRow) -> RLRow:
+    """What both answers of a pair answer, for a model to judge what the policy says to it."""
+    return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
+
+
 def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> None:
     """An optional system message, then user and assistant in turn, ending with one of `last`.
 

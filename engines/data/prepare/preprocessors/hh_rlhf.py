@@ -12,7 +12,14 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import preference_row
-from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
+from engines.data.read.rows import (
+    Message,
+    PreferenceRow,
+    RLRow,
+    RowError,
+    check_text,
+    prompt_of,
+)
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -28,6 +35,11 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
     """Pairs of dialogues."""
 
     preference_columns = ("chosen", "rejected")
+    rl_columns = preference_columns
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The prompt of the pair, which has no ground truth."""
+        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """The dialogue as messages, its two last answers as the pair."""

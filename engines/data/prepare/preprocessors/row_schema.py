@@ -11,7 +11,7 @@ from engines.config.base import StrictModel
 from engines.config.options import NoOptions
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import preference_row, rl_row, sft_row
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow, prompt_of
 
 
 class RowSchema(Preprocessor[NoOptions]):
@@ -48,6 +48,11 @@ class Pairs(Preprocessor[PairsOptions]):
     """`chosen` and `rejected`, and `prompt` where they are no whole conversations."""
 
     preference_columns = ("chosen", "rejected")
+    rl_columns = preference_columns
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The prompt of the pair, which has no ground truth."""
+        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """The row as it is, validated; see `engines.data.read.raw_rows.preference_row`."""

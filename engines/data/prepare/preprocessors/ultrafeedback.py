@@ -13,7 +13,7 @@ from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.preprocessors.row_schema import number
 from engines.data.read.raw_rows import preference_row
-from engines.data.read.rows import PreferenceRow, RowError
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, prompt_of
 
 
 class UltraFeedbackOptions(StrictModel):
@@ -34,6 +34,11 @@ class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
         "score_chosen",
         "score_rejected",
     )
+    rl_columns = preference_columns
+
+    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+        """The prompt of the pair, which has no ground truth."""
+        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """The pair, with the difference of its scores as the margin."""

@@ -13,7 +13,7 @@ from engines.data.prepare.dataset import build_dataset
 from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.sources import first_preference_row
 from engines.data.read.dataset import load_dataset
-from engines.data.read.rows import Message, PreferenceRow, RowError
+from engines.data.read.rows import Message, PreferenceRow, RewardModel, RowError
 from infra.errors import ConfigError
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -121,13 +121,45 @@ def test_scores_of_ultrafeedback() -> None:
         read({**raw, "score_chosen": None}, "ultrafeedback")
 
 
-def pairs_file(path: Path, *rows: dict[str, Any]) -> tuple[SourceConfig, ...]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return (SourceConfig(path=str(path), format="pairs"),)
+ANSWERS = (("chosen", "4"), ("rejected", "5"))
 
 
 def pair(prompt: str, chosen: str = "1", rejected: str = "2") -> dict[str, str]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@pytest.mark.parametrize(
+    ("layout", "raw"),
+    [
+        ("pairs", pair("2+2?", "4", "5")),
+        ("hh_rlhf", {f"{kind}": f"Human: 2+2?\n\nAssistant: {text}" for kind, text in ANSWERS}),
+        (
+            "ultrafeedback",
+            {
+                **{kind: [ASKED, said(text)] for kind, text in ANSWERS},
+                **{name: 1.0 for name in ("score_chosen", "score_rejected")},
+                "prompt": "2+2?",
+                "prompt_id": "f0e3",
+            },
+        ),
+    ],
+)
+def test_a_model_judges_answers_to_the_prompts_of_pairs(
+    layout: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+    for name in (layout, "auto"):
+        data = DataConfig(rl=(SourceConfig(path=str(path), format=name),))
+        build_dataset(data, RANDOM, 0, tmp_path / name)
+        (row,) = load_dataset(tmp_path / name).rl_rows()
+        assert row.prompt == (Message("user", "2+2?"),)
+        assert row.reward_model == RewardModel("model", None)
+
+
+def pairs_file(path: Path, *rows: dict[str, Any]) -> tuple[SourceConfig, ...]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return (SourceConfig(path=str(path), format="pairs"),)
 
 
 def test_pairs_are_a_split_of_the_dataset(tmp_path: Path) -> None:
