@@ -144,6 +144,11 @@ def plain_sigmoid(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
     return binary_cross_entropy_with_logits(0.3 * (good["ratio"] - bad["ratio"]), 0.9 * one())
 
 
+def plain_rpo(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
+    compared = binary_cross_entropy_with_logits(0.3 * (good["ratio"] - bad["ratio"]), one())
+    return compared - 0.7 * mean(good, "logprob")
+
+
 def plain_ipo(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
     return (mean(good, "ratio") - mean(bad, "ratio") - 1 / (2 * 0.2)) ** 2
 
@@ -171,6 +176,7 @@ def plain_reward(good: Side, bad: Side, batch: TokenBatch) -> Tensor:
 
 PAIR_LOSSES: dict[str, tuple[Any, Any, Callable[..., Tensor]]] = {
     "sigmoid": (sigmoid_loss, SigmoidOptions(beta=0.3, label_smoothing=0.1), plain_sigmoid),
+    "rpo": (sigmoid_loss, SigmoidOptions(beta=0.3, likelihood_coef=0.7), plain_rpo),
     "ipo": (ipo_loss, IpoOptions(beta=0.2), plain_ipo),
     "simpo": (simpo_loss, SimpoOptions(beta=2.5, gamma=1.4), plain_simpo),
     "orpo": (orpo_loss, OrpoOptions(beta=0.4), plain_orpo),

@@ -28,19 +28,26 @@ class Answers:
         log_ratio_N: (N,) float64 log pi(y|x) - log pi_ref(y|x), a sum over the trained tokens, with
             gradient; log pi(y|x) alone where the loss takes no reference.
         num_tokens_N: (N,) int64 trained tokens.
+        logprob_N: (N,) float64 log pi(y|x), likewise a sum with gradient.
     """
 
     log_ratio_N: Tensor
     num_tokens_N: Tensor
+    logprob_N: Tensor
 
     @property
     def mean_log_ratio_N(self) -> Tensor:
         """(N,) the same for each token; 0 of an answer without one."""
         return self.log_ratio_N / self.num_tokens_N.clamp(min=1)
 
+    @property
+    def mean_logprob_N(self) -> Tensor:
+        """(N,) of a token; 0 of an answer without one."""
+        return self.logprob_N / self.num_tokens_N.clamp(min=1)
+
     def take(self, places: Tensor) -> "Answers":
         """Those at the (P,) places."""
-        return Answers(self.log_ratio_N[places], self.num_tokens_N[places])
+        return Answers(self.log_ratio_N[places], self.num_tokens_N[places], self.logprob_N[places])
 
 
 def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Answers:
@@ -56,9 +63,13 @@ def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Ans
         One answer for each sequence.
     """
     mask_T = batch.columns[MASK] > 0
-    log_ratio_T = logprobs_T - batch.columns[REFERENCE] if reference else logprobs_T
-    trained_T = torch.where(mask_T, log_ratio_T, 0.0).to(torch.float64)
-    return Answers(sum_by_sequence(trained_T, batch), num_trained_B(batch, mask_T))
+
+    def total(values_T: Tensor) -> Tensor:
+        return sum_by_sequence(torch.where(mask_T, values_T, 0.0).to(torch.float64), batch)
+
+    logprob_N = total(logprobs_T)
+    log_ratio_N = total(logprobs_T - batch.columns[REFERENCE]) if reference else logprob_N
+    return Answers(log_ratio_N, num_trained_B(batch, mask_T), logprob_N)
 
 
 @dataclass(frozen=True)

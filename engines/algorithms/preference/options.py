@@ -21,6 +21,9 @@ class SigmoidOptions(PairOptions):
     """How strongly the policy is held to the reference: rewards are beta times log-ratios."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs that are taken to be labelled the wrong way round; 0 believes all labels."""
+    likelihood_coef: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's negative log-probability, a mean over its tokens, beside the
+    comparison (arXiv:2404.19733 eq. 1), which alone may make both answers less likely."""
     reference_free: bool = False
     """Compare log-probabilities instead of log-ratios: every answer is as likely to the reference
     as any other."""

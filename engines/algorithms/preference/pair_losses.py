@@ -45,6 +45,8 @@ def sigmoid_loss(inputs: PairInputs) -> PairLoss:
 
     With `label_smoothing` e it is conservative DPO (Mitchell, A note on DPO with noisy preferences,
     2023): ``-(1 - e) log sigmoid(m) - e log sigmoid(-m)``, least at a margin m = log((1 - e) / e).
+    With `likelihood_coef` a it is RPO (arXiv:2404.19733 eq. 1), ``- a l_w`` more, l_w the mean
+    log-probability of the chosen answer's tokens.
 
     Args:
         inputs: options of `SigmoidOptions`.
@@ -57,6 +59,8 @@ def sigmoid_loss(inputs: PairInputs) -> PairLoss:
     rejected_P = options.beta * inputs.rejected.log_ratio_N
     margin_P, smoothing = chosen_P - rejected_P, options.label_smoothing
     loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+    if options.likelihood_coef:
+        loss_P = loss_P - options.likelihood_coef * inputs.chosen.mean_logprob_N
     return PairLoss(loss_P, chosen_P, rejected_P)
 
 

@@ -32,7 +32,7 @@ def loss_of(
 ) -> tuple[AnswerLoss, Tensor]:
     """With the slope of the summed losses by the log-ratios."""
     leaf_N = torch.tensor(log_ratios, dtype=torch.float64).requires_grad_()
-    answers = Answers(leaf_N, torch.ones(len(chosen), dtype=torch.int64))
+    answers = Answers(leaf_N, torch.ones(len(chosen), dtype=torch.int64), leaf_N)
     found = kto_loss(answers, torch.tensor(chosen), z0, options)
     (slopes_N,) = torch.autograd.grad(found.loss_N.sum(), leaf_N)
     return found, slopes_N

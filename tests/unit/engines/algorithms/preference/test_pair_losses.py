@@ -32,6 +32,7 @@ LN_2, LN_3 = math.log(2), math.log(3)
 LOSSES = {
     "sigmoid": (sigmoid_loss, SigmoidOptions()),
     "smoothed": (sigmoid_loss, SigmoidOptions(beta=0.3, label_smoothing=0.2)),
+    "rpo": (sigmoid_loss, SigmoidOptions(likelihood_coef=1.0)),
     "ipo": (ipo_loss, IpoOptions()),
     "simpo": (simpo_loss, SimpoOptions()),
     "orpo": (orpo_loss, OrpoOptions()),
@@ -41,7 +42,8 @@ SIZES = st.integers(1, 40)
 
 
 def answers(sums: Tensor | list[float], sizes: list[int]) -> Answers:
-    return Answers(torch.as_tensor(sums, dtype=torch.float64), torch.tensor(sizes))
+    totals = torch.as_tensor(sums, dtype=torch.float64)
+    return Answers(totals, torch.tensor(sizes), totals)
 
 
 def one_pair(
@@ -59,7 +61,7 @@ def value_and_slopes(
     leaves = [torch.tensor([each[0]], dtype=torch.float64).requires_grad_() for each in
               (chosen, rejected)]  # fmt: skip
     sides = [
-        Answers(leaf, torch.tensor([each[1]]))
+        Answers(leaf, torch.tensor([each[1]]), leaf)
         for leaf, each in zip(leaves, (chosen, rejected), strict=True)
     ]
     found = loss(PairInputs(*sides, options)).loss_P.sum()
@@ -79,6 +81,17 @@ def test_sigmoid_by_hand() -> None:
     smoothed = SigmoidOptions(beta=0.5, label_smoothing=0.2)
     found = one_pair(sigmoid_loss, smoothed, (2 * LN_3, 7), (0.0, 1))
     assert found.loss_P.tolist() == pytest.approx([0.8 * math.log(4 / 3) + 0.2 * math.log(4)])
+
+
+def test_the_likelihood_of_what_is_chosen_beside_the_comparison_by_hand() -> None:
+    """Log-ratios 2 ln 3 and 0, log pi of the chosen one -6 over 3 tokens: log(4/3) + 0.5 * 2."""
+    sums = ([2 * LN_3], [0.0])
+    chosen, rejected = (
+        Answers(torch.tensor(ratio), torch.tensor([3]), torch.tensor([-6.0])) for ratio in sums
+    )
+    options = SigmoidOptions(beta=0.5, likelihood_coef=0.5)
+    found = sigmoid_loss(PairInputs(chosen, rejected, options))
+    assert found.loss_P.tolist() == pytest.approx([math.log(4 / 3) + 1.0])
 
 
 def test_ipo_by_hand() -> None:
