@@ -266,5 +266,5 @@ def test_options_out_of_range_are_refused(schema: type[PairOptions], values: dic
 
 
 def test_which_losses_need_a_reference() -> None:
-    assert [options.needs_reference for _, options in LOSSES.values()] == [True] * 3 + [False] * 2
+    assert [options.needs_reference for _, options in LOSSES.values()] == [True] * 4 + [False] * 2
     assert not SigmoidOptions(reference_free=True).needs_reference
