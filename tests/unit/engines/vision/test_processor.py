@@ -148,8 +148,8 @@ def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
     with pytest.raises(ConfigError) as refused:
         rl_prompts(given, DirectoryTokenizer.load(model), 64, expanded=images.expanded)
     assert str(refused.value) == (
-        f"data: row {len(rows) + 1} of the split: the prompt has 1 placeholder tokens ({IMAGE}) for "
-        "0 images; need one each; leave out the row if its text holds some, or set "
+        f"data: row {len(rows) + 1} of the split: the prompt has 1 placeholder tokens ({IMAGE}) "
+        "for 0 images; need one each; leave out the row if its text holds some, or set "
         "model.chat_template to the template of this model"
     )
 
