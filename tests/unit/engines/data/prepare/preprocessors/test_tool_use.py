@@ -302,6 +302,13 @@ def openai(**changed: Any) -> dict[str, Any]:
     return {"messages": [OPENAI["messages"][0], answer], "tools": TOOLS}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("layout", "row", "problem"),
     [
@@ -349,6 +356,25 @@ def openai(**changed: Any) -> dict[str, Any]:
                 ]
             },
             "conversations[1].value is text that is not JSON",
+        ),
+        (
+            "sharegpt",
+            {
+                "conversations": [
+                    GLAIVE["conversations"][0],
+                    {"from": "function_call", "value": "{[1]: 2}"},
+                ]
+            },
+            "conversations[1].value is text that is not JSON",
+        ),
+        *(
+            (
+                "messages",
+                {**OPENAI, "tools": [made(levels)]},
+                "tools[0]" + 16 * ".a" + " is nested deeper than 100 levels",
+            )
+            for levels in (101, 800)
+            for made in (nested, lambda levels: json.dumps(nested(levels)))
         ),
         ("xlam", {**XLAM, "answers": "[]"}, "answers is empty"),
         ("xlam", {**XLAM, "tools": "[]"}, "tools is empty"),
