@@ -17,7 +17,7 @@ NUM_ROWS = 25_000
 NUM_WORDS = 208
 """Of a prompt: 210 tokens and 1.2 kB with the template."""
 MAX_GROWTH_BYTES = 2_000
-"""Of a row. Its token ids are 840; of the same row as objects, 21,000."""
+"""Of a row, of which its token ids are 840; with the rows as objects it is 3,100."""
 WORDS = [f"w{number:04}" for number in range(1000)]
 PROGRAM = """
 import sys
