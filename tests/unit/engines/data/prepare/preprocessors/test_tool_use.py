@@ -183,6 +183,19 @@ def test_xlam(tmp_path: Path, suffix: str) -> None:
     assert rl.reward_model.ground_truth == [CALL, {"name": "clock", "arguments": {}}]
 
 
+def test_xlam_with_whole_schemas(tmp_path: Path) -> None:
+    """A property may be called `type` all the same."""
+    typed = {"name": "f", "parameters": {"type": {"type": "str"}}}
+    for tools, expected in (([WEATHER, CLOCK], CHAT[0].tools), ([typed], None)):
+        (row,) = rows_of(write(tmp_path / "t.jsonl", {**XLAM, "tools": json.dumps(tools)}), "xlam")
+        if expected:
+            assert row.messages[0].tools == expected
+        else:
+            (tool,) = map(json.loads, row.messages[0].tools)
+            given = {"type": "object", "properties": typed["parameters"]}
+            assert tool["function"]["parameters"] == given
+
+
 def test_the_artifact_has_the_columns_of_openai(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", OPENAI)
     pair = {
