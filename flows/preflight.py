@@ -236,6 +236,7 @@ def look_of(recipe: Recipe) -> Look | None:
         judge=reward.judge,
         teacher=teacher,
         rollout_engine=recipe.rollout.engine,
+        self_play=recipe.preference.self_play if recipe.preference else None,
         has_critic=recipe.rl.critic is not None,
         answer_lengths={
             stage.answer_setting: stage.evaluation.answer_length

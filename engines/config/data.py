@@ -107,7 +107,8 @@ class DataConfig(StrictModel):
     preference_evaluation: tuple[SourceConfig, ...] = ()
     """Pairs that are held out."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of a prompt, chat template included."""
+    """Tokens of a prompt, chat template included. A prompt that shows images is not looked at here:
+    what the stage that samples has no room for ends it."""
     on_overlong: Literal["error", "drop"] = "error"
     """What happens to a prompt longer than `max_prompt_length`; dropped ones are counted."""
     on_bad_row: Literal["error", "drop"] = "error"

@@ -5,6 +5,7 @@ from engines.config.base import StrictModel
 from engines.config.data import DataConfig
 from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
+from engines.config.sections import SelfPlayConfig
 from engines.config.suite import SuiteConfig
 from engines.config.training import TrainingConfig
 
@@ -31,6 +32,7 @@ class Look(StrictModel):
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
     """Has to serve the model; null asks none."""
+    self_play: SelfPlayConfig | None = None
     has_critic: bool = False
     """A model of values is trained beside it."""
     checkpoint_bytes: int | None = None

@@ -6,11 +6,15 @@ summary.json         how many rows made one, and how many did not
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 
+from engines.config.rules.images import check_not_self_played
 from engines.config.stages.serving import SelfPlayStageConfig
+from engines.data.read.by_place import Made
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
 from engines.data.read.examples import RLPrompt
+from engines.data.read.mapped_rows import MappedRows
 from engines.data.read.row_files import PREFERENCE_FORMAT, write_rows
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.errors import NothingToTrainOnError
@@ -30,6 +34,7 @@ from engines.trainers.supervised.self_play import (
     requests_of,
     spin_pair,
 )
+from infra.errors import ConfigError
 
 KIND = "pairs"
 SAMPLING_DEADLINE_S = 7200.0
@@ -45,16 +50,16 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
         with context.clock("load"):
             served = load_served(context)
-            rows = asked_rows(config, load_dataset(context.input("dataset")), context.spec.seed)
-            if config.self_play.source == "best_worst":
-                check_data_sources(config.reward, (row.data_source for row in rows))
+            dataset = load_dataset(context.input("dataset"))
             prompts = prompts_within(
-                rows,
+                asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir),
                 policy_tokenizer(served.hf_dir),
                 config.max_length,
                 config.sampling.max_new_tokens,
                 "preference.self_play.sampling.max_new_tokens",
             )
+            if config.self_play.source == "best_worst":
+                check_data_sources(config.reward, prompts.data_sources)
             serving = serve(context, stack, served, rewards)
             # Kept call by call: one that was killed does not answer again.
             answers = KeptAnswers(context, serving.generate)
@@ -81,27 +86,45 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
     return JobOutput(KIND, metrics)
 
 
-def asked_rows(config: SelfPlayStageConfig, dataset: Dataset, seed: int) -> list[RLRow]:
-    """The prompts of an iteration.
+def asked_rows(
+    config: SelfPlayStageConfig, dataset: Dataset, seed: int, stack: ExitStack, scratch_dir: Path
+) -> Sequence[RLRow]:
+    """The prompts of an iteration, each read when it is asked for.
 
     Args:
         config: of the stage.
         dataset: its input.
         seed: of the run.
+        stack: closes the rows.
+        scratch_dir: on a disk with room for their text.
 
     Returns:
-        Of `data.sft` for `spin`, else of `data.rl`.
+        Of `data.sft` for `spin`, else of `data.rl`. Taking one raises `ConfigError` where no text
+        can be in a pair with it: its first answer calls tools, or it shows images.
     """
     section = config.self_play
-    split = dataset.sft_rows() if section.source == "spin" else dataset.rl_rows()
-    places = chosen_rows(len(split), section.num_prompts, seed, config.iteration)
-    wanted = frozenset(places)
-    found = {
-        place: as_prompt(row) if isinstance(row, SFTRow) else row
-        for place, row in enumerate(split)
-        if place in wanted
-    }
-    return [found[place] for place in places]
+    rows = (
+        MappedRows(dataset.sft_rows(), scratch_dir)
+        if section.source == "spin"
+        else MappedRows(dataset.rl_rows(), scratch_dir)
+    )
+    stack.enter_context(closing(rows))
+    places = chosen_rows(len(rows), section.num_prompts, seed, config.iteration)
+    return Made(places, lambda place: _asked(rows[place], place))
+
+
+def _asked(row: SFTRow | RLRow, place: int) -> RLRow:
+    if isinstance(row, SFTRow):
+        if row.messages[len(row.prompt)].tool_calls:
+            raise ConfigError(
+                "data.sft",
+                f"row {place} of the split calls tools in its first answer, beside which spin "
+                "sets a text of the policy's; need a text; leave out such rows",
+            )
+        return as_prompt(row)
+    if row.images:
+        check_not_self_played(f"row {place} of the split shows images")
+    return row
 
 
 def made_pairs(

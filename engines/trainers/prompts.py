@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from engines.config.rows.algorithm import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.data.order.training_order import VisitedRow, VisitedRows, order_of
+from engines.data.order.training_order import VisitedRow, order_of
+from engines.data.read.by_place import Made
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
 from engines.trainers.sampling import sampling_params
@@ -75,7 +76,7 @@ class PromptSource:
         estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
         self._greedy = GREEDY_SCORES in estimator.rows
         size = config.rl.batch_size_prompts
-        rows = VisitedRows(prompts, _visited)
+        rows = Made(prompts, _visited)
         self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
         self._order = order_of(config.rl.order, rows, size, seed, path="rl.order")
         self._refill_order = order_of(

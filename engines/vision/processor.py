@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
-from engines.data.images.store import ImageFile
-from engines.data.read.rows import RLRow
+from engines.data.images.store import FORMATS, ImageFile
+from engines.data.read.rows import RLRow, RowError
 from engines.images import ImagePatches
 from infra.errors import ConfigError
 
@@ -56,8 +56,26 @@ class ImageProcessor:
         self.token_id: int = config.image_token_id
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image of this size, in pixels."""
-        return int(self._processor.get_number_of_image_patches(height, width)) // self._merged
+        """Placeholder tokens of an image of this size.
+
+        Args:
+            width: in pixels.
+            height: in pixels.
+
+        Returns:
+            As many as the model makes features of it.
+
+        Raises:
+            RowError: the processor takes none of this shape.
+        """
+        try:
+            num_patches = self._processor.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise RowError(
+                f"an image of {width} x {height} pixels is none for this model ({error}); need "
+                "another shape; leave out such rows"
+            ) from None
+        return int(num_patches) // self._merged
 
     def patches(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
         """The patches of an image.
@@ -68,7 +86,7 @@ class ImageProcessor:
         Returns:
             (t * h * w, D) float32 and the grid (t, h, w).
         """
-        with Pillow.open(io.BytesIO(data)) as image:
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as image:
             found = self._processor(images=[image], return_tensors="pt")
         t, h, w = found["image_grid_thw"][0].tolist()
         return found["pixel_values"], (t, h, w)
@@ -102,22 +120,23 @@ class PromptImages:
         """A prompt with as many placeholder tokens as its images take.
 
         Args:
-            row: whose prompt it is.
+            row: whose prompt it is; with or without images.
             prompt_ids: with one placeholder token for each image.
 
         Returns:
             Token ids.
 
         Raises:
-            ConfigError: the chat template writes another number of placeholders.
+            RowError: the prompt has another number of placeholders, or an image no shape for this
+                model.
         """
         token_id = self.processor.token_id
-        num_found = sum(token == token_id for token in prompt_ids)
+        num_found = prompt_ids.count(token_id)
         if num_found != len(row.images):
-            raise ConfigError(
-                "model.chat_template",
-                f"writes {num_found} placeholder tokens ({token_id}) for {len(row.images)} images; "
-                "need one each; set the template of this model",
+            raise RowError(
+                f"the prompt has {num_found} placeholder tokens ({token_id}) for "
+                f"{len(row.images)} images; need one each; leave out the row if its text holds "
+                "some, or set model.chat_template to the template of this model"
             )
         sizes = iter([self._images.size(image.sha256) for image in row.images])
         ids: list[int] = []

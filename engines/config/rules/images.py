@@ -27,6 +27,22 @@ def check_seen_by_judges(
     )
 
 
+def check_not_self_played(shown: str) -> None:
+    """Refuse self-play over rows with images: pairs are text, whatever their prompt showed.
+
+    Args:
+        shown: who shows images, as the beginning of a sentence.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "preference.self_play.source",
+        f"got best_worst, which asks about rows of data.rl; {shown}, which pairs do not hold; need "
+        "rows of text; set it to spin, or leave out the source",
+    )
+
+
 def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
     """Refuse a teacher in engines, which are asked about tokens alone.
 

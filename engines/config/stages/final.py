@@ -79,7 +79,10 @@ class EvaluateStageConfig(ServingStageConfig):
     @property
     def sections(self) -> dict[str, str]:
         """What the sections of a recipe that it reads are called in this one's."""
-        return {**(suite_sections(self.suite) if self.suite else {}), "model": self.model_section}
+        sections = suite_sections(self.suite) if self.suite else {}
+        if self.reward.models:  # which no suite has of its own
+            sections.pop("rl.reward", None)
+        return {**sections, "model": self.model_section}
 
     @property
     def answer_setting(self) -> str:

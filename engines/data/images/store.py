@@ -143,7 +143,12 @@ def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int
     if not unique:
         return 0
     with pq.ParquetWriter(
-        path, _SCHEMA, compression="none", use_dictionary=False, store_schema=False
+        path,
+        _SCHEMA,
+        compression="none",
+        use_dictionary=False,
+        store_schema=False,
+        write_statistics=False,  # they would be half of what each reader keeps
     ) as writer:
         for group in _groups(folder, unique):
             writer.write_table(group)
@@ -168,7 +173,7 @@ def _table(rows: list[tuple[str, int, int, bytes]]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=_SCHEMA)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredImage:
     """Where an image stands.
 
@@ -192,10 +197,12 @@ class ImageFile:
     Attributes:
         path: of what `write_images` wrote.
         places: of each image, by its digest.
+        footer: of the file, which would else be parsed for each image anew; None of no file.
     """
 
     path: Path
     places: dict[str, StoredImage] = field(repr=False)
+    footer: pq.FileMetaData | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
@@ -210,19 +217,21 @@ class ImageFile:
         Raises:
             ConfigError: the file holds something else.
         """
+        if not path.exists():
+            return ImageFile(path, {})
+        try:
+            with pq.ParquetFile(path) as file:
+                footer = file.metadata
+                found = file.read(["sha256", "width", "height"]).to_pydict()
+            sizes = zip(found["sha256"], found["width"], found["height"], strict=True)
+        except (pa.ArrowInvalid, KeyError) as error:
+            raise ConfigError(str(path), f"holds no images ({error})") from None
         places: dict[str, StoredImage] = {}
-        if path.exists():
-            try:
-                with pq.ParquetFile(path) as file:
-                    for group in range(file.num_row_groups):
-                        columns = file.read_row_group(group, ["sha256", "width", "height"])
-                        for row, each in enumerate(columns.to_pylist()):
-                            places[each["sha256"]] = StoredImage(
-                                each["width"], each["height"], group, row
-                            )
-            except (pa.ArrowInvalid, KeyError) as error:
-                raise ConfigError(str(path), f"holds no images ({error})") from None
-        return ImageFile(path, places)
+        for group in range(footer.num_row_groups):
+            for row in range(footer.row_group(group).num_rows):
+                sha256, width, height = next(sizes)
+                places[sha256] = StoredImage(width, height, group, row)
+        return ImageFile(path, places, footer)
 
     def size(self, sha256: str) -> tuple[int, int]:
         """Width and height of an image, in pixels.
@@ -252,7 +261,7 @@ class ImageFile:
             ConfigError: there is no such image, or its bytes have another digest.
         """
         place = self._place(sha256)
-        with pq.ParquetFile(self.path) as file:
+        with pq.ParquetFile(self.path, metadata=self.footer) as file:
             data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")

@@ -5,15 +5,14 @@ without a section of its own a stage visits its rows by `ResumableOrder`, as it 
 Does not promise: that the difficulty of a row is what the policy finds difficult.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from engines.config.data import OrderConfig
 from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
 from engines.data.order.mixing import MixedOrder
 from engines.data.order.resumable import Order, ResumableOrder
-from engines.data.read.by_place import ByPlace
 from infra.errors import ConfigError
 
 
@@ -30,33 +29,6 @@ class VisitedRow:
     data_source: str
     num_tokens: int
     extra_info: Mapping[str, Any]
-
-
-Row = TypeVar("Row")
-
-
-class VisitedRows(ByPlace[VisitedRow]):
-    """Rows of whatever kind as an order reads them, which most orders do not.
-
-    Args:
-        rows: of the split.
-        visited: what may be read of one.
-    """
-
-    def __init__(self, rows: Sequence[Row], visited: Callable[[Row], VisitedRow]) -> None:
-        self._num_rows = len(rows)
-        self._at = lambda place: visited(rows[place])
-        self._all = lambda: map(visited, rows)
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __iter__(self) -> Iterator[VisitedRow]:
-        return self._all()
-
-    def at(self, place: int) -> VisitedRow:
-        """Of one row."""
-        return self._at(place)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ class SplitSummary:
 
     Attributes:
         num_rows: rows written.
-        num_overlong: dropped because they are too long; None where no tokenizer was at hand, or
-            rows show images, then the stage that reads the split counts.
+        num_overlong: dropped because they are too long; None where no tokenizer was at hand, then
+            the stage that reads the split refuses them.
         num_distinct_prompts: rows that differ in their prompt.
         data_sources: rows by data source.
         sources: what became of each source's rows; empty for generated data.
@@ -149,39 +149,24 @@ def build_dataset(
         splits, leaks = decontaminated(read_splits(data, seed, Path(scratch)), data, suites)
         num_overlapping = check_overlap(splits, data.allow_overlap, suites)
         out_dir.mkdir(exist_ok=True)
-        vocab_size = None
         _refuse_images(splits, model)
-        if model and model.init == "random":
-            directory = train_tokenizer(
-                model.tokenizer,
-                splits.texts(),
-                out_dir / TOKENIZER_DIR,
-                max_length=model.max_length,
-                chat_template=model.chat_template,
-            )
-            trained = DirectoryTokenizer.load(directory)
-            tokenizer, vocab_size = trained, len(trained)
+        trained = _trained_tokenizer(splits, model, out_dir)
+        tokenizer = tokenizer if trained is None else trained
         kept = splits
         if tokenizer and model:
             kept = without_overlong(splits, data, model.max_length, tokenizer)
-        for name, file in _FILES.items():
-            if name not in _PAIRS or len(getattr(kept, name)):
-                rows = getattr(kept, name)
-                write_batches(out_dir / file, rows.format, rows.batches(), rows.is_plain)
-        digests = chain(kept.rl.images(), kept.evaluation.images())
-        num_images = write_images(out_dir / IMAGES_FILE, image_folder(kept.rl.path), digests)
-    checked = tokenizer is not None
-    summary = DatasetSummary(
-        **{
-            name: _summarize(name, splits, kept, checked)
-            for name in _FILES
-            if name not in _PAIRS or len(getattr(splits, name))
-        },
-        num_overlapping=num_overlapping,
-        vocab_size=vocab_size,
-        num_decontaminated=leaks.num_leaked if leaks else None,
-        num_images=num_images or None,
-    )
+        num_images = _write_rows(kept, out_dir)
+        summary = DatasetSummary(
+            **{
+                name: _summarize(name, splits, kept, checked=tokenizer is not None)
+                for name in _FILES
+                if name not in _PAIRS or len(getattr(splits, name))
+            },
+            num_overlapping=num_overlapping,
+            vocab_size=None if trained is None else len(trained),
+            num_decontaminated=leaks.num_leaked if leaks else None,
+            num_images=num_images or None,
+        )
     if leaks:
         _write_text(out_dir / DECONTAMINATION_FILE, leaks.to_json())
     _write_text(out_dir / SUMMARY_FILE, summary.to_json())
@@ -199,13 +184,38 @@ def _refuse_images(splits: Splits, model: ModelConfig | None) -> None:
             )
 
 
+def _trained_tokenizer(
+    splits: Splits, model: ModelConfig | None, out_dir: Path
+) -> DirectoryTokenizer | None:
+    """Of a model made from scratch, written beside the rows; others bring theirs."""
+    if model is None or model.init != "random":
+        return None
+    directory = train_tokenizer(
+        model.tokenizer,
+        splits.texts(),
+        out_dir / TOKENIZER_DIR,
+        max_length=model.max_length,
+        chat_template=model.chat_template,
+    )
+    return DirectoryTokenizer.load(directory)
+
+
+def _write_rows(splits: Splits, out_dir: Path) -> int:
+    """Write the files of the splits, and that of their images; returns how many images."""
+    for name, file in _FILES.items():
+        rows = getattr(splits, name)
+        if name not in _PAIRS or len(rows):
+            write_batches(out_dir / file, rows.format, rows.batches(), rows.is_plain)
+    digests = chain(splits.rl.images(), splits.evaluation.images())
+    return write_images(out_dir / IMAGES_FILE, image_folder(splits.rl.path), digests)
+
+
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="")
 
 
 def _summarize(name: str, splits: Splits, kept: Splits, checked: bool) -> SplitSummary:
     rows, num_before = getattr(kept, name), len(getattr(splits, name))
-    checked = checked and next(rows.images(), None) is None
     return SplitSummary(
         num_rows=len(rows),
         num_overlong=num_before - len(rows) if checked else None,

@@ -3,8 +3,8 @@
 Promises: they are those that the training stages would leave out
 (`engines.data.read.examples`, `engines.data.read.pairs`), in the same words; of token ids one
 batch is in memory, of the rows their lengths.
-A split whose rows show images stays as it is: how long they are is a matter of the model's image
-processor, and the stage that samples looks.
+A row that shows images stays: how long it is is a matter of the model's image processor, and the
+stage that samples refuses one that does not fit.
 """
 
 from array import array
@@ -22,6 +22,9 @@ from engines.data.read.pairs import as_policy, fitting_pairs, longer_sides
 from engines.data.read.row_files import RowT, in_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
+
+_FITS = 1
+"""Tokens of a row that stays, whatever the limit."""
 
 
 def without_overlong(
@@ -48,7 +51,7 @@ def without_overlong(
         limit: int,
         choose: Callable[[Sequence[int], int, OnOverlong], list[int]],
     ) -> StoredRows[RowT]:
-        if not len(rows) or next(rows.images(), None) is not None:
+        if not len(rows):
             return rows
         all_lengths = array("q")
         for batch in in_batches(rows):
@@ -76,7 +79,8 @@ def _of_conversations(rows: Sequence[SFTRow], tokenizer: ChatTokenizer) -> Itera
 
 
 def _of_prompts(rows: Sequence[RLRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    return map(len, render_prompts(tokenizer, [row.prompt for row in rows]))
+    texts = iter(render_prompts(tokenizer, [row.prompt for row in rows if not row.images]))
+    return [_FITS if row.images else len(next(texts)) for row in rows]
 
 
 def _of_pairs(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> Iterable[int]:

@@ -2,10 +2,11 @@
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, overload
 
 Item = TypeVar("Item", covariant=True)
+Given = TypeVar("Given")
 
 
 class ByPlace(Sequence[Item]):
@@ -43,3 +44,27 @@ class Chosen(ByPlace[Item]):
     def at(self, place: int) -> Item:
         """One of those."""
         return self._items[self._places[place]]
+
+
+class Made(ByPlace[Item]):
+    """Something of each of a sequence.
+
+    Args:
+        items: the sequence; iterating goes through it once.
+        make: of one of them.
+    """
+
+    def __init__(self, items: Sequence[Given], make: Callable[[Given], Item]) -> None:
+        self._num_items = len(items)
+        self._at = lambda place: make(items[place])
+        self._all = lambda: map(make, items)
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._all()
+
+    def at(self, place: int) -> Item:
+        """Of one."""
+        return self._at(place)

@@ -44,7 +44,7 @@ def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
     Raises:
         ConfigError: there is no chat template, or it fails.
     """
-    return _render(tokenizer, messages, add_generation_prompt=True).text
+    return _render_all(tokenizer, messages, add_generation_prompt=True).text
 
 
 def render_prompts(
@@ -81,7 +81,7 @@ def render_whole(
     Raises:
         ConfigError: there is no chat template, or it fails.
     """
-    texts = [_render(tokenizer, messages).text for messages in conversations]
+    texts = [_render_all(tokenizer, messages).text for messages in conversations]
     return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
 
 
@@ -145,7 +145,9 @@ def _pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple
         if message.role != "assistant":
             continue
         prompt = _render(tokenizer, messages[:place], add_generation_prompt=True).text
-        answered = _render(tokenizer, messages[: place + 1]).text
+        # Of the parts of messages the whole tells: it ends with the last answer.
+        rendered = _render_all if place == len(messages) - 1 else _render
+        answered = rendered(tokenizer, messages[: place + 1]).text
         if not prompt.startswith(done) or not answered.startswith(prompt):
             return _marked_pieces(tokenizer, messages)
         pieces += ((prompt[len(done) :], False), (answered[len(prompt) :], True))
@@ -191,18 +193,27 @@ def _render(
             "model.chat_template", "the tokenizer has no chat template; set model.chat_template"
         )
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
+    return render(
+        template, messages, add_generation_prompt=add_generation_prompt, special_tokens=special
+    )
 
-    def rendered(these: Sequence[Message]) -> Rendered:
-        return render(
-            template, these, add_generation_prompt=add_generation_prompt, special_tokens=special
-        )
 
-    whole = rendered(messages)
+def _render_all(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> Rendered:
+    """As `_render`; a template that leaves out a part of the messages is refused."""
+    whole = _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     if all(message.is_plain and message.role != "tool" for message in messages):
         return whole
     for without, lost, remedy in _PARTS:
         less = [without(message) for message in messages]
-        if less != list(messages) and rendered(less).text == whole.text:
+        if less == list(messages):
+            continue
+        try:
+            rest = _render(tokenizer, less, add_generation_prompt=add_generation_prompt)
+        except ConfigError:
+            continue  # it looks at the part, and refuses messages without it
+        if rest.text == whole.text:
             raise ConfigError(
                 "model.chat_template",
                 f"leaves out {lost}; need one that writes {remedy}; set another, or leave out such "

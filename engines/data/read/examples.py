@@ -14,13 +14,14 @@ from engines.data.read.by_place import ByPlace, Chosen
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
 from engines.data.read.packed import PackedConversations, PackedTokens
 from engines.data.read.row_files import in_batches
-from engines.data.read.rows import RLRow, SFTRow
+from engines.data.read.rows import RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
-"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it."""
+"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it; raises
+`RowError` where they do not fit its images."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ def rl_prompts(
         The prompts that fit, in row order.
 
     Raises:
-        ConfigError: a prompt has no token, is too long, shows images that nobody sees, or none is
-            left.
+        ConfigError: a prompt has no token, is too long, shows images that nobody sees or that do
+            not fit it, or none is left.
     """
     packed = PackedTokens()
     sources: list[str] = []
@@ -162,9 +163,8 @@ def rl_prompts(
         sources += [sys.intern(row.data_source) for row in batch]
         rendered = render_prompts(tokenizer, [row.prompt for row in batch])
         for row, ids in zip(batch, rendered, strict=True):
-            shown = bool(row.images)
-            packed.append(_expanded(row, ids, len(packed), expanded) if shown else ids)
-            shows_images.append(shown)
+            packed.append(_expanded(row, ids, len(packed), expanded))
+            shows_images.append(bool(row.images))
     kept = fitting_prompts(packed.lengths, max_prompt_length, on_overlong)
     return RLPrompts(rows, packed, sources, kept, shows_images)
 
@@ -172,13 +172,18 @@ def rl_prompts(
 def _expanded(
     row: RLRow, prompt_ids: Sequence[int], place: int, expanded: Expanded | None
 ) -> tuple[int, ...]:
-    if expanded is None:
+    if expanded is not None:
+        try:
+            return expanded(row, prompt_ids)
+        except RowError as error:
+            raise ConfigError("data", f"row {place} of the split: {error}") from None
+    if row.images:
         raise ConfigError(
             "data",
             f"row {place} of the split shows images, which this stage does not read; need text; "
             "leave out such rows",
         )
-    return expanded(row, prompt_ids)
+    return tuple(prompt_ids)
 
 
 def fitting_conversations(

@@ -153,13 +153,13 @@ def parse_tools(value: object, name: str) -> tuple[str, ...]:
     for place, item in enumerate(parse_json_list(value, name)):
         where = f"{name}[{place}]"
         tool = parse_json_object(item, where)
+        check_json(tool, where)
         tool = tool if is_text or isinstance(item, str) else _without_nulls(tool)
         if not isinstance(tool.get("function"), Mapping):
             tool = {"type": "function", "function": tool}
         if tool.get("type", "function") != "function":
             raise RowError(f"{where}.type is {tool['type']!r}; need function")
         check_text(tool["function"].get("name"), f"{where}.function.name")
-        check_json(tool, where)
         tools.append(json_text({"type": "function", **tool}))
     return tuple(tools)
 

@@ -31,6 +31,8 @@ ROLES = tuple(_FOLLOWERS)
 IMAGE_MARK = "<image>"
 """Where an image stands in the text of a message."""
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
+MAX_LEVELS = 100
+"""Of JSON values: readers and writers of JSON have limits of their own, and name no row."""
 PROMPT_ENDS = ("user", "tool")
 """Roles that an answer follows."""
 
@@ -383,26 +385,30 @@ def check_text(value: object, name: str) -> str:
     return value
 
 
-def check_json(value: object, name: str) -> None:
+def check_json(value: object, name: str, levels: int = MAX_LEVELS) -> None:
     """Refuse what JSON cannot hold, so that a row survives being written and read.
 
     Args:
         value: anything.
         name: the field's name, for errors.
+        levels: of lists and objects in each other that there may be.
 
     Raises:
-        RowError: a type JSON has not, a number that is not finite, a key that is not a string.
+        RowError: a type JSON has not, a number that is not finite, a key that is not a string, or
+            more levels.
     """
+    if not levels and isinstance(value, Mapping | list | tuple):
+        raise RowError(f"{name:.40} is nested deeper than {MAX_LEVELS} levels")
     if isinstance(value, str):
         _check_unicode(value, name)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise RowError(f"{name} has the key {key!r}; need strings")
-            check_json(item, f"{name}.{key}")
+            check_json(item, f"{name}.{key}", levels - 1)
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            check_json(item, f"{name}[{place}]")
+            check_json(item, f"{name}[{place}]", levels - 1)
     elif isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
             raise RowError(f"{name} is {value}; need a finite number")

@@ -14,7 +14,11 @@ from engines.config.distillation import DistillationConfig
 from engines.config.look import Look
 from engines.config.model import ModelConfig
 from engines.config.plugins import IMAGES, ROLLOUT_ENGINES, image_engines
-from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
+from engines.config.rules.images import (
+    check_not_self_played,
+    check_seen_by_judges,
+    check_seen_by_teacher,
+)
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 from infra.section_names import renamed_sections
@@ -22,7 +26,7 @@ from infra.section_names import renamed_sections
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Of a model directory; one of them says how the model's images are cut."""
 _TAUGHT = "data.rl."
-"""Where sources are of which a teacher is asked; by the others models are measured."""
+"""Where sources are that are trained on; by the others models are measured."""
 
 
 def look_at_images(at: Look, sources: Sequence[str]) -> None:
@@ -51,6 +55,8 @@ def look_at_images(at: Look, sources: Sequence[str]) -> None:
     _look_at_model(at.model, shown)
     taught = [source for source in sources if source.startswith(_TAUGHT)]
     measured = [source for source in sources if source not in taught]
+    if at.self_play is not None and at.self_play.source == "best_worst" and taught:
+        check_not_self_played(_shown(taught[0]))
     if at.teacher is not None and taught:
         _look_at_teacher(at.teacher, _shown(taught[0]))
     if at.against is not None and measured:

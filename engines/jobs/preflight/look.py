@@ -43,7 +43,7 @@ def look(at: Look) -> Look:
         ConfigError: names the field and what to do.
     """
     tokenizer, of_other = look_at_policy(at), look_at_against(at)
-    row = look_at_rows(at, at.data, tokenizer) if at.data else None
+    row = look_at_rows(at, at.data, "data", tokenizer) if at.data else None
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
             look_at_prompt(row, of_other)
@@ -61,12 +61,15 @@ def look(at: Look) -> Look:
     return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
 
 
-def look_at_rows(at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | None) -> RLRow | None:
+def look_at_rows(
+    at: Look, data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None
+) -> RLRow | None:
     """Check the first rows of a recipe or a suite, and that everyone sees the images they show.
 
     Args:
         at: what the recipe names.
-        data: of it, or of a suite, which is `data` in its section.
+        data: of it, or of a suite.
+        section: of the data.
         tokenizer: of the model; None looks at no template.
 
     Returns:
@@ -75,8 +78,8 @@ def look_at_rows(at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | Non
     Raises:
         ConfigError: names the setting.
     """
-    rows = first_rows(data, "data", tokenizer)
-    look_at_images(at, show_images(data, rows, "data"))
+    rows = first_rows(data, section, tokenizer)
+    look_at_images(at, show_images(data, rows, section))
     return first_row(data, rows)
 
 
@@ -99,9 +102,12 @@ def look_at_suites(
     for name, suite in at.suites.items():
         if suite.data is None:
             continue
-        with renamed_sections(suite_sections(name)):
-            of_suite = look_at_rows(at, suite.data, tokenizer)
-            if suite.reward is not None:
+        sections, judged = suite_sections(name), at
+        if suite.reward is not None:  # of its own, which has functions alone
+            judged = at.model_copy(update={"reward_model": None, "judge": None})
+        of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
+        if suite.reward is not None:
+            with renamed_sections(sections):
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite
     return row

@@ -30,7 +30,8 @@ from engines.algorithms.preference.reward_objective import BEHIND, RewardModelOb
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import VisitedRow, VisitedRows
+from engines.data.order.training_order import VisitedRow
+from engines.data.read.by_place import Made
 from engines.data.read.pairs import Pair
 from engines.trainers.evaluation.accuracy import wilson_interval
 from engines.trainers.guards.poison import ROW
@@ -181,7 +182,7 @@ class Judged(Protocol):
 
 def visited(pairs: Sequence[Pair]) -> Sequence[VisitedRow]:
     """Pairs as an order sees them."""
-    return VisitedRows(pairs, _visited)
+    return Made(pairs, _visited)
 
 
 def _visited(pair: Pair) -> VisitedRow:

@@ -11,7 +11,8 @@ import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import VisitedRow, VisitedRows
+from engines.data.order.training_order import VisitedRow
+from engines.data.read.by_place import Made
 from engines.data.read.examples import SFTExamples
 from engines.trainers.guards.poison import ROW
 from engines.training.roles import POLICY, RoleName
@@ -100,7 +101,7 @@ class Conversations:
     def visited(self) -> Sequence[VisitedRow]:
         """Conversations."""
         sources, lengths = self._sources, self._lengths
-        return VisitedRows(
+        return Made(
             range(len(lengths)), lambda place: VisitedRow(sources[place], lengths[place], {})
         )
 

@@ -110,7 +110,8 @@ def _parsed(text: str, where: str) -> object:
     try:
         return parse_json(text, where, "need name and arguments")
     except RowError:
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        # TypeError: a key or member that no dict or set takes.
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return ast.literal_eval(text.strip())
         raise
 

@@ -1,8 +1,8 @@
 """xLAM function calling: columns `query`, `tools`, `answers`, `id`; one question and its calls.
 
 `tools` and `answers` are JSON text: functions whose `parameters` are the properties of a JSON
-schema, and the calls `{name, arguments}` that answer. Sources: the card of
-Salesforce/xlam-function-calling-60k (columns), that of Salesforce/xLAM-7b-fc-r, whose
+schema, or one whole as OpenAI has them, and the calls `{name, arguments}` that answer. Sources: the
+card of Salesforce/xlam-function-calling-60k (columns), that of Salesforce/xLAM-7b-fc-r, whose
 `convert_to_xlam_tool` keeps of OpenAI's `parameters` the `properties`.
 """
 
@@ -67,7 +67,8 @@ def _prompt(columns: Mapping[str, Any]) -> tuple[Message, ...]:
     tools = []
     for place, item in enumerate(parse_json_list(columns.get("tools"), "tools")):
         function = parse_json_object(item, f"tools[{place}]")
-        properties = parse_json_object(function.get("parameters"), f"tools[{place}].parameters")
-        schema = {"type": "object", "properties": properties}
+        schema = parse_json_object(function.get("parameters"), f"tools[{place}].parameters")
+        if schema.get("type") != "object":  # a property of that name is described by an object
+            schema = {"type": "object", "properties": schema}
         tools.append(json_text({**function, "parameters": schema}))
     return with_tools((question,), parse_tools(tools, "tools"))

@@ -3,12 +3,14 @@
 import io
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
 from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -26,11 +28,12 @@ from vision_cases import (
     write_vision_model,
 )
 
+from engines.data.images.store import ImageFolder, write_images
 from engines.data.read.chat import render_prompts
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
 from engines.data.read.mapped_rows import MappedRows
-from engines.data.read.rows import IMAGE_MARK, RLRow
+from engines.data.read.rows import IMAGE_MARK, Image, Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.vision.processor import ImageProcessor, prompt_images
 from infra.errors import ConfigError
@@ -119,13 +122,60 @@ def test_prompts_make_room_for_their_images(
     ):
         rl_prompts(rows, tokenizer, 64)
     twice = CHAT_TEMPLATE.replace("\u2460", "\u2460\u2460")
-    with pytest.raises(ConfigError, match=r"model\.chat_template: writes 2 placeholder tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data: row 0 of the split: the prompt has 2 placeholder tokens \(30\) for 1 images",
+    ):
         rl_prompts(rows, DirectoryTokenizer.load(model, twice), 64, expanded=images.expanded)
     deaf = DirectoryTokenizer.load(model, CHAT_TEMPLATE.replace("\u2461\u2460\u2462", ""))
     with pytest.raises(
         ConfigError, match=r"model\.chat_template: leaves out images; need one that"
     ):
         rl_prompts(rows, deaf, 64, expanded=images.expanded)
+
+
+def question(text: str) -> RLRow:
+    return RLRow("s", (Message("user", text),), "", RewardModel("rule", "2"))
+
+
+def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
+    model: Path, dataset: Path, rows: MappedRows[RLRow]
+) -> None:
+    """Alone it would end the round in the engine, which has no image for it."""
+    images = prompt_images(model, load_dataset(dataset).images_path)
+    assert images is not None
+    given = [*rows, question("1+1"), question("1\u2460+1")]
+    with pytest.raises(ConfigError) as refused:
+        rl_prompts(given, DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+    assert str(refused.value) == (
+        f"data: row {len(rows) + 1} of the split: the prompt has 1 placeholder tokens ({IMAGE}) "
+        "for 0 images; need one each; leave out the row if its text holds some, or set "
+        "model.chat_template to the template of this model"
+    )
+
+
+def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    data, folder = picture(1, 2, 500), ImageFolder(tmp_path / "images")
+    shown = Image.of(data)
+    folder.put(shown.sha256, data)
+    write_images(tmp_path / "images.parquet", folder, [shown.sha256])
+    images = prompt_images(model, tmp_path / "images.parquet")
+    assert images is not None
+    row = question("<image>")
+    row = replace(row, prompt=(replace(row.prompt[0], images=(shown,)),))
+    with pytest.raises(
+        ConfigError, match=r"data: row 0 of the split: an image of 2 x 500 pixels is none for this"
+    ):
+        rl_prompts([row], DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+
+
+def test_patches_are_made_of_three_formats_alone(model: Path) -> None:
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (8, 8)).save(buffer, "BMP")
+    with pytest.raises(UnidentifiedImageError):
+        ImageProcessor(model).patches(buffer.getvalue())
 
 
 @pytest.mark.parametrize("model_type", VISION_PARTS)

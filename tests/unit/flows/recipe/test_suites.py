@@ -77,6 +77,17 @@ def test_a_suite_s_own_confidence_is_that_of_its_comparison() -> None:
     assert found == (0.99, 0.95)
 
 
+def test_a_judge_is_the_recipe_s_wherever_it_is_asked() -> None:
+    """A suite's own reward has functions alone: an error about a model speaks of the recipe's."""
+    judge = "rl.reward={function: judge, judge: {path: a/b, prompt: '{{ answer }}'}}"
+    suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
+    recipe = load_recipe("quickstart", [judge, suites, "suites.other.reward=null"])
+    own, other = (recipe.evaluate_suite_stage(name).sections for name in ("own", "other"))
+    assert own["rl.reward"] == "suites.own.reward"
+    assert "rl.reward" not in other
+    assert other["evaluation"] == "suites.other.evaluation"
+
+
 def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation() -> None:
     first, second = (
         measured(ADDITION, f"model.max_length={length}").evaluate_suite_stage("addition")

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import pickle
 from pathlib import Path
 
 import pyarrow as pa
@@ -86,6 +87,28 @@ def test_written_images_come_back_and_reading_one_reads_one_group(
         assert file.size(name) == (8 + i, 9)
     with pytest.raises(ConfigError, match=r"a\.parquet: has no image abc; make the data again"):
         file.read("abc")
+
+
+def test_the_footer_is_parsed_once_and_not_for_each_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows with the images: reading each would cost as much as reading all."""
+    monkeypatch.setattr(store, "_GROUP_BYTES", 1)
+    folder, images = ImageFolder(tmp_path / "images"), [encoded(8 + i, 9, i) for i in range(9)]
+    names = [hashlib.sha256(data).hexdigest() for data in images]
+    for name, data in zip(names, images, strict=True):
+        folder.put(name, data)
+    write_images(tmp_path / "a.parquet", folder, names)
+    file = pickle.loads(pickle.dumps(ImageFile.open(tmp_path / "a.parquet")))
+    opened, parsed = pq.ParquetFile, list[bool]()
+
+    def spied(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+        parsed.append(metadata is None)
+        return opened(path, metadata=metadata)
+
+    monkeypatch.setattr(store.pq, "ParquetFile", spied)
+    assert [file.read(name) for name in names] == images
+    assert parsed == [False] * len(names)
 
 
 def test_no_images_no_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A row that exists is valid; a bad one says what is wrong with it."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from engines.data.read.raw_columns import parse_json_list, parse_json_object, parse_messages
 from engines.data.read.raw_rows import rl_row as row_of_columns
+from engines.data.read.row_files import RL_FORMAT, RowFile, write_rows
 from engines.data.read.rows import (
+    MAX_LEVELS,
     Message,
     RewardModel,
     RLRow,
@@ -167,6 +170,17 @@ def test_json_values(value: object, problem: str) -> None:
     with pytest.raises(RowError) as error:
         check_json(value, "e")
     assert str(error.value) == problem
+
+
+def test_values_as_deep_as_may_be_are_written_and_read(tmp_path: Path) -> None:
+    value: Any = 1
+    for _ in range(MAX_LEVELS):
+        value = [value]
+    row = rl_row(extra_info={"a": value[0]}, reward_model=RewardModel("rule", value))
+    write_rows(tmp_path / "rl.parquet", RL_FORMAT, [row])
+    assert [*RowFile(tmp_path / "rl.parquet", RL_FORMAT)] == [row]
+    with pytest.raises(RowError, match=r"^extra_info\.a\[0\].* is nested deeper than 100 levels$"):
+        rl_row(extra_info={"a": value})
 
 
 def test_objects_come_as_such_or_as_text() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
+from engines.data.read import chat
 from engines.data.read.chat import render_prompts, render_sft
 from engines.data.read.chat_template import DEFAULT_CHAT_TEMPLATE, render
 from engines.data.read.pairs import as_policy
@@ -235,6 +236,32 @@ def test_a_template_that_drops_a_part_is_refused(directory: Path, template: str,
         render_prompts(tokenizer, [messages[:9]])
     plain = (messages[1], Message("assistant", "x"))
     assert trained_runs(tokenizer, plain) == ["x<|end|>"]
+
+
+def test_a_template_that_refuses_messages_without_a_part_writes_it(directory: Path) -> None:
+    """As Mistral's, which wants turns to alternate but for calls and what they returned."""
+    turns = (
+        "{%- set ns = namespace(place=0) %}{%- for m in messages %}"
+        "{%- if not (m.role in ['system', 'tool'] or m.tool_calls is defined) %}"
+        "{%- if (m.role == 'user') != (ns.place % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{%- endif %}{%- set ns.place = ns.place + 1 %}{%- endif %}{%- endfor %}"
+    )
+    messages = sft_row(ROW).messages
+    tokenizer = DirectoryTokenizer.load(directory, turns + CHATML)
+    assert trained_runs(tokenizer, messages) == ANSWERS
+    assert render_prompts(tokenizer, [messages[:9]])[0]
+
+
+def test_whether_a_template_leaves_out_a_part_is_asked_once_a_conversation(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = DirectoryTokenizer.load(directory, CHATML)
+    made: list[int] = []
+    monkeypatch.setattr(
+        chat, "render", lambda *given, **named: (made.append(1), render(*given, **named))[1]
+    )
+    render_sft(tokenizer, sft_row(ROW).messages)
+    assert len(made) == 2 * len(ANSWERS) + 3, "twice for each answer, and without each of 3 parts"
 
 
 def test_prompts_that_end_with_what_a_tool_returned(directory: Path) -> None:

@@ -97,6 +97,43 @@ def test_a_critic_and_a_model_that_judges(model: Path, data: Path) -> None:
     assert judged.startswith(f"rl.reward.judge: got a model that judges; {SHOWN}, which it is not")
 
 
+def test_self_play(tmp_path: Path, model: Path, data: Path) -> None:
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    text = tmp_path / "sft.jsonl"
+    text.write_text(json.dumps({"messages": turns}), encoding="utf-8")
+    play = (
+        "preference={self_play: {source: SOURCE, num_samples: 2}}",
+        "sft={}",
+        f"data.sft=[{{path: {text}}}]",
+    )
+    best_worst = [each.replace("SOURCE", "best_worst") for each in play]
+    assert error_of(model, data, *best_worst) == (
+        f"preference.self_play.source: got best_worst, which asks about rows of data.rl; {SHOWN}, "
+        "which pairs do not hold; need rows of text; set it to spin, or leave out the source"
+    )
+    look_at(model, data, *(each.replace("SOURCE", "spin") for each in play))
+
+
+def test_a_suite_of_its_own_judges(tmp_path: Path, model: Path, data: Path) -> None:
+    """By functions alone, which are told of no prompt; without a reward the recipe's judges."""
+    text = tmp_path / "t.jsonl"
+    row = {"prompt": "1+1", "reward_model": {"ground_truth": "2"}}
+    text.write_text(json.dumps(row), encoding="utf-8")
+    changes = (
+        f"rl.reward={{function: judge, judge: {{path: {model}, max_length: 64, "
+        "sampling: {max_new_tokens: 8}, prompt: '{{ answer }}'}}",
+        f"suites={{shown: {{data: {{evaluation: [{{path: {data}}}]}}, REWARD}}}}",
+    )
+    own = [each.replace("REWARD", "reward: {function: exact}") for each in changes]
+    look_at(model, text, *own)
+    recipes = [each.replace(", REWARD", "") for each in changes]
+    assert error_of(model, text, *recipes) == (
+        "rl.reward.judge: got a model that judges; suites.shown.data.evaluation.0 has rows that "
+        "show images, which it is not shown; need a rule; set rl.reward.function to one, or leave "
+        "out the source"
+    )
+
+
 def test_a_teacher(tmp_path: Path, model: Path, data: Path) -> None:
     served = DistillationConfig.model_validate({"path": str(model), "served": {}})
     assert error_of(model, data, teacher=served) == (

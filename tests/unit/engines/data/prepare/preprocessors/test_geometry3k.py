@@ -15,12 +15,14 @@ import pytest
 from PIL import Image as Pillow
 
 from engines.config.data import DataConfig, DecontaminationConfig, SourceConfig
-from engines.config.model import ModelConfig
+from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.images.store import ImageFile
 from engines.data.prepare import readers
 from engines.data.prepare.dataset import build_dataset
+from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Image, Message
+from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError
 
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -148,6 +150,36 @@ def test_rows_with_images_are_read_a_few_at_a_time(
     assert len(loaded_rows.load("rl", source).rows) == 20
     assert {size * len(figure(0)) // 20_000 for size in sizes} <= {0, 1}
     assert all(1 <= size < 20 for size in sizes)
+
+
+def test_rows_of_text_beside_images_are_as_long_as_they_may_be(tmp_path: Path) -> None:
+    """With the tokenizer of a model, as the preprocess stage of a pretrained one has it."""
+    train_tokenizer(TokenizerConfig(), ["abcdefgh"], tmp_path / "tokenizer", max_length=64)
+    tokenizer = DirectoryTokenizer.load(tmp_path / "tokenizer")
+    model = ModelConfig(init="pretrained", path="a/b", max_length=64)
+    judged = {"style": "rule", "ground_truth": "3"}
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "images": images, "reward_model": judged}
+        for text, images in (
+            ("a" * 30, None),
+            ("<image>" + "a" * 30, geometry(1)["images"]),
+            ("a", None),
+        )
+    ]
+    table = pa.Table.from_pylist(rows[1:2]).schema
+    pq.write_table(pa.Table.from_pylist(rows, table), tmp_path / "t.parquet")
+    data = DataConfig(
+        rl=(SourceConfig(path=str(tmp_path / "t.parquet")),),
+        max_prompt_length=20,
+        on_overlong="drop",
+    )
+    summary = build_dataset(data, model, 0, tmp_path / "out", tokenizer)
+    assert (summary.rl.num_rows, summary.rl.num_overlong, summary.num_images) == (2, 1, 1)
+    kept = load_dataset(tmp_path / "out").rl_rows()
+    assert [len(row.images) for row in kept] == [1, 0]
+    strict = data.model_copy(update={"on_overlong": "error"})
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length: 1 of 3 prompts exceed 20"):
+        build_dataset(strict, model, 0, tmp_path / "other", tokenizer)
 
 
 def test_a_model_made_from_scratch_is_refused(tmp_path: Path) -> None:

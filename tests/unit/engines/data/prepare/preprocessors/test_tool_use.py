@@ -183,6 +183,19 @@ def test_xlam(tmp_path: Path, suffix: str) -> None:
     assert rl.reward_model.ground_truth == [CALL, {"name": "clock", "arguments": {}}]
 
 
+def test_xlam_with_whole_schemas(tmp_path: Path) -> None:
+    """A property may be called `type` all the same."""
+    typed = {"name": "f", "parameters": {"type": {"type": "str"}}}
+    for tools, expected in (([WEATHER, CLOCK], CHAT[0].tools), ([typed], None)):
+        (row,) = rows_of(write(tmp_path / "t.jsonl", {**XLAM, "tools": json.dumps(tools)}), "xlam")
+        if expected:
+            assert row.messages[0].tools == expected
+        else:
+            (tool,) = map(json.loads, row.messages[0].tools)
+            given = {"type": "object", "properties": typed["parameters"]}
+            assert tool["function"]["parameters"] == given
+
+
 def test_the_artifact_has_the_columns_of_openai(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", OPENAI)
     pair = {
@@ -302,6 +315,13 @@ def openai(**changed: Any) -> dict[str, Any]:
     return {"messages": [OPENAI["messages"][0], answer], "tools": TOOLS}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("layout", "row", "problem"),
     [
@@ -349,6 +369,25 @@ def openai(**changed: Any) -> dict[str, Any]:
                 ]
             },
             "conversations[1].value is text that is not JSON",
+        ),
+        (
+            "sharegpt",
+            {
+                "conversations": [
+                    GLAIVE["conversations"][0],
+                    {"from": "function_call", "value": "{[1]: 2}"},
+                ]
+            },
+            "conversations[1].value is text that is not JSON",
+        ),
+        *(
+            (
+                "messages",
+                {**OPENAI, "tools": [made(levels)]},
+                "tools[0]" + 16 * ".a" + " is nested deeper than 100 levels",
+            )
+            for levels in (101, 800)
+            for made in (nested, lambda levels: json.dumps(nested(levels)))
         ),
         ("xlam", {**XLAM, "answers": "[]"}, "answers is empty"),
         ("xlam", {**XLAM, "tools": "[]"}, "tools is empty"),
