@@ -64,13 +64,16 @@ def look(at: Look) -> Look:
     return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
 
 
-def look_at_rows(at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | None) -> RLRow | None:
+def look_at_rows(
+    at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | None, section: str = "data"
+) -> RLRow | None:
     """Check the first rows of a recipe or a suite, and that everyone sees the images they show.
 
     Args:
         at: what the recipe names.
-        data: of it, or of a suite, which is `data` in its section.
+        data: of it, or of a suite.
         tokenizer: of the model; None looks at no template.
+        section: of the data, for errors.
 
     Returns:
         A row with a prompt; None if all of the data is on the hub.
@@ -78,8 +81,8 @@ def look_at_rows(at: Look, data: DataConfig, tokenizer: DirectoryTokenizer | Non
     Raises:
         ConfigError: names the setting.
     """
-    rows = first_rows(data, "data", tokenizer)
-    look_at_images(at, show_images(data, rows, "data"))
+    rows = first_rows(data, section, tokenizer)
+    look_at_images(at, show_images(data, rows, section))
     return first_row(data, rows)
 
 
@@ -102,9 +105,12 @@ def look_at_suites(
     for name, suite in at.suites.items():
         if suite.data is None:
             continue
-        with renamed_sections(suite_sections(name)):
-            of_suite = look_at_rows(at, suite.data, tokenizer)
-            if suite.reward is not None:
+        # A reward of its own is one of functions, whatever judges the recipe's rows.
+        own = {} if suite.reward is None else {"reward_model": None, "judge": None}
+        judged = at.model_copy(update=own)
+        of_suite = look_at_rows(judged, suite.data, tokenizer, f"suites.{name}.data")
+        if suite.reward is not None:
+            with renamed_sections(suite_sections(name)):
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite
     return row
