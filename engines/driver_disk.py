@@ -181,9 +181,8 @@ class OtherDisk:
         sent_bytes, changed_at, local = 0, 0, self.local(path)
         while True:
             time.sleep(every_s)
-            with suppress(
-                OSError, RayError, DeadlineError
-            ):  # the driver notices that it hears nothing
+            # The driver notices that it hears nothing.
+            with suppress(OSError, RayError, DeadlineError):
                 os.utime(self._root)
                 if (state := local.stat()).st_mtime_ns == changed_at:
                     continue

@@ -17,6 +17,7 @@ from engines.config.look import Answer, Look
 from engines.config.plugins import REWARDS, TABLES, PluginKind
 from engines.config.sections import RLConfig, SupervisedConfig
 from engines.config.stages.final import EvaluateStageConfig
+from engines.config.training import TrainingConfig
 from flows.asked_run import plan_run
 from flows.child import ask
 from flows.platform_probe import check_devices, memory_shortage, resolve_hardware
@@ -214,6 +215,8 @@ def look_of(recipe: Recipe) -> Look | None:
     ours = {row.name for row in REWARDS.rows}
     own = {*recipe.rl.reward.functions} <= ours
     reward, teacher = recipe.rl.reward, recipe.rl.distillation
+    has_rounds = recipe.rl.num_rounds > 0
+    has_critic = has_rounds and recipe.rl.critic is not None
     read = (recipe.model.path, recipe.against, teacher, *reward.models)
     is_made = all(each is None for each in read)
     suites = recipe.suites.values()
@@ -233,11 +236,14 @@ def look_of(recipe: Recipe) -> Look | None:
         averages=_averages(recipe),
         reward=None if own else recipe.rl.reward,
         reward_model=reward.model,
+        # An evaluation has a rank of its own for it, whatever trained the policy.
+        reward_training=recipe.training if has_rounds else TrainingConfig(),
         judge=reward.judge,
         teacher=teacher,
         rollout_engine=recipe.rollout.engine,
         self_play=recipe.preference.self_play if recipe.preference else None,
-        has_critic=recipe.rl.critic is not None,
+        has_critic=has_critic,
+        trains_values=has_critic or recipe.reward_model is not None,
         answer_lengths={
             stage.answer_setting: stage.evaluation.answer_length
             for stage in recipe.stages()

@@ -28,6 +28,8 @@ class Look(StrictModel):
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
     reward_model: RewardModelConfig | None = None
+    reward_training: TrainingConfig | None = None
+    """Of the ranks that hold it; null asks nothing of them."""
     judge: JudgeConfig | None = None
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
@@ -35,6 +37,8 @@ class Look(StrictModel):
     self_play: SelfPlayConfig | None = None
     has_critic: bool = False
     """A model of values is trained beside it."""
+    trains_values: bool = False
+    """One starts from it: a critic, or a reward model."""
     checkpoint_bytes: int | None = None
     """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
     answer_lengths: dict[str, int] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
+from engines.config.sections import CriticConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
@@ -214,27 +215,9 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if reward is not None:
         roles[REWARD] = reward
     if rl.critic is not None:
-        source = critic_source(
-            policy,
-            before,
-            context.attempt_dir,
-            reward.source if reward and rl.critic.start == "reward_model" else None,
-        )
-        if restore and source.checkpoint_dir is None:
-            raise ConfigError(
-                "rl.critic",
-                f"got a critic in round {config.round}, and a policy whose round had none; need "
-                "one from round 1 on; start again from round 1",
-            )
-        roles[CRITIC] = RoleSpec(
-            source=source,
-            # An adapter is the policy's: all of a critic is trained.
-            training=config.training.model_copy(update={"lora": None}),
-            optimizer=rl.critic.optimizer,
-            model_type="value_model",
-            restore_optimizer=restore,
-            total_num_steps=num_steps,
-        )
+        start = reward.source if reward and rl.critic.start == "reward_model" else None
+        source = critic_source(policy, before, context.attempt_dir, start)
+        roles[CRITIC] = _critic(config, rl.critic, source, roles[POLICY])
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
@@ -245,6 +228,27 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
         frozen = config.training.model_copy(update={"lora": None})
         roles[TEACHER] = RoleSpec(teacher, frozen)
     return roles
+
+
+def _critic(
+    config: RLRoundStageConfig, critic: CriticConfig, source: ModelSource, policy: RoleSpec
+) -> RoleSpec:
+    """A critic beside a policy, which goes on with its optimizer where the policy does."""
+    if policy.restore_optimizer and source.checkpoint_dir is None:
+        raise ConfigError(
+            "rl.critic",
+            f"got a critic in round {config.round}, and a policy whose round had none; need "
+            "one from round 1 on; start again from round 1",
+        )
+    return RoleSpec(
+        source=source,
+        # An adapter is the policy's: all of a critic is trained.
+        training=config.training.model_copy(update={"lora": None}),
+        optimizer=critic.optimizer,
+        model_type="value_model",
+        restore_optimizer=policy.restore_optimizer,
+        total_num_steps=policy.total_num_steps,
+    )
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

@@ -54,8 +54,7 @@ class SampleLedger:
     def __init__(self, requests: Sequence[RolloutRequest]) -> None:
         self._wanted = [request.sample_keys for request in requests]
         self._found: dict[tuple[str, int], Completion] = {}
-        if len({request.request_id for request in requests}) != len(requests):
-            raise RolloutError("two requests of one batch have the same id")
+        _check_ids(requests)
 
     @property
     def num_missing(self) -> int:
@@ -111,12 +110,16 @@ class PromptLedger:
     """What is said of given tokens.
 
     Args:
-        requests: the batch.
+        requests: the batch; the ids must differ.
+
+    Raises:
+        RolloutError: two requests have one id.
     """
 
     def __init__(self, requests: Sequence[PromptRequest]) -> None:
         self._wanted = [request.request_id for request in requests]
         self._found: dict[str, PromptLogprobs] = {}
+        _check_ids(requests)
 
     def missing(self, requests: Iterable[PromptRequest]) -> list[PromptRequest]:
         """See `Ledger`."""
@@ -133,6 +136,11 @@ class PromptLedger:
     def rows(self) -> list[PromptLogprobs]:
         """An answer to each request, in their order; none may be missing."""
         return [self._found[request_id] for request_id in self._wanted]
+
+
+def _check_ids(requests: Sequence[Request]) -> None:
+    if len({request.request_id for request in requests}) != len(requests):
+        raise RolloutError("two requests of one batch have the same id")
 
 
 async def collect(

@@ -4,10 +4,13 @@ Until a server listens its port looks free, and two starters of two homes would 
 the server of one then ends, and his clients talk to the other's. So who picks a port also takes its
 name among Linux's abstract sockets. They belong to the network namespace as ports do, whoever the
 user and whatever the container, and go with their process.
-Promises: what a living process picked here no other one picks.
-Does not promise: anything about programs that do not ask here; or about ours outside Linux.
+Promises: what a living process picked here no other one picks, a child that it forks included.
+Does not promise: anything about programs that do not ask here; or about ours outside Linux, or
+where a sandbox allows no such names.
 """
 
+import errno
+import os
 import random
 import socket
 import sys
@@ -47,23 +50,34 @@ def pick_port(preferred: int) -> int:
     Returns:
         It, where it is free now and no other process picked it; else another one.
     """
-    if _is_free(preferred) and (preferred in _claims or _claim(preferred)):
-        return preferred
-    return _any_port()
+    return preferred if _take(preferred) else _any_port()
 
 
 def _any_port() -> int:
     end = _first_ephemeral_port()
     for _ in range(_NUM_PORT_TRIES if end > _FIRST_PORT else 0):
         port = _dice.randrange(_FIRST_PORT, end)
-        if _is_free(port) and _claim(port):
+        if port not in _claims and _take(port):
             return port
     while True:  # ends at the latest when every port is taken, which is an error
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
-        if _claim(port):
-            return port
+            if port not in _claims and _claim(port):
+                return port
+
+
+def _take(port: int) -> bool:
+    """Whether the port is free, and nobody else's: this process has its name from now on."""
+    is_new = port not in _claims
+    if is_new and not _claim(port):
+        return False
+    # Now, and not before: whoever had the name may have ended since, with his server listening.
+    if _is_free(port):
+        return True
+    if is_new:
+        _claims.pop(port).close()
+    return False
 
 
 def _is_free(port: int) -> bool:
@@ -78,18 +92,27 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Whether this process has the port's name from now on, and had it not before."""
-    if port in _claims:
-        return False
+    """Whether this process, which has it not yet, gets the port's name."""
     name = socket.socket(socket.AF_UNIX)
-    if sys.platform == "linux":
-        try:
+    try:
+        if sys.platform == "linux":
             name.bind(f"\0rlhf/port/{port}")
-        except OSError:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             name.close()
             return False
     _claims[port] = name
     return True
+
+
+def _forget() -> None:
+    """A forked child has nothing: else it would keep the names when its parent is gone."""
+    for name in _claims.values():
+        name.close()
+    _claims.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _first_ephemeral_port() -> int:

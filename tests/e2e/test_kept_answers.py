@@ -1,6 +1,8 @@
 """Answers of an evaluation, found again by another that judges them otherwise."""
 
 import json
+import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,8 @@ from tiny_stages import DATA, EVALUATE, EVALUATION, MODEL
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from infra.store.artifacts import external_artifact
+from infra.identity.scripts import script_artifact
+from infra.store.artifacts import MANIFEST_NAME, external_artifact
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import open_storage
 
@@ -96,6 +99,70 @@ def test_an_evaluation_that_is_asked_for_again_samples_again(measured: Measured)
     record = store.lookup(spec.fingerprint, "again")
     assert record is not None
     assert record.artifact.digest == measured.record.artifact.digest
+
+
+def test_an_edited_reward_file_judges_the_same_answers_anew(
+    measured: Measured, tmp_path: Path
+) -> None:
+    script = tmp_path / "reward.py"
+    found: list[list[dict[str, Any]]] = []
+    for score in ("0.25", "0.75"):
+        script.write_text(f"def compute_score(*_, **__):\n    return {score}\n")
+        inputs = {**measured.inputs, "reward": script_artifact(script, "rl.reward.function")}
+        reward = {"function": f"{script}:compute_score"}
+        spec = measured.bench.spec("evaluate", {**EVALUATE, "reward": reward}, inputs)
+        record = measured.bench.run(spec)
+        assert found_by(spec) == NUM_ANSWERS
+        assert record.metrics["reward/mean"] == float(score)
+        found.append(rows_of(measured, record))
+    assert texts(found[0]) == texts(found[1]) == texts(rows_of(measured, measured.record))
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_found"),
+    [
+        # The commit of the greedy answers is the first, that of the sampled ones the second.
+        pytest.param("storage.before_commit=kill@1", 0, id="with the greedy ones"),
+        pytest.param("storage.before_commit=kill@2", 4, id="with the sampled ones"),
+        pytest.param("storage.before_commit=kill@3", NUM_ANSWERS, id="with its own output"),
+    ],
+)
+def test_one_that_was_killed_goes_on_with_what_it_kept(
+    measured: Measured, tmp_path: Path, fault: str, num_found: int
+) -> None:
+    bench = Bench(tmp_path, {"RLHF_FAULTS": fault})
+    inputs = {"dataset": copied(measured, bench, "dataset"), "model": measured.inputs["model"]}
+    killed = bench.start(bench.spec("evaluate", EVALUATE, inputs))
+    assert killed.ended(JOB_DEADLINE_S)[0] == -signal.SIGKILL
+    spec = bench.spec("evaluate", EVALUATE, inputs, attempt=1)
+    record = Bench(tmp_path).run(spec)
+    assert found_by(spec) == num_found
+    assert record.artifact.digest == measured.record.artifact.digest
+
+
+@pytest.mark.parametrize("fault", ["storage.before_publish=enospc", "storage.before_commit=eio"])
+def test_a_store_that_cannot_keep_them_costs_an_evaluation_one_line(
+    measured: Measured, tmp_path: Path, fault: str
+) -> None:
+    bench = Bench(tmp_path, {"RLHF_FAULTS": fault})
+    inputs = {"dataset": copied(measured, bench, "dataset"), "model": measured.inputs["model"]}
+    spec = bench.spec("evaluate", EVALUATE, inputs)
+    code, output = bench.start(spec).ended(JOB_DEADLINE_S)
+    assert code == 0, output
+    assert output.count("answers are not kept for another evaluation: [Errno ") == 1
+    assert "Traceback" not in output
+    record = open_storage(spec.store_uri).lookup(spec.fingerprint)
+    assert record is not None
+    assert record.artifact.digest == measured.record.artifact.digest
+
+
+def copied(measured: Measured, bench: Bench, name: str) -> Artifact:
+    """An input in the store of another bench."""
+    artifact, store = measured.inputs[name], open_storage(str(bench.root / "store"))
+    source = open_storage(str(measured.bench.root / "store")).local_copy(artifact)
+    shutil.copytree(source, bench.root / name)
+    (bench.root / name / MANIFEST_NAME).unlink()
+    return store.publish(bench.root / name, artifact.kind)
 
 
 @pytest.mark.parametrize(

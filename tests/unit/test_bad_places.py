@@ -1,7 +1,7 @@
 """What a bad model, checkpoint, machine or service costs: one line that names it.
 
-Recipes and rows of data are in `test_bad_inputs.py`; other tests of such a row are named after it
-too, `test_bad_input_row_40_...`, where its part is tested.
+Recipes and rows of data are in `test_bad_inputs.py` and `test_bad_files.py`; other tests of such a
+row are named after it too, `test_bad_input_row_40_...`, where its part is tested.
 """
 
 import json

@@ -89,6 +89,21 @@ def initial_source(
     return ModelSource(made)
 
 
+def copy_hf_files(source: Path, target: Path) -> None:
+    """Copy configuration and tokenizer as they are: all that a model needs which only reads.
+
+    Args:
+        source: a model directory.
+        target: created; replaced if it exists.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for name in _HF_FILES:
+        if (source / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
 def write_hf_files(source: Path, target: Path, chat_template: str | None) -> None:
     """Copy configuration and tokenizer, and complete the end tokens.
 
@@ -100,12 +115,7 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
     Raises:
         ConfigError: no token ends an answer.
     """
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for name in _HF_FILES:
-        if (source / name).exists():
-            (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+    copy_hf_files(source, target)
     if chat_template is not None:
         (target / TOOL_TEMPLATE).unlink(missing_ok=True)
         (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="")

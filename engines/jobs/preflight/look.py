@@ -16,6 +16,7 @@ from engines.config.suite import suite_sections
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.preflight.commits import with_commits
+from engines.jobs.preflight.engine_support import look_at_training
 from engines.jobs.preflight.images import look_at_images
 from engines.jobs.preflight.models import checkpoint_bytes, look_at_answers, look_at_policy
 from engines.jobs.preflight.other_models import (
@@ -49,8 +50,10 @@ def look(at: Look) -> Look:
             look_at_prompt(row, of_other)
     row = look_at_suites(at, tokenizer, row)
     look_at_answers(at)
+    if at.trains_values:
+        look_at_training(at.model.path, at.training, values=True)
     if at.reward_model is not None:
-        look_at_reward_model(at.reward_model, at.training, row)
+        look_at_reward_model(at.reward_model, at.reward_training, row)
     if at.judge is not None:
         look_at_judge(at.judge, at.rollout_engine, row)
     if at.teacher is not None:
@@ -69,8 +72,8 @@ def look_at_rows(
     Args:
         at: what the recipe names.
         data: of it, or of a suite.
-        section: of the data.
         tokenizer: of the model; None looks at no template.
+        section: of the data, for errors.
 
     Returns:
         A row with a prompt; None if all of the data is on the hub.
@@ -103,7 +106,7 @@ def look_at_suites(
         if suite.data is None:
             continue
         sections, judged = suite_sections(name), at
-        if suite.reward is not None:  # of its own, which has functions alone
+        if suite.reward is not None:  # of its own: one of functions, whoever judges
             judged = at.model_copy(update={"reward_model": None, "judge": None})
         of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
         if suite.reward is not None:

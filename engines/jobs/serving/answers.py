@@ -32,7 +32,7 @@ from infra.errors import PipelineError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Holder, generation
+from infra.store.stage_log import Holder, generation, latest_commit
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 
@@ -112,11 +112,16 @@ class KeptAnswers:
     def _keep(self, fingerprint: str, answers: Sequence[Sequence[Completion]]) -> None:
         storage, spec = self._context.storage, self._context.spec
         directory = self._context.attempt_dir / ANSWERS
-        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        write_answers(answers, directory / _FILE)
-        artifact = storage.publish(directory, ANSWERS)
+        try:
+            write_answers(answers, directory / _FILE)
+            artifact = storage.publish(directory, ANSWERS)
+        finally:  # on a full disk they would take the room of what the stage itself writes
+            shutil.rmtree(directory, ignore_errors=True)
         log = storage.attempts.entries(fingerprint)
+        kept = latest_commit(log)
+        if kept is not None and kept.artifact.digest == artifact.digest:
+            return  # by another meanwhile, or by whoever was asked for them before
         # Whoever held them before died between two calls, or is about to commit the same.
         holder = Holder(id=spec.holder, process=own_stamp())
         attempt = storage.attempts.hold(fingerprint, holder, len(log))

@@ -8,7 +8,7 @@ from engines.config.distillation import DistillationConfig
 from engines.config.sections import RLConfig
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
-from engines.jobs.policy.files import write_hf_files
+from engines.jobs.policy.files import copy_hf_files
 from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.serving.frozen import FrozenModel, replica_beside
@@ -50,7 +50,7 @@ def served_teacher(
     given, engine = context.optional_input("teacher"), like.rollout.engine
     weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
     serving_dir = context.attempt_dir / TEACHER_DIR
-    write_hf_files(weights_dir, serving_dir, None)
+    copy_hf_files(weights_dir, serving_dir)
     served = config.served
     replica = replica_beside(
         like, serving_dir, served.num_replicas, served.options, embedded=embedded

@@ -20,6 +20,7 @@ from engines.config.rollout import RolloutConfig
 from engines.controller import launch
 from engines.controller.launch import launch_policy_with_rollout, policy_replica, reserve_replicas
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.pool import Queueing, reserve
 from engines.controller.replica import RemoteReplica, ReplicaSpec
 from engines.controller.replica_start import RayReplicas
 from engines.controller.rollout import Rollout, ServedRollout
@@ -33,7 +34,9 @@ from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError
+from infra.host.processes import is_alive
 from infra.job_environments import installed_distributions
+from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
 
@@ -272,6 +275,33 @@ def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
         assert len(victims) == 3, "of two replicas: one of them had been replaced"
         rollout.publish(0)
         assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
+
+
+def test_a_policy_that_does_not_start_leaves_nothing_of_the_models_beside_it(
+    policy_spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[RemoteReplica] = []
+    start = RayReplicas.start
+
+    def noted(replicas: RayReplicas) -> list[RemoteReplica]:
+        started.extend(found := start(replicas))
+        return found
+
+    monkeypatch.setattr(RayReplicas, "start", noted)
+    rollout, directory = RolloutConfig(placement="disaggregated"), policy_spec.serving_dir
+    like = policy_replica(policy_spec, rollout, tmp_path)
+    beside = replace(replica_beside(like, directory, 1, {}, embedded=False), log_dir=tmp_path)
+    refused = rollout.model_copy(update={"options": {"max_prefil_tokens": 5}})
+    spec = replace(policy_spec, rollout=refused)
+    with pytest.raises(ConfigError, match="max_prefil_tokens"):
+        launch.launch_policy_beside(spec, {"teacher": beside}, tmp_path)
+    [teacher] = started
+    assert teacher._whereabouts is not None
+    process = teacher._whereabouts.process
+    wait_for(lambda: not is_alive(process), "the teacher to end", 30.0)
+    # All of the four CPUs can be had again.
+    with closing(reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=30.0))):
+        pass
 
 
 PROMPT = tuple(range(4, 10))

@@ -1,5 +1,7 @@
 """Where a round keeps its teacher: on the ranks, or in engines beside those of the policy."""
 
+import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.launch import policy_replica
+from engines.controller.launch import launch_engines, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.jobs.rl_round import _roles
@@ -83,6 +85,20 @@ def test_in_engines_of_its_own_no_rank_holds_it(tmp_path: Path, embedded: bool) 
     assert replica.rollout.placement == ("colocated" if embedded else "disaggregated")
     assert (replica.rollout.num_replicas, replica.rollout.options) == (2, served["options"])
     assert not replica.shares_devices
+
+
+def test_one_that_writes_no_answers_can_teach(tmp_path: Path) -> None:
+    """A base model without template and end token reads as well as another."""
+    directory = write_model(tmp_path / "teacher")
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (directory / name).unlink()
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["eos_token_id"] = None
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    teacher = teacher_beside(round_of(tmp_path, directory, "transformers", {}), embedded=True)
+    assert teacher is not None
+    with closing(launch_engines(teacher.replica).service()) as service:
+        assert service.num_replicas == 1
 
 
 @pytest.mark.parametrize(

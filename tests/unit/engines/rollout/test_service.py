@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,6 +234,13 @@ def test_replicas_share_the_sequences_and_the_answers_come_back_in_order(lab) ->
     ids = [request.request_id for request in PROMPTS]
     assert sorted(asked) == [ids[0::3], ids[1::3], ids[2::3]]
     assert largest_difference(found, expected_of(lab)) <= 1e-5
+
+
+def test_two_sequences_of_one_id_are_refused_although_two_replicas_would_answer(lab) -> None:
+    with serving(lab.bare_engine(), lab.bare_engine()) as service:
+        publish(service, lab.model, 0)
+        with pytest.raises(RolloutError, match="two requests of one batch have the same id"):
+            service.prompt_logprobs([PROMPTS[0], replace(PROMPTS[1], request_id="r0")])
 
 
 def test_answers_that_are_not_those_asked_for_are_refused(lab) -> None:

@@ -5,6 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vision_cases import write_chat_model
 
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.distillation import DistillationConfig
@@ -84,3 +87,50 @@ def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs
         with pytest.raises(ConfigError, match="with a soft cap") as found:
             look(taught(student, path=str(soft), served=served))
         assert found.value.path == path
+
+
+def write_reward_model(model: Path, model_type: str) -> Path:
+    """A directory with a head of one score, and a model type."""
+    weights = load_file(model / "model.safetensors")
+    width = weights["model.norm.weight"].shape[0]
+    save_file({**weights, "score.weight": torch.zeros(1, width)}, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**config, "model_type": model_type})
+    (model / "config.json").write_text(text, encoding="utf-8")
+    return model
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1])
+def test_a_reward_model_has_to_be_one_that_whoever_holds_it_computes(
+    tmp_path: Path, num_rounds: int
+) -> None:
+    """In a round those are the ranks; an evaluation has a rank of its own for it, of fsdp2."""
+    judging = write_reward_model(write_model(tmp_path, "0123456789+= user assistant"), "mistral")
+    reward = f"rl.reward={{function: model, model: {{path: {judging}, max_length: 16}}}}"
+    rounds = [f"rl.num_rounds={num_rounds}", "training.backend=megatron"]
+    found = look_of(load_recipe("quickstart", [reward, *rounds]))
+    assert found is not None
+    if not num_rounds:
+        look(found)
+        write_reward_model(judging, "doge")
+    with pytest.raises(ConfigError, match=r"a (mistral|doge) model") as refused:
+        look(found)
+    assert refused.value.path == "rl.reward.model.path"
+
+
+@pytest.mark.parametrize("trained", ["rl.critic={}", "reward_model={}"])
+def test_no_model_of_values_starts_from_one_that_sees_images(tmp_path: Path, trained: str) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_chat_model(tmp_path / "model")
+    changes = [trained, "model.init=pretrained", f"model.path={model}"]
+    changes += ["rl.algorithm.adv_estimator=gae"] if "critic" in trained else []
+    if "reward" in trained:
+        sources = ("preference", "rl", "evaluation")
+        changes += ["sft=null", "data.arithmetic=null"]
+        changes += [f"data.{split}=[{{path: owner/{split}}}]" for split in sources]
+    found = look_of(load_recipe("quickstart", changes))
+    assert found is not None
+    with pytest.raises(ConfigError, match="sees images; a value model cannot") as refused:
+        look(found)
+    assert refused.value.path == "model.path"
+    look(found.model_copy(update={"trains_values": False, "data": None}))
