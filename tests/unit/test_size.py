@@ -74,8 +74,8 @@ nobody else is given; 85 with curves of reward models, preferences and distillat
 with rows that self-play reads from files, those that no pair can be made of, and images, rows and
 prompts that do not fit, each named by its row; 35 with prompts of pairs that a model judges, what a
 reward model reads, and the likelihood of chosen answers; 33 with the names of ports in forked
-children and where a sandbox allows none, equal answers that are kept once, and models of values that
-the plan looks at.
+children and where a sandbox allows none, equal answers that are kept once, and models of values
+that the plan looks at.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

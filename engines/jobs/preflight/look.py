@@ -72,8 +72,8 @@ def look_at_rows(
     Args:
         at: what the recipe names.
         data: of it, or of a suite.
-        tokenizer: of the model; None looks at no template.
         section: of the data, for errors.
+        tokenizer: of the model; None looks at no template.
 
     Returns:
         A row with a prompt; None if all of the data is on the hub.
