@@ -17,6 +17,8 @@ VOCABULARY, CONTEXT, WIDTH, NUM_HEADS, HEAD_WIDTH = 64, 128, 64, 4, 16
 WINDOW = 8
 """Of windows and chunks: shorter than the sequences that the zoo trains on."""
 MAX_LAYERS = 4
+WIDE_HEAD = 32
+"""The smallest that vLLM computes on a CPU."""
 _NUM_LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
     "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth", "num_layers_per_stack",
@@ -123,6 +125,22 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         A new configuration of the family's own class.
     """
     return shrunk(CONFIG_MAPPING[model_type]())
+
+
+def with_wide_heads(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration with two heads of `WIDE_HEAD` that share one of keys and values.
+
+    Latent attention (MLA), which has widths of other names and no shared heads, stays as it is.
+    """
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return config
+    own: Any = config
+    own.num_attention_heads = WIDTH // WIDE_HEAD
+    if getattr(config, "num_key_value_heads", None) is not None:
+        own.num_key_value_heads = 1
+    if getattr(config, "head_dim", None) is not None:
+        own.head_dim = WIDE_HEAD
+    return config
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:

@@ -53,7 +53,7 @@ def start(
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_device(platform, layout)
+    _check_device(platform)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
     arguments |= adapter_arguments(adapter)
     # Structured output needs it; all else goes by token ids.
@@ -152,8 +152,8 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 
-def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
-    """Refuse what the installed vLLM would compute elsewhere, or wrongly."""
+def _check_device(platform: PlatformBase) -> None:
+    """Refuse what the installed vLLM would compute elsewhere."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != platform.device_name:
@@ -161,13 +161,6 @@ def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
             "rollout.engine",
             f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
             f"platform is {platform.device_name}; install the build for it",
-        )
-    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
-        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
-        raise ConfigError(
-            "rollout.engine",
-            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
-            "they are updated on a CPU; choose transformers",
         )
 
 
