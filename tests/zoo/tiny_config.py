@@ -19,6 +19,8 @@ WINDOW = 8
 MAX_LAYERS = 4
 WIDE_HEAD = 32
 """The smallest that vLLM computes on a CPU."""
+LATENT_WIDTHS = 512, 64
+"""Of latent attention, latent and rotary: those of DeepSeek, the only ones that vLLM has."""
 _NUM_LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
     "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth", "num_layers_per_stack",
@@ -98,6 +100,7 @@ _OF_CLASS: Mapping[str, Mapping[str, Any]] = {
     "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 2 * WIDTH // NUM_HEADS, "n_groups": 1},
+    "DeepseekV3Config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "ReformerConfig": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
     "CohereCompassTextConfig": {
@@ -128,13 +131,17 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def with_wide_heads(config: PretrainedConfig) -> PretrainedConfig:
-    """The same configuration with two heads of `WIDE_HEAD` that share one of keys and values.
+    """The same configuration with heads as wide as rollout engines compute them on a CPU.
 
-    Latent attention (MLA), which has widths of other names and no shared heads, stays as it is.
+    Two heads of `WIDE_HEAD` share one of keys and values; with latent attention (MLA) the latent
+    and rotary widths are the published ones.
     """
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return config
     own: Any = config
+    if getattr(config, "kv_lora_rank", None) is not None:
+        own.kv_lora_rank, own.qk_rope_head_dim = LATENT_WIDTHS
+        own.head_dim = own.qk_rope_head_dim
+        own.qk_head_dim = own.qk_nope_head_dim + own.qk_rope_head_dim
+        return config
     own.num_attention_heads = WIDTH // WIDE_HEAD
     if getattr(config, "num_key_value_heads", None) is not None:
         own.num_key_value_heads = 1

@@ -55,7 +55,7 @@ def start(
 
     _check_device(platform)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
-    arguments |= adapter_arguments(adapter)
+    arguments |= adapter_arguments(adapter) | latent_arguments(layout, dtype)
     # Structured output needs it; all else goes by token ids.
     arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
@@ -67,7 +67,7 @@ def start(
         env.set_for_process(env.TORCHDYNAMO_DISABLE.name, "1")
     try:
         config = AsyncEngineArgs(
-            model=str(hf_dir), dtype=dtype, **arguments, **options.engine_args
+            model=str(hf_dir), dtype=dtype, **(arguments | options.engine_args)
         ).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(_FIELD, f"vLLM refuses: {error}") from error
@@ -150,6 +150,26 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
             "rollout.lora_sync to merged",
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
+
+
+def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
+    """What vLLM is told of latent attention (MLA) in float32 on a CPU.
+
+    By itself vLLM 0.32 takes kernels for bfloat16 there, whatever the dtype of the model.
+
+    Args:
+        layout: of the model.
+        dtype: of its weights.
+
+    Returns:
+        Arguments of `AsyncEngineArgs`.
+    """
+    from vllm.platforms import current_platform
+
+    is_latent = any(".kv_a_proj_with_mqa." in name for name in layout.tensors)
+    if dtype != "float32" or not is_latent or not current_platform.is_cpu():
+        return {}
+    return {"attention_backend": "CPU_MLA"}
 
 
 def _check_device(platform: PlatformBase) -> None:

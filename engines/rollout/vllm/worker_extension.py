@@ -50,10 +50,14 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         initialize_layerwise_reload,
     )
 
-    # An adapter's layer passes on what is meant for the one behind it, by the name of that.
-    wanted = {name.replace(_BASE, ".") for name, _ in model.named_parameters()}
+    held = {name for name, _ in model.named_parameters()}
     _forget_expert_kernels(model)
     initialize_layerwise_reload(model)
+    # Gone now is what vLLM computes from others; tied ones, of which the head is one more here,
+    # are still held once. An adapter's layer passes on what is meant for the one behind it, by
+    # the name of that.
+    held &= {name for name, _ in model.named_parameters()}
+    wanted = {name.replace(_BASE, ".") for name in held}
     try:
         loaded = model.load_weights(tensors)
     finally:
