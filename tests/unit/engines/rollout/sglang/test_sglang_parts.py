@@ -222,7 +222,7 @@ def hf_dir(tmp_path: Path) -> Path:
 
 
 def arguments(hf_dir: Path, **options) -> dict[str, object]:
-    layout: ModelLayout = read_layout(hf_dir, "sglang")
+    layout: ModelLayout = read_layout(hf_dir, "sglang", "float32")
     chosen = SglangOptions(**options)
     return server_arguments(hf_dir, chosen, 4, "float32", CPUPlatform(), layout)
 
