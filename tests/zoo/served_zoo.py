@@ -10,6 +10,7 @@ network.
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -117,7 +118,26 @@ def asked(engine: str, root: Path, deadline_s: float) -> Answers:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     answers = kept_answers(root)
-    return answers if ending is None else answers.model_copy(update={"problem": ending})
+    problem = answers.problem if ending is None else ending
+    return answers.model_copy(update={"problem": cause_of(problem, log)})
+
+
+def cause_of(problem: str, log: Path) -> str:
+    """The error behind one that says that a process of the engine ended.
+
+    Args:
+        problem: vLLM refers to its log, SGLang's server is told of with the end of its own.
+        log: of the process that was asked.
+
+    Returns:
+        The first error of the one, the last of the other; else the problem as it is.
+    """
+    if "See root cause above" in problem:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        found = re.findall(r" ERROR .*?(\w*Error: .+)", text)[:1]
+    else:
+        found = re.findall(r"^(\w*Error: .+)", problem.partition("\n")[2], re.MULTILINE)[-1:]
+    return found[0] if found else problem
 
 
 def judged(model: TrainedFamily, name: str, answers: Answers) -> FamilyResult:

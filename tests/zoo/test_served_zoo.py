@@ -19,7 +19,7 @@ from served_table import (
     served_digest,
     served_page,
 )
-from served_zoo import asked, judged
+from served_zoo import asked, cause_of, judged
 from tiny_family import random_sequences
 from torch import nn
 from zoo_table import ROOT, FamilyResult
@@ -132,6 +132,21 @@ def test_an_engine_that_does_not_end_is_ended(
     assert asked("vllm", tmp_path, 0.5) == Answers(problem="it takes longer than 0.5 s")
     python.write_text("#!/bin/sh\necho KeyError: 5\nexit 1\n")
     assert asked("vllm", tmp_path, 60.0) == Answers(problem="KeyError: 5")
+
+
+def test_the_error_behind_an_end_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "(Worker pid=5) ERROR 11-26 [x.py:9] Traceback\n"
+        "(Worker pid=5) ERROR 11-26 [x.py:9] ValueError: no head of 16\n"
+        "(EngineCore pid=4) ERROR 11-26 [y.py:8] RuntimeError: a worker failed\n"
+    )
+    ended = "RuntimeError: Engine core initialization failed. See root cause above."
+    assert cause_of(ended, log) == "ValueError: no head of 16"
+    ended = "RolloutError: SGLang ended; its log ends:\n  File x\nKeyError: 5\nDone\n"
+    assert cause_of(ended, log) == "KeyError: 5"
+    assert cause_of("RolloutError: a\nb", log) == "RolloutError: a\nb"
+    assert cause_of("KeyError: 7", log) == "KeyError: 7"
 
 
 def test_answers_are_kept_whole(trained: TrainedFamily, tmp_path: Path) -> None:

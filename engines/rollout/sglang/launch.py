@@ -2,7 +2,7 @@
 
 Promises: it runs on the platform that was asked for, or not at all; it fetches nothing; no weight
 is read from the model directory; its cache holds at least one sample of the whole context.
-Does not promise: mixtures of experts on a CPU, where SGLang has no kernels for them.
+Does not promise: latent attention (MLA) on a CPU, where SGLang has no kernels for it.
 """
 
 from pathlib import Path
