@@ -100,7 +100,14 @@ _OF_CLASS: Mapping[str, Mapping[str, Any]] = {
     "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 2 * WIDTH // NUM_HEADS, "n_groups": 1},
-    "DeepseekV3Config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV3Config": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": CONTEXT // 2, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "ReformerConfig": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
     "CohereCompassTextConfig": {

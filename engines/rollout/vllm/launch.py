@@ -71,6 +71,7 @@ def start(
         ).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(_FIELD, f"vLLM refuses: {error}") from error
+    _check_latent(config.model_config)
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
@@ -181,6 +182,21 @@ def _check_device(platform: PlatformBase) -> None:
             "rollout.engine",
             f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
             f"platform is {platform.device_name}; install the build for it",
+        )
+
+
+def _check_latent(model_config: Any) -> None:
+    """Refuse latent attention (MLA) that vLLM would compute wrongly, without a word."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() and model_config.use_mla):
+        return
+    rope = getattr(model_config.hf_text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "default":
+        raise ConfigError(
+            "rollout.engine",
+            "got vllm; the model has latent attention with rotary positions that are not scaled, "
+            "which vLLM 0.32 computes wrongly on a CPU; choose transformers",
         )
 
 
