@@ -162,9 +162,9 @@ def _prompt_answer(request: PromptRequest, said: PromptLogprobs) -> PromptAnswer
     assert said.topk_logprobs_NK is not None
     return PromptAnswer(
         token_ids=request.token_ids,
-        logprobs=said.logprobs_N.tolist(),
-        top_ids=said.topk_ids_NK.tolist(),
-        top_logprobs=said.topk_logprobs_NK.tolist(),
+        logprobs=tuple(said.logprobs_N.tolist()),
+        top_ids=tuple(map(tuple, said.topk_ids_NK.tolist())),
+        top_logprobs=tuple(map(tuple, said.topk_logprobs_NK.tolist())),
     )
 
 

@@ -60,9 +60,7 @@ def served_digest(engine: str) -> str:
     return hashlib.sha256((sources_digest() + _lock(engine)).encode()).hexdigest()
 
 
-def served_page(
-    results: Mapping[str, Sequence[FamilyResult]], logprob: float, num_top: int
-) -> str:
+def served_page(results: Mapping[str, Sequence[FamilyResult]], logprob: float, num_top: int) -> str:
     """The page of all engines.
 
     Args:

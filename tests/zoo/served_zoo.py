@@ -1,4 +1,4 @@
-"""What vLLM and SGLang do with families: `python tests/zoo/served_zoo.py [--engine NAME] [families]`.
+"""What vLLM and SGLang do with families: `python tests/zoo/served_zoo.py [families]`.
 
 A family is trained here, in the project's own environment, and each engine is asked in a process of
 its environment `.envs/NAME`, with a deadline: one that crashes or hangs is a row of the table and

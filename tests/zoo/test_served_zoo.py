@@ -24,7 +24,7 @@ from tiny_family import random_sequences
 from torch import nn
 from zoo_table import ROOT, FamilyResult
 
-ALL = dict.fromkeys(COLUMNS, True)
+ALL: dict[str, bool] = dict.fromkeys(COLUMNS, True)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,10 @@ def sampled(model: nn.Module, prompt: list[int], greedy: bool) -> SampledAnswer:
         ids.append(int(row.argmax()) if greedy else 7)
         logprobs.append(float(row[ids[-1]]))
     return SampledAnswer(
-        prompt_ids=tuple(prompt), token_ids=ids[len(prompt) :], logprobs=logprobs, greedy=greedy
+        prompt_ids=tuple(prompt),
+        token_ids=tuple(ids[len(prompt) :]),
+        logprobs=tuple(logprobs),
+        greedy=greedy,
     )
 
 
@@ -51,9 +54,9 @@ def told(model: nn.Module, ids: list[int]) -> PromptAnswer:
     own = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return PromptAnswer(
         token_ids=tuple(ids),
-        logprobs=own.tolist(),
-        top_ids=top.indices.tolist(),
-        top_logprobs=top.values.tolist(),
+        logprobs=tuple(own.tolist()),
+        top_ids=tuple(map(tuple, top.indices.tolist())),
+        top_logprobs=tuple(map(tuple, top.values.tolist())),
     )
 
 

@@ -103,9 +103,16 @@ _OF_CLASS: Mapping[str, Mapping[str, Any]] = {
     "DeepseekV3Config": {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32, "beta_slow": 1,
-            "original_max_position_embeddings": CONTEXT // 2, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": CONTEXT // 2,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
         },
     },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},

@@ -40,6 +40,11 @@ class ModelLayout:
     context_length: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent (MLA), which engines have other kernels for."""
+        return any(".kv_a_proj_with_mqa." in name for name in self.tensors)
+
 
 def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
     """The layout of a model.

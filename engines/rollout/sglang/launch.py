@@ -43,6 +43,7 @@ def start_server(
         ConfigError: the options do not fit the model or the platform, or SGLang refuses them.
     """
     options = SglangOptions.model_validate(rollout.options)
+    _check_model(platform, layout)
     arguments = server_arguments(
         hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
     )
@@ -137,6 +138,15 @@ def _num_cache_tokens(
             "it or lower max_model_len",
         )
     return num_bytes // token_bytes
+
+
+def _check_model(platform: PlatformBase, layout: ModelLayout) -> None:
+    if platform.device_name == "cpu" and layout.is_latent:
+        raise ConfigError(
+            "rollout.engine",
+            f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
+            "kernels that the package index has for no CPU; choose transformers",
+        )
 
 
 def _environment(platform: PlatformBase) -> dict[str, str | None]:

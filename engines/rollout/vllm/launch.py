@@ -167,8 +167,7 @@ def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
     """
     from vllm.platforms import current_platform
 
-    is_latent = any(".kv_a_proj_with_mqa." in name for name in layout.tensors)
-    if dtype != "float32" or not is_latent or not current_platform.is_cpu():
+    if dtype != "float32" or not layout.is_latent or not current_platform.is_cpu():
         return {}
     return {"attention_backend": "CPU_MLA"}
 

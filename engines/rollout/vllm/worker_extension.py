@@ -83,8 +83,8 @@ def _forget_expert_kernels(model: Any) -> None:
 
     if not current_platform.is_cpu():
         return
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    for method in methods:
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 

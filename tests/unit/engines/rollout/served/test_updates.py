@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Qwen3Config
 
 from engines.errors import WeightSyncError
 from engines.rollout.served.model_layout import ModelLayout, read_layout
@@ -65,3 +65,12 @@ def test_another_dtype_is_refused(
     problem = f"{name}: sent torch.{dtype}, the rollout dtype is torch.{wanted}"
     with pytest.raises(WeightSyncError, match=problem):
         sent(layout, dtypes, tmp_path / "weights.safetensors")
+
+
+def test_latent_attention_is_seen_by_its_projection(layout: ModelLayout, tmp_path: Path) -> None:
+    assert layout.is_latent
+    Qwen3Config(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    ).save_pretrained(tmp_path / "other")  # fmt: skip
+    assert not read_layout(tmp_path / "other", "vllm", "float32").is_latent
