@@ -12,15 +12,13 @@ from transformers import AutoConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.rollout.served.model_layout import ModelLayout
-from engines.rollout.sglang.options import SglangOptions
+from engines.rollout.sglang.options import NUM_HELD_BACK, SglangOptions
 from engines.rollout.sglang.server import Server, start
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
 
 CPU_KV_CACHE_BYTES = 2**30
-NUM_HELD_BACK = 8
-"""Tokens of its context that SGLang gives to no sample; it cuts `max_new_tokens` in silence."""
 _FIELD = "rollout.options"
 
 
