@@ -13,7 +13,7 @@ ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
 	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers \
-	rlhf.testing.test_rollout_prompts
+	rlhf.testing.test_rollout_prompts rlhf.testing.test_rollout_experts
 # Tests that give a figure of the fault matrix and lie beside what they test.
 CONTROLLER := tests/unit/engines/controller/test_ray_group.py
 FIGURES_ELSEWHERE := \
@@ -35,7 +35,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -146,6 +146,10 @@ trainers: $(STAMP)  ## preferences and distillation with three seeds against the
 
 zoo: $(STAMP)  ## every family of causal LMs that transformers can build: docs/reference/models.md
 	$(BIN)/python tests/zoo/model_zoo.py $(ARGS)
+
+zoo-engines: $(STAMP)  ## the families that recipes name on vLLM and SGLang: docs/reference/served_models.md
+	set -e; for name in $(ROLLOUT_ENVIRONMENTS); do $(MAKE) env-$$name; done
+	$(BIN)/python tests/zoo/served_zoo.py $(ARGS)
 
 lock:  ## resolve pyproject.toml anew and rewrite the lock
 	$(PYTHON) -m venv .venv-lock

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -77,15 +78,25 @@ def make_place(place: Path, setting: str, remedy: str) -> None:
         )
 
 
-def log_tail(path: Path, num_lines: int = 15) -> str:
-    """The last lines of a log, each on a new indented line; empty if there is none."""
+def log_tail(path: Path, num_lines: int = 15, noise: str | None = None) -> str:
+    """The last lines of a log, each on a new indented line; empty if there is none.
+
+    Args:
+        path: of the log.
+        num_lines: how many.
+        noise: regular expression that is found in lines which are left out.
+
+    Returns:
+        The lines.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
             lines = file.read().decode("utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return ""
-    return "".join(f"\n    {line}" for line in lines[-num_lines:])
+    kept = [line for line in lines if noise is None or not re.search(noise, line)]
+    return "".join(f"\n    {line}" for line in kept[-num_lines:])
 
 
 def save_record(path: Path, record: BaseModel) -> None:

@@ -7,8 +7,15 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from engines.checkpoint.hub_names import hub_slots
 from engines.checksum import combine, tensor_checksum
 from engines.rollout.transformers.sampling import filter_logits
 from engines.types import Completion, RolloutRequest
@@ -26,6 +33,11 @@ GROUPS: dict[str, Callable[[str], bool]] = {
     "projections": lambda name: "_proj" in name,
 }
 """Parts of a model that an engine may hold in memory of different kinds."""
+EXPERT_GROUPS: dict[str, Callable[[str], bool]] = {
+    "experts": lambda name: ".experts." in name,
+    "routers": lambda name: ".gate." in name,
+}
+"""Further ones of a mixture of experts."""
 
 
 def config(tied: bool) -> Qwen3Config:
@@ -44,6 +56,15 @@ def config(tied: bool) -> Qwen3Config:
         eos_token_id=EOS,
         pad_token_id=PAD,
         architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def experts_config() -> Qwen3MoeConfig:
+    """The same with four experts in each layer, of which a token takes two."""
+    own = {**config(tied=False).to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+    del own["model_type"]
+    return Qwen3MoeConfig(
+        **{**own, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     )
 
 
@@ -67,9 +88,14 @@ def text_of(token_ids: Iterable[int]) -> str:
 
 
 def model(tied: bool, seed: int):
+    """Random weights, see `model_of`."""
+    return model_of(config(tied), seed)
+
+
+def model_of(model_config: PretrainedConfig, seed: int):
     """Random weights; norms too, since those of 1 would hide one that is not updated."""
     torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config(config(tied), dtype=torch.float32).eval()
+    made = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).eval()
     for name, parameter in made.named_parameters():
         if GROUPS["norms"](name):
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -77,17 +103,20 @@ def model(tied: bool, seed: int):
 
 
 def changed(made, group: str, seed: int):
-    """The same model with other weights in one of its `GROUPS`."""
+    """The same model with other weights in one of its `GROUPS`, or `EXPERT_GROUPS`."""
     torch.manual_seed(seed)
+    belongs = (GROUPS | EXPERT_GROUPS)[group]
     for name, parameter in made.named_parameters():
-        if GROUPS[group](name):
+        if belongs(name):
             parameter.data += 0.3 * torch.randn_like(parameter)
     return made
 
 
 def tensors_of(made) -> dict[str, Tensor]:
-    """Every parameter by name, tied ones once."""
-    return {name: p.detach().clone() for name, p in made.named_parameters()}
+    """Every parameter by its name on disk, tied ones once."""
+    own = dict(made.named_parameters())
+    slots = hub_slots(made).items()
+    return {name: slot.view(own[slot.parameter]).clone() for name, slot in slots}
 
 
 def receipt_of(tensors: dict[str, Tensor]) -> Receipt:

@@ -16,6 +16,7 @@ from rlhf.testing.rollout_models import (
     source_of,
     tensors_of,
 )
+from transformers import PretrainedConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
@@ -43,12 +44,13 @@ class Served:
         timeout_s: float,
         max_num_sequences: int = 6,
         adapter: LoraConfig | None = None,
+        model_config: PretrainedConfig | None = None,
         options: Mapping[str, Any] = {},
     ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
         self._num_files = 0
-        config(tied).save_pretrained(directory)
+        (model_config or config(tied)).save_pretrained(directory)
         rollout = RolloutConfig(
             engine=name,
             timeout_s=timeout_s,

@@ -27,7 +27,7 @@ from rlhf.testing.rollout_calls import generate_all, send_weights
 from tiny_config import CONTEXT, VOCABULARY, tiny_config
 from tiny_family import SEED, random_sequences, spread_weights, write_tokenizer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engines.algorithms.supervised import sft_loss_fn
@@ -54,6 +54,7 @@ class Family:
     Attributes:
         model_type: of transformers.
         root: an empty directory of its own.
+        config: its configuration; None: the tiny one.
         plain: the model by transformers alone; made by `builds`.
         engine: that trains; made by `trains`.
         sampled: prompts, tokens and logprobs of each sample; made by `samples`.
@@ -61,6 +62,7 @@ class Family:
 
     model_type: str
     root: Path
+    config: PretrainedConfig | None = None
     plain: nn.Module | None = None
     engine: ModuleEngine[nn.Module] | None = None
     sampled: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = ()
@@ -74,7 +76,7 @@ class Family:
 def builds(family: Family) -> None:
     """Write a tiny model that transformers loads again and that is a causal LM."""
     torch.manual_seed(SEED)
-    config = tiny_config(family.model_type)
+    config = family.config or tiny_config(family.model_type)
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     spread_weights(model)

@@ -19,7 +19,6 @@ import family_checks
 import torch
 import transformers
 from family_checks import Family
-from plain_reference import Lacking
 from rlhf.testing.forked import start_python
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo_table import (
@@ -29,10 +28,9 @@ from zoo_table import (
     keep_result,
     kept_result,
     page,
+    reason_of,
     sources_digest,
 )
-
-from infra.errors import ConfigError
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -131,17 +129,6 @@ def be_family(name: str, root: Path) -> None:
             reason = reason_of(error, root)
         result = result.with_outcome(column, reason)
         keep_result(result, root / RESULT)
-
-
-def reason_of(error: Exception, root: Path) -> str:
-    """An error in the words of the table: of the project's own what is wrong, without advice."""
-    if isinstance(error, ConfigError):
-        text = error.problem.rpartition("; choose ")[0] or error.problem
-    elif isinstance(error, Lacking):
-        text = str(error)
-    else:
-        text = f"{type(error).__name__}: {error}"
-    return text.replace(str(root / "hf"), "it").removeprefix("got it, ")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from tiny_config import (
     HEAD_WIDTH,
     NUM_HEADS,
     VOCABULARY,
+    WIDE_HEAD,
     WIDTH,
     WINDOW,
     kept_layers,
     shrunk,
     tiny_config,
+    with_wide_heads,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -103,3 +105,25 @@ def test_rotary_sections_add_up_to_the_pairs_of_a_head() -> None:
 def test_special_tokens_are_in_the_vocabulary() -> None:
     config: Any = tiny_config("llama4_text")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": WIDE_HEAD}),
+        ("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+        ("gpt2", {"n_head": 2}),
+        ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}),
+    ],
+)
+def test_wide_heads_are_as_wide_as_engines_have_them(
+    model_type: str, fields: dict[str, int]
+) -> None:
+    config = with_wide_heads(tiny_config(model_type))
+    assert {name: getattr(config, name) for name in fields} == fields
+    model = meta_model(config)
+    saved = type(config)(**config.to_diff_dict())
+    again = meta_model(saved)
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: p.shape for n, p in again.named_parameters()
+    }

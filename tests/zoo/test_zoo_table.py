@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from model_zoo import FAMILIES, PAGE, ended_early, ending_of, reason_of
+from model_zoo import FAMILIES, PAGE, ended_early, ending_of
 from zoo_table import (
     COLUMNS,
     MAX_REASON_CHARS,
@@ -12,6 +12,7 @@ from zoo_table import (
     keep_result,
     kept_result,
     page,
+    reason_of,
 )
 
 from infra.errors import ConfigError

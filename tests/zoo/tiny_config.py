@@ -17,6 +17,10 @@ VOCABULARY, CONTEXT, WIDTH, NUM_HEADS, HEAD_WIDTH = 64, 128, 64, 4, 16
 WINDOW = 8
 """Of windows and chunks: shorter than the sequences that the zoo trains on."""
 MAX_LAYERS = 4
+WIDE_HEAD = 32
+"""The smallest that vLLM computes on a CPU."""
+LATENT_WIDTHS = 512, 64
+"""Of latent attention, latent and rotary: those of DeepSeek, the only ones that vLLM has."""
 _NUM_LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
     "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth", "num_layers_per_stack",
@@ -96,6 +100,21 @@ _OF_CLASS: Mapping[str, Mapping[str, Any]] = {
     "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 2 * WIDTH // NUM_HEADS, "n_groups": 1},
+    "DeepseekV3Config": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": CONTEXT // 2,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "ReformerConfig": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
     "CohereCompassTextConfig": {
@@ -123,6 +142,26 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         A new configuration of the family's own class.
     """
     return shrunk(CONFIG_MAPPING[model_type]())
+
+
+def with_wide_heads(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration with heads as wide as rollout engines compute them on a CPU.
+
+    Two heads of `WIDE_HEAD` share one of keys and values; with latent attention (MLA) the latent
+    and rotary widths are the published ones.
+    """
+    own: Any = config
+    if getattr(config, "kv_lora_rank", None) is not None:
+        own.kv_lora_rank, own.qk_rope_head_dim = LATENT_WIDTHS
+        own.head_dim = own.qk_rope_head_dim
+        own.qk_head_dim = own.qk_nope_head_dim + own.qk_rope_head_dim
+        return config
+    own.num_attention_heads = WIDTH // WIDE_HEAD
+    if getattr(config, "num_key_value_heads", None) is not None:
+        own.num_key_value_heads = 1
+    if getattr(config, "head_dim", None) is not None:
+        own.head_dim = WIDE_HEAD
+    return config
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from plain_reference import Lacking
+
+from infra.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("builds", "trains", "samples", "agrees", "exports")
 NEEDS = {"trains": "builds", "samples": "trains", "agrees": "samples", "exports": "trains"}
@@ -60,10 +64,10 @@ class FamilyResult:
         why_not = self.why_not or one_line(reason or "")
         return FamilyResult(self.model_type, outcomes, why_not, self.sources)
 
-    def row(self) -> tuple[str, ...]:
+    def row(self, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
         """Of the table."""
         words = {True: "yes", False: "no", None: ""}
-        cells = (words[self.outcomes.get(column)] for column in COLUMNS)
+        cells = (words[self.outcomes.get(column)] for column in columns)
         return f"`{self.model_type}`", *cells, self.why_not.replace("|", "\\|")
 
 
@@ -71,6 +75,17 @@ def one_line(text: str) -> str:
     """A reason as a cell of the table: without line breaks, and not too long."""
     words = " ".join(text.split())
     return words if len(words) <= MAX_REASON_CHARS else words[: MAX_REASON_CHARS - 3] + "..."
+
+
+def reason_of(error: Exception, root: Path) -> str:
+    """An error in the words of the table: of the project's own what is wrong, without advice."""
+    if isinstance(error, ConfigError):
+        text = error.problem.rpartition("; choose ")[0] or error.problem
+    elif isinstance(error, Lacking):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return text.replace(str(root / "hf"), "it").removeprefix("got it, ")
 
 
 def versions() -> str:
@@ -118,18 +133,27 @@ def page(results: Sequence[FamilyResult], gradient: float, logprob: float) -> st
     Returns:
         Markdown.
     """
-    headings = ("family", *COLUMNS, "why not")
-    counts = (
-        f"{column} {sum(result.outcomes.get(column, False) for result in results)}"
-        for column in COLUMNS
-    )
-    whole = sum(all(result.outcomes.get(c, False) for c in COLUMNS) for result in results)
     return "\n".join([
         HEADER + PROSE.format(gradient=f"{gradient:g}", logprob=f"{logprob:g}"),
-        f"{versions()}: {len(results)} families, {whole} do everything ({', '.join(counts)}).",
+        f"{versions()}: {tally(results)}.",
         "",
-        f"| {' | '.join(headings)} |",
-        "|---" * len(headings) + "|",
-        *(f"| {' | '.join(result.row())} |" for result in results),
+        *table(results),
         "",
     ])  # fmt: skip
+
+
+def tally(results: Sequence[FamilyResult], columns: Sequence[str] = COLUMNS) -> str:
+    """How many there are, do everything, and do what each column says."""
+    counts = (f"{c} {sum(result.outcomes.get(c, False) for result in results)}" for c in columns)
+    whole = sum(all(result.outcomes.get(c, False) for c in columns) for result in results)
+    return f"{len(results)} families, {whole} do everything ({', '.join(counts)})"
+
+
+def table(results: Sequence[FamilyResult], columns: Sequence[str] = COLUMNS) -> list[str]:
+    """Lines of Markdown: headings, and a row for each result."""
+    headings = ("family", *columns, "why not")
+    return [
+        f"| {' | '.join(headings)} |",
+        "|---" * len(headings) + "|",
+        *(f"| {' | '.join(result.row(columns))} |" for result in results),
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.checkpoint.hub_names import hub_slots
+from engines.checkpoint.hub_names import hub_slots, served_float32_names
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
 from infra.errors import ConfigError
@@ -25,6 +25,7 @@ class ModelLayout:
     Attributes:
         architecture: class of it, for a configuration that does not name it.
         tensors: shape of every tensor on disk, tied ones once.
+        float32: names of those that are float32 whatever the dtype of the others.
         tied: names of parameters that share their memory with one of them.
         vocab_size: token ids are below this.
         context_length: tokens that prompt and response may have together.
@@ -33,18 +34,25 @@ class ModelLayout:
 
     architecture: str
     tensors: dict[str, tuple[int, ...]]
+    float32: frozenset[str]
     tied: frozenset[str]
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent (MLA), which engines have other kernels for."""
+        return any(".kv_a_proj_with_mqa." in name for name in self.tensors)
 
-def read_layout(hf_dir: Path, engine: str) -> ModelLayout:
+
+def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
     """The layout of a model.
 
     Args:
         hf_dir: model directory with `config.json`; weights in it are not read.
         engine: name of the rollout engine, for errors.
+        dtype: of its weights, `float32` or `bfloat16`.
 
     Returns:
         Its layout.
@@ -72,6 +80,7 @@ def read_layout(hf_dir: Path, engine: str) -> ModelLayout:
     return ModelLayout(
         architecture=type(model).__name__,
         tensors={name: slot.size for name, slot in hub_slots(model).items()},
+        float32=served_float32_names(hf_dir, getattr(torch, dtype)),
         tied=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)) - own.keys(),
         vocab_size=config.vocab_size,
         context_length=min(config.max_position_embeddings, limit or sys.maxsize),

@@ -32,6 +32,7 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
             "source": source_to_json(source),
             "shapes": layout.tensors,
             "tied": sorted(layout.tied),
+            "float32": sorted(layout.float32),
             "dtype": dtype,
         }
     )
@@ -49,7 +50,12 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
         For `agreed`.
     """
     parsed = json.loads(order)
-    incoming = _Incoming(parsed["shapes"], set(parsed["tied"]), getattr(torch, parsed["dtype"]))
+    incoming = _Incoming(
+        parsed["shapes"],
+        set(parsed["tied"]),
+        getattr(torch, parsed["dtype"]),
+        set(parsed["float32"]),
+    )
     try:
         source = source_from_json(parsed["source"]).of_worker(worker)
         load(incoming.check(source.tensors()))
@@ -83,10 +89,17 @@ def agreed(replies: Sequence[str]) -> Receipt:
 class _Incoming:
     """Checks tensors on their way into the model, and remembers what passed."""
 
-    def __init__(self, shapes: Mapping[str, list[int]], tied: set[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, list[int]],
+        tied: set[str],
+        dtype: torch.dtype,
+        float32: set[str],
+    ) -> None:
         self._shapes = shapes
         self._tied = tied
         self._dtype = dtype
+        self._float32 = float32
         self.checksums: dict[str, str] = {}
         self.num_bytes = 0
 
@@ -118,7 +131,6 @@ class _Incoming:
                 f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
                 f"{tuple(self._shapes[name])}"
             )
-        if tensor.dtype != self._dtype:
-            raise WeightSyncError(
-                f"{name}: sent {tensor.dtype}, the rollout dtype is {self._dtype}"
-            )
+        wanted = torch.float32 if name in self._float32 else self._dtype
+        if tensor.dtype != wanted:
+            raise WeightSyncError(f"{name}: sent {tensor.dtype}, the rollout dtype is {wanted}")

@@ -58,7 +58,7 @@ class SglangEngine(ServedEngine):
         self, hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase
     ) -> None:
         options = SglangOptions.model_validate(rollout.options)
-        layout = read_layout(hf_dir, "sglang")
+        layout = read_layout(hf_dir, "sglang", dtype)
         stop_strings = StopStrings(hf_dir)
         self._frees_memory = platform.device_name != "cpu"
         self._server = launch.start_server(hf_dir, rollout, dtype, platform, layout)

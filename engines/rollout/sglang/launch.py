@@ -2,7 +2,7 @@
 
 Promises: it runs on the platform that was asked for, or not at all; it fetches nothing; no weight
 is read from the model directory; its cache holds at least one sample of the whole context.
-Does not promise: mixtures of experts on a CPU, where SGLang has no kernels for them.
+Does not promise: latent attention (MLA) on a CPU, where SGLang has no kernels for it.
 """
 
 from pathlib import Path
@@ -12,15 +12,13 @@ from transformers import AutoConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.rollout.served.model_layout import ModelLayout
-from engines.rollout.sglang.options import SglangOptions
+from engines.rollout.sglang.options import NUM_HELD_BACK, SglangOptions
 from engines.rollout.sglang.server import Server, start
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
 
 CPU_KV_CACHE_BYTES = 2**30
-NUM_HELD_BACK = 8
-"""Tokens of its context that SGLang gives to no sample; it cuts `max_new_tokens` in silence."""
 _FIELD = "rollout.options"
 
 
@@ -141,11 +139,11 @@ def _num_cache_tokens(
 
 
 def _check_model(platform: PlatformBase, layout: ModelLayout) -> None:
-    if platform.device_name == "cpu" and any(".experts." in name for name in layout.tensors):
+    if platform.device_name == "cpu" and layout.is_latent:
         raise ConfigError(
             "rollout.engine",
-            f"got sglang; {layout.architecture} has experts, for which SGLang 0.5 needs kernels "
-            "that the package index has for no CPU; choose transformers",
+            f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
+            "kernels that the package index has for no CPU; choose transformers",
         )
 
 

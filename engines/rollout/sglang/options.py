@@ -6,6 +6,8 @@ from pydantic import Field, field_validator
 
 from engines.config.base import StrictModel
 
+NUM_HELD_BACK = 8
+"""Tokens of its context that SGLang gives to no sample; it cuts `max_new_tokens` in silence."""
 SET_BY_US = frozenset({
     "admin_api_key", "api_key", "attention_backend", "chunked_prefill_size", "context_length",
     "custom_weight_loader", "device", "disable_overlap_schedule", "disable_radix_cache",

@@ -2,9 +2,10 @@
 
 `python -m engines.rollout.sglang.server_main DIRECTORY`, with the arguments of `ServerArgs` in
 `DIRECTORY/arguments.json`. A secret is in the environment, never in the arguments.
-Promises: arguments that SGLang refuses are answered by `DIRECTORY/refusal` and an end; when the
-owner is gone, however it went, the whole process group is killed within `POLL_S` and what it has
-left in memory and in the directory is removed.
+Promises: arguments that SGLang refuses, and a model that it would compute otherwise than
+transformers, are answered by `DIRECTORY/refusal` and an end; when the owner is gone, however it
+went, the whole process group is killed within `POLL_S` and what it has left in memory and in the
+directory is removed.
 Does not promise an orderly end then: nobody is left to serve.
 """
 
@@ -15,13 +16,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from engines.rollout.sglang.options import NUM_HELD_BACK
 from engines.rollout.sglang.stand_ins import install
 from infra import env
 
@@ -84,7 +86,47 @@ def _accepted(arguments: dict[str, Any]) -> Any:
 
     made = ServerArgs(**arguments, api_key=env.RLHF_SGLANG_KEY.require())
     made.resolve_once()
+    check_window(Path(made.model_path), made.context_length - NUM_HELD_BACK, _model_class)
     return made
+
+
+def check_window(
+    hf_dir: Path, context_length: int, model_class: Callable[[str], type[Any]]
+) -> None:
+    """Refuse a model whose sliding window SGLang passes over without a word.
+
+    SGLang 0.5 has a class of its own for each architecture; those without the method that says how
+    wide the window is, Mistral's for one, attend to everything.
+
+    Args:
+        hf_dir: model directory.
+        context_length: tokens of the longest sequence.
+        model_class: SGLang's, by the architecture; asked for where a window is shorter.
+
+    Raises:
+        ValueError: the window would matter.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config: Any = AutoConfig.from_pretrained(
+        hf_dir, trust_remote_code=False, local_files_only=True
+    ).get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or window >= context_length or (kinds and "sliding_attention" not in kinds):
+        return
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    if not hasattr(model_class(name), "get_attention_sliding_window_size"):
+        raise ValueError(
+            f"it computes {name} without its sliding window of {window} tokens; set max_model_len "
+            "to that, or choose another engine"
+        )
+
+
+def _model_class(name: str) -> type[Any]:
+    from sglang.srt.models.registry import ModelRegistry
+
+    return ModelRegistry.resolve_model_cls([name])[0]
 
 
 def _end_with(owner: int, directory: Path) -> None:

@@ -64,7 +64,7 @@ class VllmEngine(ServedEngine):
         platform: PlatformBase,
         adapter: LoraConfig | None = None,
     ) -> None:
-        layout = read_layout(hf_dir, "vllm")
+        layout = read_layout(hf_dir, "vllm", dtype)
         self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, layout, adapter)
         self._adapter = adapter
         config = self._llm.vllm_config

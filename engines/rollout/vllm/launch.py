@@ -53,9 +53,9 @@ def start(
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_device(platform, layout)
+    _check_device(platform)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
-    arguments |= adapter_arguments(adapter)
+    arguments |= adapter_arguments(adapter) | latent_arguments(layout, dtype)
     # Structured output needs it; all else goes by token ids.
     arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
@@ -67,10 +67,11 @@ def start(
         env.set_for_process(env.TORCHDYNAMO_DISABLE.name, "1")
     try:
         config = AsyncEngineArgs(
-            model=str(hf_dir), dtype=dtype, **arguments, **options.engine_args
+            model=str(hf_dir), dtype=dtype, **(arguments | options.engine_args)
         ).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(_FIELD, f"vLLM refuses: {error}") from error
+    _check_latent(config.model_config)
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
@@ -152,8 +153,27 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 
-def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
-    """Refuse what the installed vLLM would compute elsewhere, or wrongly."""
+def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
+    """What vLLM is told of latent attention (MLA) in float32 on a CPU.
+
+    By itself vLLM 0.32 takes kernels for bfloat16 there, whatever the dtype of the model.
+
+    Args:
+        layout: of the model.
+        dtype: of its weights.
+
+    Returns:
+        Arguments of `AsyncEngineArgs`.
+    """
+    from vllm.platforms import current_platform
+
+    if dtype != "float32" or not layout.is_latent or not current_platform.is_cpu():
+        return {}
+    return {"attention_backend": "CPU_MLA"}
+
+
+def _check_device(platform: PlatformBase) -> None:
+    """Refuse what the installed vLLM would compute elsewhere."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != platform.device_name:
@@ -162,12 +182,20 @@ def _check_device(platform: PlatformBase, layout: ModelLayout) -> None:
             f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
             f"platform is {platform.device_name}; install the build for it",
         )
-    if current_platform.is_cpu() and any(".experts." in name for name in layout.tensors):
-        # It loads them rightly from disk; after an update logprobs are off by 5, without a word.
+
+
+def _check_latent(model_config: Any) -> None:
+    """Refuse latent attention (MLA) that vLLM would compute wrongly, without a word."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() and model_config.use_mla):
+        return
+    rope = getattr(model_config.hf_text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "default":
         raise ConfigError(
             "rollout.engine",
-            f"got vllm; {layout.architecture} has experts, whose weights vLLM 0.32 spoils when "
-            "they are updated on a CPU; choose transformers",
+            "got vllm; the model has latent attention with rotary positions that are not scaled, "
+            "which vLLM 0.32 computes wrongly on a CPU; choose transformers",
         )
 
 

@@ -50,9 +50,14 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         initialize_layerwise_reload,
     )
 
-    # An adapter's layer passes on what is meant for the one behind it, by the name of that.
-    wanted = {name.replace(_BASE, ".") for name, _ in model.named_parameters()}
+    held = {name for name, _ in model.named_parameters()}
+    _forget_expert_kernels(model)
     initialize_layerwise_reload(model)
+    # Gone now is what vLLM computes from others; tied ones, of which the head is one more here,
+    # are still held once. An adapter's layer passes on what is meant for the one behind it, by
+    # the name of that.
+    held &= {name for name, _ in model.named_parameters()}
+    wanted = {name.replace(_BASE, ".") for name in held}
     try:
         loaded = model.load_weights(tensors)
     finally:
@@ -63,6 +68,25 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         raise WeightSyncError(f"vLLM got no weights for {', '.join(missing[:3])}")
     if not fault("vllm.head_refresh"):
         _refresh_packed_heads(model)
+
+
+def _forget_expert_kernels(model: Any) -> None:
+    """Have the kernels of experts made anew, on a CPU, as at the first load.
+
+    vLLM 0.32 packs experts where it makes their kernel; where there is one, it writes new weights
+    unpacked beneath it, without a word. Nothing has captured a kernel of a CPU in a graph.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    for method in methods:
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _refresh_packed_heads(model: Any) -> None:

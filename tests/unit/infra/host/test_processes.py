@@ -246,3 +246,4 @@ def test_log_tail_reads_the_end_of_a_long_log(tmp_path: Path) -> None:
     assert log_tail(path) == ""
     path.write_text("".join(f"line {i}\n" for i in range(10_000)))
     assert log_tail(path, 2) == "\n    line 9998\n    line 9999"
+    assert log_tail(path, 2, noise="9$|98") == "\n    line 9996\n    line 9997"

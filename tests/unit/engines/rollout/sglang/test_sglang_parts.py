@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import Qwen3Config
+from transformers import Gemma3TextConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
@@ -22,6 +22,7 @@ from engines.rollout.sglang.client import _events
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.scoring import prompt_rows, scores
+from engines.rollout.sglang.server_main import check_window
 from engines.rollout.sglang.translation import (
     batch_body,
     check_temperature,
@@ -222,7 +223,7 @@ def hf_dir(tmp_path: Path) -> Path:
 
 
 def arguments(hf_dir: Path, **options) -> dict[str, object]:
-    layout: ModelLayout = read_layout(hf_dir, "sglang")
+    layout: ModelLayout = read_layout(hf_dir, "sglang", "float32")
     chosen = SglangOptions(**options)
     return server_arguments(hf_dir, chosen, 4, "float32", CPUPlatform(), layout)
 
@@ -235,6 +236,51 @@ def test_the_cache_holds_what_its_bytes_do_and_at_least_one_sample(hf_dir: Path)
     assert "api_key" not in given
     with pytest.raises(ConfigError, match=r"options.kv_cache_bytes: got 512; need .*; raise it or"):
         arguments(hf_dir, kv_cache_bytes=token_bytes)
+
+
+class Windowed:
+    """What SGLang has of a model whose window it keeps to."""
+
+    def get_attention_sliding_window_size(self) -> int:
+        return 7
+
+
+FULL = ["full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "context_length", "model_class", "is_refused"),
+    [
+        (MistralConfig(sliding_window=8), 9, object, True),
+        (MistralConfig(sliding_window=8), 8, object, False),
+        (MistralConfig(sliding_window=8), 9, Windowed, False),
+        (MistralConfig(sliding_window=None), 9, object, False),
+        (Qwen3Config(), 9, object, False),
+        (Gemma3TextConfig(sliding_window=8), 9, object, True),
+        (Gemma3TextConfig(sliding_window=8, num_hidden_layers=2, layer_types=FULL), 9, object,
+         False),
+    ],
+)  # fmt: skip
+def test_a_window_that_sglang_would_pass_over_is_refused(
+    tmp_path: Path,
+    config: PretrainedConfig,
+    context_length: int,
+    model_class: type[object],
+    is_refused: bool,
+) -> None:
+    config.save_pretrained(tmp_path)
+    asked: list[str] = []
+
+    def class_of(name: str) -> type[object]:
+        asked.append(name)
+        return model_class
+
+    if not is_refused:
+        check_window(tmp_path, context_length, class_of)
+        return
+    with pytest.raises(ValueError, match=r"ForCausalLM without its sliding window of 8 tokens"):
+        check_window(tmp_path, context_length, class_of)
+    assert asked in (["MistralForCausalLM"], ["Gemma3ForCausalLM"])
 
 
 def test_stand_ins_are_found_and_cannot_be_called() -> None:
