@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 33_665
+MAX_STATEMENTS = 33_675
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing,
@@ -70,8 +70,8 @@ what may be called, calls and what they returned, in the layouts that people pub
 images of prompts: in the data set by their digests, as a model's processor cuts them, in the
 embedded engine and the rounds of RL, and the plan's word on who sees them; 50 with judges and
 teachers that are told of such prompts as text, and models that are compared; 15 with ports that
-nobody else is given; 45 with families on vLLM and SGLang: experts and latent attention on a CPU,
-what stays in float32, and windows that would be passed over.
+nobody else is given; 55 with families on vLLM and SGLang: experts and latent attention on a CPU,
+what stays in float32, windows that would be passed over, and ends that nobody asked for.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 
