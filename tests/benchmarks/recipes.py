@@ -30,7 +30,7 @@ from infra import env
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (
     "ppo", "grpo", "dr_grpo", "dapo", "vapo", "gspo", "rloo", "reinforce_plus_plus", "remax",
-    "pf_ppo", "lora_grpo",
+    "pf_ppo", "lora_grpo", "rejection_sampling", "spin", "rm_ppo",
 )  # fmt: skip
 MAX_WALL_S = 240.0
 """What a recipe may take on two otherwise idle cores."""
@@ -227,10 +227,16 @@ def explained_by_critic(home: Path, report: dict, name: str) -> tuple[float, ...
 
 
 def evaluation_rows(home: Path, digest: str) -> list[tuple[int, str, bool]]:
-    """Number, prompt and greedy verdict of every problem of an evaluation."""
+    """Number, prompt and greedy verdict of every problem of an evaluation.
+
+    By the text alone, since a recipe may have its evaluations judged by the model that it trained.
+    """
     path = home / "store" / "artifacts" / "evaluation" / digest / "rows.parquet"
-    rows = pq.read_table(path, columns=["index", "prompt", "greedy"]).to_pylist()
-    return [(row["index"], row["prompt"], row["greedy"]["correct"]) for row in rows]
+    columns = ["index", "prompt", "ground_truth", "greedy"]
+    return [
+        (row["index"], row["prompt"], row["greedy"]["text"].strip() == row["ground_truth"])
+        for row in pq.read_table(path, columns=columns).to_pylist()
+    ]
 
 
 def commit_now() -> str:

@@ -7,25 +7,21 @@ Each run is `rlhf run <recipe> --seed <seed>`, and every seed has to hold:
   of the end lies above the start.
 * distillation: greedy accuracy of the student after SFT, of the student at the end and of its
   teacher, which `rlhf run quickstart` promotes first. At least half of the gap is closed.
-* PPO on a learned reward, self-play and rejection sampling: greedy accuracy after SFT and at the
-  end, on the same problems, by the rule of sums, whatever judged the answers in the run. The 95 %
-  interval of the paired gain (`paired_gain.py`) lies above 0.
 
-A finished run is kept as JSON below `<home>/results`: the next call goes on where this one stopped.
+What becomes of a policy by rejection sampling, self-play and PPO on a learned reward says
+`recipes.py`. A finished run is kept as JSON below `<home>/results`: the next call goes on where this one stopped.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from measure import machine
-from paired_gain import PairedVerdicts, paired_gain
 from recipes import ROOT, commit_now, evaluation_rows, finished, result_path
 
 from infra.store.storage import open_storage
@@ -103,45 +99,16 @@ def of_pairs(label: str, home: Path, report: dict[str, Any]) -> Numbers:
 
 def of_student(home: Path, report: dict[str, Any]) -> Numbers:
     """Greedy accuracy; the teacher's is that of its own evaluation."""
-    before, after = verdicts(home, report)
-    teacher_rows = evaluation_rows(home, stage_of(taught_by(home), "evaluate")["digest"])
-    start, end, teacher = share(before), share(after), share(right for _, _, right in teacher_rows)
+    start, end = (accuracy(home, report, label) for label in ("evaluate_sft", "evaluate"))
+    teacher = accuracy(home, taught_by(home), "evaluate")
     what = f"sums, teacher {teacher:.1%}"
     return Numbers(what, start, end, start + HALF * (teacher - start), end)
 
 
-def of_sums(home: Path, report: dict[str, Any]) -> Numbers:
-    """Greedy accuracy, whose gain has an interval."""
-    pairs = PairedVerdicts(*verdicts(home, report))
-    start, end = pairs.accuracy_before, pairs.accuracy_after
-    return Numbers(
-        f"sums, {len(pairs.before)}", start, end, start, start + paired_gain([pairs]).low
-    )
-
-
-def verdicts(home: Path, report: dict[str, Any]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Of the policy after SFT and of the merged model: each greedy sum, right or wrong.
-
-    By the text alone, since a recipe may have its evaluations judged by the model that it trained.
-    """
-    before, after = (sums(home, report, label) for label in ("evaluate_sft", "evaluate"))
-    if [prompt for prompt, _ in before] != [prompt for prompt, _ in after]:
-        raise ValueError("start and end were evaluated on different problems")
-    return tuple(right for _, right in before), tuple(right for _, right in after)
-
-
-def sums(home: Path, report: dict[str, Any], label: str) -> list[tuple[str, bool]]:
-    """Prompt, and whether the greedy answer is the true one, of every problem of an evaluation."""
-    path = home / "store" / "artifacts" / "evaluation" / stage_of(report, label)["digest"]
-    columns = ["prompt", "ground_truth", "greedy"]
-    rows = pq.read_table(path / "rows.parquet", columns=columns).to_pylist()
-    return [(row["prompt"], row["greedy"]["text"].strip() == row["ground_truth"]) for row in rows]
-
-
-def share(right: Iterable[bool]) -> float:
-    """Of the right ones."""
-    found = list(right)
-    return sum(found) / len(found)
+def accuracy(home: Path, report: dict[str, Any], label: str) -> float:
+    """Share of the problems of an evaluation that are answered right."""
+    rows = evaluation_rows(home, stage_of(report, label)["digest"])
+    return sum(right for _, _, right in rows) / len(rows)
 
 
 def taught_by(home: Path) -> dict[str, Any]:
@@ -158,28 +125,25 @@ def stage_of(report: dict[str, Any], label: str) -> dict[str, Any]:
     return next(stage for stage in report["stages"] if stage["name"] == label)
 
 
-MEASURED: dict[str, tuple[Callable[[Path, dict[str, Any]], Numbers], ...]] = {
-    "dpo": (partial(of_pairs, "preference"),),
-    "kto": (partial(of_pairs, "preference"),),
-    "rm_ppo": (partial(of_pairs, "reward_model"), of_sums),
-    "distill": (of_student,),
-    "rejection_sampling": (of_sums,),
-    "spin": (of_sums,),
+MEASURED: dict[str, Callable[[Path, dict[str, Any]], Numbers]] = {
+    "dpo": partial(of_pairs, "preference"),
+    "kto": partial(of_pairs, "preference"),
+    "rm_ppo": partial(of_pairs, "reward_model"),
+    "distill": of_student,
 }
 
 
-def outcomes(home: Path, name: str, seed: int, changes: list[str]) -> list[Outcome]:
+def outcome(home: Path, name: str, seed: int, changes: list[str]) -> Outcome:
     """Of a run that is kept, or made now."""
     path = result_path(home, name, seed, changes).with_suffix(".trainer.json")
     if not path.exists():
-        if of_student in MEASURED[name]:
+        if MEASURED[name] is of_student:
             taught_by(home)
         commit = commit_now()
         report, wall_s = finished(home, name, seed, changes)
-        numbers = [asdict(measure(home, report)) for measure in MEASURED[name]]
-        found = [Outcome(name, seed, commit, wall_s, **each) for each in numbers]
-        path.write_text(json.dumps([asdict(each) for each in found]) + "\n", encoding="utf-8")
-    return [Outcome(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        found = Outcome(name, seed, commit, wall_s, **asdict(MEASURED[name](home, report)))
+        path.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+    return Outcome(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def main() -> int:
@@ -198,9 +162,8 @@ def main() -> int:
     found = []
     for name in chosen.names or MEASURED:
         for seed in chosen.seeds:
-            rows = outcomes(home, name, seed, chosen.changes)
-            found += rows
-            print("\n".join(" ".join(each.row()) for each in rows), flush=True)
+            found.append(outcome(home, name, seed, chosen.changes))
+            print(" ".join(found[-1].row()), flush=True)
     print()
     for line in (HEADINGS, ("---",) * len(HEADINGS), *(each.row() for each in found)):
         print(f"| {' | '.join(line)} |")

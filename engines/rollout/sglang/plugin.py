@@ -3,8 +3,8 @@
 SGLang calls `register` in each of its processes, as a plugin of the group `sglang.srt.plugins`.
 Promises: a token is drawn from the random stream of its sample, which nothing else in flight
 changes; its logprob is that of the distribution it was drawn from, temperature, top-k, top-p and
-form included; weights are read where the model is. Servers that we did not start stay as they
-are.
+form included; a sample ends at the tokens that it was asked to end at, and at no other; weights are
+read where the model is. Servers that we did not start stay as they are.
 Does not promise to fit another SGLang than the one that is pinned: these are functions inside of
 it. Where one of them has gone SGLang samples nothing, or refuses the update.
 """
@@ -39,6 +39,11 @@ def register() -> None:
             HookType.AFTER,
         ),
         (
+            "managers.schedule_batch.Req._check_token_based_finish",
+            ends_where_told,
+            HookType.REPLACE,
+        ),
+        (
             "model_executor.model_runner_components.weight_updater.WeightUpdater"
             ".update_weights_from_ipc",
             receive_weights,
@@ -64,6 +69,31 @@ def add_streams(info: Any, owner: type, batch: Any, *others: object) -> Any:
     starts = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(starts, dtype=torch.int64, device=batch.device)
     return info
+
+
+def ends_where_told(request: Any, new_token_ids: list[int]) -> bool:
+    """Whether a sample has come to its end: in place of `Req._check_token_based_finish`.
+
+    SGLang would end it at what the tokenizer calls its end, too, which the model's own files may
+    not.
+
+    Args:
+        request: SGLang's.
+        new_token_ids: that it has got since it was asked last.
+
+    Returns:
+        Whether; then the request says where and why.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+
+    ends = request.sampling_params.stop_token_ids or ()
+    num_before = len(request.output_ids) - len(new_token_ids)
+    for place, token in enumerate(new_token_ids):
+        if token in ends:
+            request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+            request.finished_len = num_before + place + 1
+            return True
+    return False
 
 
 def draw(

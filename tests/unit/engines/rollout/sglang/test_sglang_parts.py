@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from engines.rollout.served.model_layout import ModelLayout, read_layout
 from engines.rollout.sglang.client import _events
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
+from engines.rollout.sglang.plugin import ends_where_told
 from engines.rollout.sglang.scoring import prompt_rows, scores
 from engines.rollout.sglang.server_main import check_window
 from engines.rollout.sglang.translation import (
@@ -236,6 +238,27 @@ def test_the_cache_holds_what_its_bytes_do_and_at_least_one_sample(hf_dir: Path)
     assert "api_key" not in given
     with pytest.raises(ConfigError, match=r"options.kv_cache_bytes: got 512; need .*; raise it or"):
         arguments(hf_dir, kv_cache_bytes=token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("new", "ending"), [([4, 7], None), ([7, 3, 5], (3, 4)), ([5], (5, 3)), ([2], None)]
+)
+def test_a_sample_ends_at_its_stop_tokens_and_not_at_the_end_of_a_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, new: list[int], ending: tuple[int, int] | None
+) -> None:
+    module = ModuleType("sglang.srt.managers.schedule_batch")
+    module.FINISH_MATCHED_TOKEN = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(stop_token_ids={3, 5}),
+        tokenizer=SimpleNamespace(eos_token_id=2),
+        output_ids=[9, 9, *new],
+        finished_reason=None,
+        finished_len=None,
+    )
+    assert ends_where_told(request, new) is (ending is not None)
+    if ending is not None:
+        assert (request.finished_reason.matched, request.finished_len) == ending
 
 
 class Windowed:
