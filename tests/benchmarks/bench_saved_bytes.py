@@ -44,7 +44,10 @@ def sft(hf_dir: Path, rows: Path) -> tuple[Turn, dict[str, object]]:
     steps = draw_steps(NUM_STEPS + 3, VOCAB_SIZE)
     rows.write_text(json.dumps([ids for step in steps for ids in step]))
     ours = SFT(hf_dir, ROWS_PER_PASS * ROW_TOKENS)
-    asked = {"row_tokens": ROW_TOKENS, "rows_per_step": STEP_TOKENS // ROW_TOKENS}
+    asked: dict[str, object] = {
+        "row_tokens": ROW_TOKENS,
+        "rows_per_step": STEP_TOKENS // ROW_TOKENS,
+    }
     asked |= {"strategy": "bfd", "rows_per_pass": ROWS_PER_PASS}
     return held_in(lambda: ours.turn(steps[:NUM_STEPS])), asked
 
@@ -54,7 +57,7 @@ def pairs(task: str, hf_dir: Path, rows: Path) -> tuple[Turn, dict[str, object]]
     texts = draw_pairs((NUM_STEPS + 1) * PAIRS_PER_STEP)
     rows.write_text(json.dumps([[" ".join(map(word, part)) for part in text] for text in texts]))
     ours = {"dpo": dpo, "reward_model": reward_model}[task](hf_dir, texts)
-    asked = {"pairs_per_step": PAIRS_PER_STEP, "pairs_per_pass": PAIRS_PER_PASS}
+    asked: dict[str, object] = {"pairs_per_step": PAIRS_PER_STEP, "pairs_per_pass": PAIRS_PER_PASS}
     return held_in(ours.turn), asked
 
 

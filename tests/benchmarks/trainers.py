@@ -9,7 +9,8 @@ Each run is `rlhf run <recipe> --seed <seed>`, and every seed has to hold:
   teacher, which `rlhf run quickstart` promotes first. At least half of the gap is closed.
 
 What becomes of a policy by rejection sampling, self-play and PPO on a learned reward says
-`recipes.py`. A finished run is kept as JSON below `<home>/results`: the next call goes on where this one stopped.
+`recipes.py`. A finished run is kept as JSON below `<home>/results`: the next call goes on where
+this one stopped.
 """
 
 import argparse
