@@ -28,6 +28,8 @@ from served_probe import NUM_TOP, Answers, kept_answers
 from served_table import COLUMNS, ENGINES, FAMILIES, PAGE, served_digest, served_page
 from zoo_table import ROOT, FamilyResult, keep_result, kept_result
 
+from infra import env
+
 PROBE = Path(__file__).with_name("served_probe.py")
 DEADLINE_S = 600.0
 """Of one engine with one family; on an idle core it takes 30 to 60 s."""
@@ -107,7 +109,7 @@ def asked(engine: str, root: Path, deadline_s: float) -> Answers:
     with log.open("wb") as file:
         process = subprocess.Popen(
             [python, PROBE, engine, root], stdout=file, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env=env.child_environment(OMP_NUM_THREADS="1"), start_new_session=True,
         )  # fmt: skip
     try:
         ending = ending_of(process.wait(deadline_s), log)

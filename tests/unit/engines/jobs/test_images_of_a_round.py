@@ -22,9 +22,7 @@ SERVED = {"num_top": 4, "served": {}}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    return write_chat_model(path)
+    return write_chat_model(tmp_path / "model")
 
 
 @pytest.fixture

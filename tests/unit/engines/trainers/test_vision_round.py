@@ -35,9 +35,7 @@ from hardware.cpu import CPUPlatform
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    return write_chat_model(path)
+    return write_chat_model(tmp_path / "model")
 
 
 @pytest.fixture

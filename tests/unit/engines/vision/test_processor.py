@@ -41,9 +41,7 @@ from infra.errors import ConfigError
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    return write_chat_model(path)
+    return write_chat_model(tmp_path / "model")
 
 
 @pytest.fixture

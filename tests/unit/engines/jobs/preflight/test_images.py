@@ -31,9 +31,7 @@ SHOWN = "data.rl.0 has rows that show images"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    return write_chat_model(path)
+    return write_chat_model(tmp_path / "model")
 
 
 @pytest.fixture

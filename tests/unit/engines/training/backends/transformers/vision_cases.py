@@ -108,11 +108,12 @@ def write_chat_model(path: Path) -> Path:
     It draws no placeholder, as a trained one: nothing is missing where they are left out.
 
     Args:
-        path: an existing directory.
+        path: a directory; made where it is not there.
 
     Returns:
         The directory.
     """
+    path.mkdir(exist_ok=True)
     write_processor(write_vision_model(path))
     characters = [_CHARACTERS + _MARKS]
     train_tokenizer(TokenizerConfig(), characters, path, max_length=64, chat_template=CHAT_TEMPLATE)
