@@ -6,6 +6,7 @@ the reference.
 
 import gc
 import math
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import astuple
@@ -80,13 +81,22 @@ def held_between(engine: BaseEngine, batch: TokenBatch) -> Results:
     held: list[int] = []
 
     def measure(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
-        held.append(tensor_bytes())
+        held.append(settled_bytes())
         return loss_fn(outputs, batch, counts)
 
     measure.readouts = WITH_ENTROPY
     engine.train_batch(batch, measure)
     num_own = sum(shard.values.numel() for shard in engine.get_per_tensor_param_shard())
     return {"held_bytes": [size - held[0] for size in held], "num_own_values": num_own}
+
+
+def settled_bytes() -> int:
+    """What stays: threads of a collective keep its tensors for a moment after its end."""
+    found = tensor_bytes()
+    for _ in range(10):
+        time.sleep(0.05)
+        found = min(found, tensor_bytes())
+    return found
 
 
 def tensor_bytes() -> int:
