@@ -77,7 +77,13 @@ def write_evaluation(home: Path, digest: str, right: list[bool], first: int = 0)
     directory = home / "store" / "artifacts" / "evaluation" / digest
     directory.mkdir(parents=True)
     rows = [
-        {"index": first + place, "prompt": f"{place} + 1", "greedy": {"correct": each}}
+        {
+            "index": first + place,
+            "prompt": f"{place} + 1",
+            "ground_truth": str(place + 1),
+            # Whatever judged the answer in the run, a table looks at its text.
+            "greedy": {"text": f" {place + 1 if each else place}", "correct": not each},
+        }
         for place, each in enumerate(right)
     ]
     pq.write_table(pa.Table.from_pylist(rows), directory / "rows.parquet")
