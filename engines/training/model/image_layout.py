@@ -74,7 +74,7 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
     num_sequences = batch.num_sequences
     wanted: list[list[int]] = [[] for _ in range(num_sequences)]
     if images is not None:
-        width = images.pixel_values_PD.shape[1]
+        width = images.patches[0].shape[1]
         if width != layout.patch_width:
             return ImageFault(first, _WIDTH, width, layout.patch_width)
         index_I = torch.arange(num_sequences).repeat_interleave(images.num_images_B)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vision_cases import (
 from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
+from engines.images import ImagePatches
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.flops import flops_of
 from engines.training.spec import EngineSpec
@@ -82,9 +84,28 @@ def test_logprobs_are_those_of_each_sequence_alone(tmp_path: Path, model_type: s
             assert torch.allclose(found, expected, atol=1e-5), rows
         seen = everything(make_batch(0, MIXED))
         assert seen.images is not None
-        dark = replace(seen.images, pixel_values_PD=torch.zeros_like(seen.images.pixel_values_PD))
+        dark = replace(seen.images, patches=tuple(map(torch.zeros_like, seen.images.patches)))
         other = engine.infer_batch(replace(seen, images=dark)).logprobs_T
     assert (other - engine.infer_batch(seen).logprobs_T).abs().max() > 0.1
+
+
+def test_samples_that_share_their_images_train_as_if_each_had_its_own(vision_dir: Path) -> None:
+    own = make_batch(0, MIXED).select([0, 2, 0, 2, 2, 1, 0])
+    assert own.images is not None
+    counts = own.images.num_images_B.tolist()
+    patches = own.images.pixel_values_PD.split(own.images.num_patches_I.tolist())
+    placed = iter(zip(patches, map(tuple, own.images.grid_thw_I3.tolist()), strict=True))
+    copied = ImagePatches.from_sequences([list(islice(placed, count)) for count in counts])
+    assert copied is not None
+    assert (len(own.images.patches), len(copied.patches)) == (3, 9)
+    shared = make_engine(vision_dir), own
+    apart = make_engine(vision_dir), replace(own, images=copied)
+    for _ in range(2):
+        assert shared[0].train_batch(shared[1], sft) == apart[0].train_batch(apart[1], sft)
+    for (_, ours), (name, theirs) in zip(
+        shared[0].get_per_tensor_param(), apart[0].get_per_tensor_param(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("rows", [IMAGES, MIXED, TEXT], ids=["images", "mixed", "text"])
@@ -213,9 +234,9 @@ def test_images_that_do_not_fit_are_named(vision_dir: Path) -> None:
         (with_ids(batch, {int(batch.cu_seqlens[1]): IMAGE}), "sequence 1 of .* has 1 image .* 0"),
         (with_ids(batch, {first + 2: IMAGE, first + 3: IMAGE}), "sequence 2 .* has 10 .* need 8"),
         (replace(batch, images=None), "sequence 0 .* has 4 image placeholder tokens; .* need 0"),
-        (replace(batch, images=replace(images, grid_thw_I3=images.grid_thw_I3[:, [1, 0, 2]])),
+        (replace(batch, images=replace(images, grid_thw_U3=images.grid_thw_U3[:, [1, 0, 2]])),
          "sequence 0 .* does not divide by the model's merge size 2"),
-        (replace(batch, images=replace(images, pixel_values_PD=images.pixel_values_PD[:, 1:])),
+        (replace(batch, images=replace(images, patches=tuple(x[:, 1:] for x in images.patches))),
          "sequence 0 .* has image patches of 23 values; the model needs 24"),
     ):  # fmt: skip
         with pytest.raises(EngineError, match=problem):
