@@ -89,23 +89,38 @@ def test_logprobs_are_those_of_each_sequence_alone(tmp_path: Path, model_type: s
     assert (other - engine.infer_batch(seen).logprobs_T).abs().max() > 0.1
 
 
-def test_samples_that_share_their_images_train_as_if_each_had_its_own(vision_dir: Path) -> None:
-    own = make_batch(0, MIXED).select([0, 2, 0, 2, 2, 1, 0])
-    assert own.images is not None
-    counts = own.images.num_images_B.tolist()
-    patches = own.images.pixel_values_PD.split(own.images.num_patches_I.tolist())
-    placed = iter(zip(patches, map(tuple, own.images.grid_thw_I3.tolist()), strict=True))
+@pytest.mark.parametrize("model_type", VISION_PARTS)
+def test_samples_that_share_images_train_as_if_each_had_its_own(
+    tmp_path: Path, model_type: str
+) -> None:
+    path = write_vision_model(tmp_path, model_type)
+    shared = make_batch(0, MIXED).select([0, 2, 0, 2, 2, 1, 0])
+    assert shared.images is not None
+    counts = shared.images.num_images_B.tolist()
+    patches = shared.images.pixel_values_PD.split(shared.images.num_patches_I.tolist())
+    placed = iter(zip(patches, map(tuple, shared.images.grid_thw_I3.tolist()), strict=True))
     copied = ImagePatches.from_sequences([list(islice(placed, count)) for count in counts])
     assert copied is not None
-    assert (len(own.images.patches), len(copied.patches)) == (3, 9)
-    shared = make_engine(vision_dir), own
-    apart = make_engine(vision_dir), replace(own, images=copied)
-    for _ in range(2):
-        assert shared[0].train_batch(shared[1], sft) == apart[0].train_batch(apart[1], sft)
-    for (_, ours), (name, theirs) in zip(
-        shared[0].get_per_tensor_param(), apart[0].get_per_tensor_param(), strict=True
-    ):
-        assert torch.equal(ours, theirs), name
+    found = {}
+    for name, images in (("once", shared.images), ("each", copied)):
+        engine = make_engine(path, max_tokens_per_micro_batch=300)
+        sizes: list[int] = []
+        engine.model.model.visual.register_forward_pre_hook(
+            lambda _, args, sizes=sizes: sizes.append(len(args[0]))
+        )
+        batch = replace(shared, images=images)
+        found[name] = (
+            engine.infer_batch(everything(batch)).logprobs_T,
+            [engine.train_batch(batch, sft) for _ in range(2)],
+            torch.cat([tensor.flatten() for _, tensor in engine.get_per_tensor_param()]),
+        )
+        assert sizes == [sum(len(each) for each in images.patches)] * 3
+    once, each = found["once"], found["each"]
+    assert torch.allclose(once[0], each[0], rtol=0, atol=1e-6)
+    for ours, theirs in zip(once[1], each[1], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert torch.allclose(once[2], each[2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [IMAGES, MIXED, TEXT], ids=["images", "mixed", "text"])
