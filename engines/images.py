@@ -1,7 +1,10 @@
 """The images of a batch of sequences, cut into patches: frozen, with shapes.
 
-Letters: B sequences, I images of all sequences in the order of their placeholder tokens, P patches
-of all images end to end, D values of a patch (channels x frames x height x width).
+Letters: B sequences, I places of all sequences where an image stands, in the order of their
+placeholder tokens, U images, each shown at one place or more, P patches, D values of a patch
+(channels x frames x height x width).
+Promises: an image is held once, however many samples of its prompt there are: what is selected
+refers to the same tensors, and sent elsewhere it is the images of these sequences, each once.
 Does not promise that the patches fit a model or the placeholder tokens of the sequences: the
 training engine checks that before each step.
 """
@@ -15,36 +18,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """The images of B sequences; there is at least one.
+    """The images of B sequences; there is at least one, and none that no sequence shows.
 
     Attributes:
-        pixel_values_PD: (P, D) float32, as the image processor of the model lays patches out.
-        grid_thw_I3: (I, 3) int64, patches of each image along time, height and width.
-        num_images_B: (B,) int64, images of each sequence.
+        patches: of each of U images (P, D) float32, as the image processor of the model lays
+            patches out. Each is a tensor of its own: of a part of one, pickle writes the whole.
+        grid_thw_U3: (U, 3) int64, patches of each image along time, height and width.
+        image_index_I: (I,) int64, which image stands at each place.
+        num_images_B: (B,) int64, places of each sequence.
     """
 
-    pixel_values_PD: Tensor
-    grid_thw_I3: Tensor
+    patches: tuple[Tensor, ...]
+    grid_thw_U3: Tensor
+    image_index_I: Tensor
     num_images_B: Tensor
 
     def __post_init__(self) -> None:
-        num_images = self.grid_thw_I3.shape[0]
-        if self.pixel_values_PD.dim() != 2 or self.grid_thw_I3.shape != (num_images, 3):
+        num_images, shapes = len(self.patches), [tuple(each.shape) for each in self.patches]
+        widths = {shape[1:] for shape in shapes}
+        flat = all(len(shape) == 2 for shape in shapes) and len(widths) <= 1
+        if not flat or self.grid_thw_U3.shape != (num_images, 3):
             raise ValueError(
-                f"patches {tuple(self.pixel_values_PD.shape)} and grids "
-                f"{tuple(self.grid_thw_I3.shape)}; need (P, D) and (I, 3)"
+                f"patches {shapes[:5]} and grids {tuple(self.grid_thw_U3.shape)}; need (P, D) of "
+                "each image, of one D, and (U, 3)"
             )
         if num_images == 0:
             raise ValueError("no image; a batch without images has None")
-        if int(self.num_images_B.sum()) != num_images:
+        if self.image_index_I.unique().tolist() != list(range(num_images)):
             raise ValueError(
-                f"num_images_B sums to {int(self.num_images_B.sum())}, grids are {num_images}"
+                f"image_index_I names {self.image_index_I.unique().tolist()[:5]} of {num_images} "
+                "images; need each of them, and no other"
             )
-        num_patches = int(self.grid_thw_I3.prod(1).sum())
-        if num_patches != self.pixel_values_PD.shape[0]:
+        num_places = self.image_index_I.numel()
+        if int(self.num_images_B.sum()) != num_places:
             raise ValueError(
-                f"grids have {num_patches} patches, pixel_values_PD {self.pixel_values_PD.shape[0]}"
+                f"num_images_B sums to {int(self.num_images_B.sum())}, places are {num_places}"
             )
+        needed = self.grid_thw_U3.prod(1).tolist()
+        if needed != [shape[0] for shape in shapes]:
+            raise ValueError(f"grids have {needed[:5]} patches, images {shapes[:5]}")
 
     @staticmethod
     def from_sequences(
@@ -54,6 +66,7 @@ class ImagePatches:
 
         Args:
             images: of each sequence: (patches (t * h * w, D), its grid (t, h, w)) of each image.
+                A tensor that comes again is the same image, and held once.
 
         Returns:
             None when no sequence has an image.
@@ -61,35 +74,55 @@ class ImagePatches:
         flat = [image for sequence in images for image in sequence]
         if not flat:
             return None
+        unique = {(id(patches), grid): patches for patches, grid in flat}
+        places = {key: place for place, key in enumerate(unique)}
         return ImagePatches(
-            torch.cat([patches for patches, _ in flat]).float(),
-            torch.tensor([grid for _, grid in flat], dtype=torch.int64),
+            tuple(_of_its_own(patches) for patches in unique.values()),
+            torch.tensor([grid for _, grid in unique], dtype=torch.int64),
+            torch.tensor([places[id(patches), grid] for patches, grid in flat], dtype=torch.int64),
             torch.tensor([len(sequence) for sequence in images], dtype=torch.int64),
         )
 
     @property
+    def grid_thw_I3(self) -> Tensor:
+        """(I, 3) int64 grid of the image at each place."""
+        return self.grid_thw_U3[self.image_index_I]
+
+    @property
     def num_patches_I(self) -> Tensor:
-        """(I,) int64 patches of each image."""
+        """(I,) int64 patches of the image at each place."""
         return self.grid_thw_I3.prod(1)
+
+    @property
+    def pixel_values_PD(self) -> Tensor:
+        """(P, D) float32, the patches of all places end to end: a copy, for a forward pass."""
+        return torch.cat([self.patches[image] for image in self.image_index_I.tolist()])
 
     def select(self, sequences: Sequence[int]) -> "ImagePatches | None":
         """The images of the named sequences, in the given order; None when they have none."""
-        patches = self.pixel_values_PD.split(self.num_patches_I.tolist())
-        ends = self.num_images_B.cumsum(0).tolist()
-        counts = self.num_images_B.tolist()
-        chosen = [i for b in sequences for i in range(ends[b] - counts[b], ends[b])]
-        if not chosen:
+        of_sequences = self.image_index_I.split(self.num_images_B.tolist())
+        shown = [image for b in sequences for image in of_sequences[b].tolist()]
+        if not shown:
             return None
+        chosen = {image: place for place, image in enumerate(dict.fromkeys(shown))}
         return ImagePatches(
-            torch.cat([patches[i] for i in chosen]),
-            self.grid_thw_I3[chosen],
+            tuple(self.patches[image] for image in chosen),
+            self.grid_thw_U3[list(chosen)],
+            self.image_index_I.new_tensor([chosen[image] for image in shown]),
             self.num_images_B[list(sequences)],
         )
 
     def to(self, device: torch.device | str) -> "ImagePatches":
         """The same images on another device."""
         return ImagePatches(
-            self.pixel_values_PD.to(device),
-            self.grid_thw_I3.to(device),
+            tuple(each.to(device) for each in self.patches),
+            self.grid_thw_U3.to(device),
+            self.image_index_I.to(device),
             self.num_images_B.to(device),
         )
+
+
+def _of_its_own(patches: Tensor) -> Tensor:
+    """As float32, in a storage that holds nothing else."""
+    patches = patches.float()
+    return patches if patches.untyped_storage().nbytes() == patches.nbytes else patches.clone()

@@ -170,7 +170,7 @@ def evaluate_suite_stage(recipe: Recipe, name: str) -> EvaluateStageConfig:
     """Configuration of the stage `evaluate` of the final model on a suite."""
     suite = recipe.suites[name]
     stage = _evaluate_stage(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward)
-    return stage.model_copy(update={"suite": name})
+    return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
 
 
 def harness_stage(recipe: Recipe, name: str, *, is_against: bool = False) -> HarnessStageConfig:

@@ -65,6 +65,8 @@ class EvaluateStageConfig(ServingStageConfig):
     own problems."""
     suite: Annotated[str, NotIdentity] = ""
     """Whose problems they are; empty for the recipe's own."""
+    own_reward: Annotated[bool, NotIdentity] = False
+    """Whether the suite has a reward; else its answers are judged as those of RL."""
     model: ModelConfig | None = None
     """What is evaluated, where no stage made it."""
     model_section: Annotated[str, NotIdentity] = "model"
@@ -80,7 +82,7 @@ class EvaluateStageConfig(ServingStageConfig):
     def sections(self) -> dict[str, str]:
         """What the sections of a recipe that it reads are called in this one's."""
         sections = suite_sections(self.suite) if self.suite else {}
-        if self.reward.models:  # which no suite has of its own
+        if not self.own_reward:
             sections.pop("rl.reward", None)
         return {**sections, "model": self.model_section}
 

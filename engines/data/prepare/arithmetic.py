@@ -10,7 +10,8 @@ A prompt is the problem and an equals sign, the answer is a string of digits:
     compare    12?34=       <                 or > or =; never padded or reversed
     chain      12+34-05=    640;140           046;041 one partial result per step; the last counts
 
-A pair has the right answer and one of the same form with one wrong digit (or another sign).
+A pair has the right answer and one of the same form with one digit too large or too small by one,
+as a forgotten carry leaves it (9 and 0 are neighbours), or with another sign.
 Every problem belongs to one split by a hash of its canonical text (numbers without padding;
 operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So the splits
 are disjoint whatever the seed, the sizes and the writing, and 34+12 never tests what 12+34 taught.
@@ -281,12 +282,16 @@ def _rl_row(problem: Problem, notation: Notation, split: str, index: int) -> RLR
 
 
 def _pair(problem: Problem, notation: Notation, seed: int) -> PreferenceRow:
-    """The right answer, and it with one symbol changed, where and into what by a hash."""
+    """The right answer, and it with one symbol made its neighbour; which, and where, by a hash.
+
+    What a model gets wrong that has half learnt to add is almost always that; other digits would
+    teach to tell answers apart that nobody gives.
+    """
     steps = notation.steps(problem)
     right, symbols = steps[-1], "<>=" if problem.operation == "compare" else "0123456789"
     key = f"{seed}/wrong/{problem.canonical()}".encode()
     draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
-    place, turn = draw % len(right), draw // len(right) % (len(symbols) - 1) + 1
+    place, turn = draw % len(right), 1 if draw // len(right) % 2 else -1
     symbol = symbols[(symbols.index(right[place]) + turn) % len(symbols)]
     wrong = right[:place] + symbol + right[place + 1 :]
     return PreferenceRow(

@@ -4,13 +4,15 @@ Promises: the same messages give the same text on every day and machine (there i
 template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
 sandbox, since it comes with the model; its errors become one line that names the template line.
 Renders what transformers renders for messages with text and images, calls of tools and what these
-returned, and for the tools themselves. Not supported: documents.
+returned, and for the tools themselves; a template that fails on calls as transformers gives them is
+given them in the other forms of `_NULLS` and `_ARGUMENTS`. Not supported: documents.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, NoReturn
 
 import jinja2
@@ -38,6 +40,19 @@ DEFAULT_CHAT_TEMPLATE = (
 
 # Characters of a private-use plane mark the assistant's spans; no tokenizer sees them.
 _SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
+
+
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+"""What a template raises."""
+
+
+_NULLS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+"""The content of a message that is nothing but calls: absent, as transformers has it; null, which
+DeepSeek's templates ask for; or an empty text, for those that add to it."""
+_ARGUMENTS: tuple[Callable[[str], Any], ...] = (json.loads, str)
+"""Of a call, given their JSON text: an object, as transformers wants it for most templates, or the
+text, which DeepSeek's append."""
+_Form = tuple[dict[str, Any], Callable[[str], Any]]
 
 
 @dataclass(frozen=True)
@@ -75,15 +90,19 @@ def render(
         ConfigError: the template does not compile or raises; names line and message.
     """
     compiled = _compile(template)
+    others = {
+        "tools": [json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(special_tokens or {}),
+    }
+
+    def written(form: _Form) -> str:
+        return compiled.render(messages=[_turn(message, form) for message in messages], **others)
+
     try:
-        marked = compiled.render(
-            messages=[_turn(message) for message in messages],
-            tools=[json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **(special_tokens or {}),
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        marked = _in_a_form(written, messages)
+    except _FAILURES as error:
         roles = ", ".join(message.role for message in messages)
         raise ConfigError(
             "model.chat_template",
@@ -91,6 +110,22 @@ def render(
             f"({roles}); need a template for these roles",
         ) from None
     return _take_spans(marked)
+
+
+def _in_a_form(written: Callable[[_Form], str], messages: Sequence[Message]) -> str:
+    """What a template writes, given calls in the first form that it takes.
+
+    If it takes none, what it raises is that of the first.
+    """
+    has_null = any(message.content_is_null for message in messages)
+    has_calls = any(message.tool_calls for message in messages)
+    failed: list[Exception] = []
+    for form in product(_NULLS if has_null else _NULLS[:1], _ARGUMENTS[: 1 + has_calls]):
+        try:
+            return written(form)
+        except _FAILURES as error:
+            failed.append(error)
+    raise failed[0]
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
@@ -104,16 +139,18 @@ def _content(message: Message) -> str | list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""]
 
 
-def _turn(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: no key that says nothing, arguments as objects."""
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
+def _turn(message: Message, form: _Form) -> dict[str, Any]:
+    """A message as templates expect it: no key that says nothing."""
+    null, arguments = form
+    said = null if message.content_is_null else {"content": _content(message)}
+    turn: dict[str, Any] = {"role": message.role, **said}
     if message.is_plain:
         return turn
     calls = [
         {
             **({"id": call.id} if call.id else {}),
             "type": "function",
-            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            "function": {"name": call.name, "arguments": arguments(call.arguments)},
         }
         for call in message.tool_calls
     ]
@@ -142,7 +179,7 @@ def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
         raise ConfigError(
             setting, f"line {error.lineno}: {error.message}; need valid Jinja"
         ) from None
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except _FAILURES as error:
         raise ConfigError(
             setting,
             f"{_where(error)}{type(error).__name__}: {error}; need a text of: "

@@ -59,8 +59,20 @@ class Dataset:
 
     @property
     def images_path(self) -> Path:
-        """Of the images that rows show (`engines.data.images.store`); absent without any."""
-        return self.directory / IMAGES_FILE
+        """Of the images that rows show (`engines.data.images.store`); absent without any.
+
+        Raises:
+            ConfigError: it is absent, and the summary counts images.
+        """
+        path = self.directory / IMAGES_FILE
+        num_images = 0 if path.is_file() else self.summary().get("num_images", 0)
+        if num_images:
+            raise ConfigError(
+                "dataset",
+                f"{self.directory} has no {IMAGES_FILE}, though its {SUMMARY_FILE} counts "
+                f"{num_images} images; need all files of the data set; copy it again",
+            )
+        return path
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""

@@ -10,6 +10,7 @@ Does not promise: the order of messages; `engines.data.read.rows` checks that.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engines.data.read.rows import (
@@ -20,6 +21,7 @@ from engines.data.read.rows import (
     ToolCall,
     check_json,
     check_text,
+    said_beside,
     type_name,
 )
 
@@ -70,9 +72,9 @@ def _message(role: str, item: Mapping[str, Any], where: str) -> Message:
     calls = parse_tool_calls(called, f"{where}.tool_calls") if called else ()
     if isinstance(said, list | tuple):
         said = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(said))
-    content = "" if calls and said is None else said
-    if not (calls and content == ""):
-        content = check_text(content, f"{where}.content")
+    if calls and said is None:
+        return replace(said_beside(None, calls), role=role)
+    content = said if calls and said == "" else check_text(said, f"{where}.content")
     if role != "tool":
         return Message(role, content, calls)
     call_id, name = (_optional(item.get(key), f"{where}.{key}") for key in ("tool_call_id", "name"))

@@ -12,7 +12,7 @@ Files in which a row has tools, calls or images hold more: messages have `tool_c
 API has them: list<struct<id, type, function<name, arguments>>>, arguments a JSON object as text),
 `tool_call_id` and `name`; rows have `tools` (JSON text of a list), RL rows `images` (list<string>,
 the digests of those in the prompt; `engines.data.images.store` holds them), pairs `chosen_calls`
-and `rejected_calls`.
+and `rejected_calls`. Beside calls a content, or an answer, is null where the source had none.
 A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
 `ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
 Promises: what is written is read back equal; equal rows give equal bytes, however they are cut into
@@ -303,9 +303,13 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
     return pa.array(values, pa.string())
 
 
+def _said(message: Message) -> str | None:
+    return None if message.content_is_null else message.content
+
+
 def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
     flat = [message for messages in conversations for message in messages]
-    columns = [_texts([m.role for m in flat]), _texts([m.content for m in flat])]
+    columns = [_texts([m.role for m in flat]), _texts([_said(m) for m in flat])]
     if all(message.is_plain for message in flat):
         columns += [pa.nulls(len(flat), field.type) for field in _MORE_OF_MESSAGES]
     else:
@@ -395,8 +399,8 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
             parse_messages(columns.get("prompt"), "prompt"),
             parse_tools(columns.get("tools"), "tools"),
         ),
-        columns.get("chosen") or "",
-        columns.get("rejected") or "",
+        columns.get("chosen"),
+        columns.get("rejected"),
         check_text(columns.get("data_source"), "data_source"),
         parse_margin(columns.get("margin")),
         parse_tool_calls(columns.get("chosen_calls"), "chosen_calls"),

@@ -93,6 +93,8 @@ class Message:
             is the JSON text of `{type: function, function: {name, description, parameters}}`.
         images: of the user, one for each `IMAGE_MARK` in the content, in their order; without
             images the mark is text.
+        content_is_null: the source has no content, or null, beside calls; it is empty here, and
+            templates are told.
     """
 
     role: str
@@ -102,6 +104,7 @@ class Message:
     name: str = ""
     tools: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
+    content_is_null: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -119,6 +122,11 @@ class Message:
         first, *others = self.content.split(IMAGE_MARK)
         shown = zip(self.images, others, strict=True)
         return "".join((first, *(f" {image.word} {text}" for image, text in shown)))
+
+
+def said_beside(content: str | None, calls: tuple[ToolCall, ...]) -> Message:
+    """What the assistant says, None where the source has nothing, and calls."""
+    return Message("assistant", content or "", calls, content_is_null=content is None)
 
 
 def with_tools(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
@@ -241,7 +249,8 @@ class PreferenceRow:
 
     Attributes:
         prompt: messages, the last one from the user or of a tool.
-        chosen: text of the better answer; empty only beside its calls.
+        chosen: text of the better answer; empty, or None where the source has none, only beside
+            its calls.
         rejected: text of the other one; likewise.
         data_source: names the origin.
         margin: by how much the chosen one is better, where somebody said so.
@@ -250,8 +259,8 @@ class PreferenceRow:
     """
 
     prompt: tuple[Message, ...]
-    chosen: str
-    rejected: str
+    chosen: str | None
+    rejected: str | None
     data_source: str = "unknown"
     margin: float | None = None
     chosen_calls: tuple[ToolCall, ...] = ()
@@ -272,8 +281,8 @@ class PreferenceRow:
     def answers(self) -> tuple[Message, Message]:
         """The chosen answer and the rejected one."""
         return (
-            Message("assistant", self.chosen, self.chosen_calls),
-            Message("assistant", self.rejected, self.rejected_calls),
+            said_beside(self.chosen, self.chosen_calls),
+            said_beside(self.rejected, self.rejected_calls),
         )
 
     @property
@@ -320,10 +329,8 @@ def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> 
 
 def _check_said(message: Message, where: str, content: str) -> None:
     """What a message says and calls, without its place among others."""
-    if not message.content and message.tool_calls:
-        _check_unicode(message.content, content)
-    else:
-        check_text(message.content, content)
+    if message.content or not message.tool_calls:
+        check_text(None if message.content_is_null else message.content, content)
     if message.is_plain:
         return
     if message.tool_calls and message.role != "assistant":

@@ -31,9 +31,9 @@ class ImageLayout:
     merge_size: int
     patch_width: int
 
-    def num_features_I(self, grid_thw_I3: Tensor) -> Tensor:
-        """(I,) int64 features, and so placeholder tokens, of each image."""
-        return grid_thw_I3.prod(1) // self.merge_size**2
+    def num_features(self, grid_thw: Tensor) -> Tensor:
+        """(N,) int64 features, and so placeholder tokens, of images of grids (N, 3)."""
+        return grid_thw.prod(1) // self.merge_size**2
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
     num_sequences = batch.num_sequences
     wanted: list[list[int]] = [[] for _ in range(num_sequences)]
     if images is not None:
-        width = images.pixel_values_PD.shape[1]
+        width = images.patches[0].shape[1]
         if width != layout.patch_width:
             return ImageFault(first, _WIDTH, width, layout.patch_width)
         index_I = torch.arange(num_sequences).repeat_interleave(images.num_images_B)
         odd_I = (images.grid_thw_I3[:, 1:] % layout.merge_size).any(1)
         if odd_I.any():
             return ImageFault(int(index_I[odd_I][0]), _GRID, 0, layout.merge_size)
-        num_features = layout.num_features_I(images.grid_thw_I3).tolist()
+        num_features = layout.num_features(images.grid_thw_I3).tolist()
         for sequence, needed in zip(index_I.tolist(), num_features, strict=True):
             wanted[sequence].append(needed)
     held = _placeholder_runs(batch, layout.token_id)

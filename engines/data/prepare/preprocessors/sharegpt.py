@@ -27,7 +27,15 @@ from engines.data.read.raw_columns import (
     parse_tool_calls,
     parse_tools,
 )
-from engines.data.read.rows import Message, RowError, SFTRow, check_roles, check_text, with_tools
+from engines.data.read.rows import (
+    Message,
+    RowError,
+    SFTRow,
+    check_roles,
+    check_text,
+    said_beside,
+    with_tools,
+)
 
 _ROLES = {
     "human": "user",
@@ -93,16 +101,18 @@ def _message(turn: object, where: str) -> Message | None:
         return None
     check_weight(turn, role, where)
     text = check_text(turn.get(said), f"{where}.{said}")
-    return _called("", [text], f"{where}.{said}") if who == "function_call" else Message(role, text)
+    return (
+        _called(None, [text], f"{where}.{said}") if who == "function_call" else Message(role, text)
+    )
 
 
-def _called(content: str, texts: Sequence[str], where: str) -> Message:
+def _called(content: str | None, texts: Sequence[str], where: str) -> Message:
     """An answer that calls what is in the texts, each the JSON of one call or of a list of them."""
     calls: list[Any] = []
     for text in texts:
         value = _parsed(text, where)
         calls += value if isinstance(value, list) else [value]
-    return Message("assistant", content, parse_tool_calls(calls, where))
+    return said_beside(content, parse_tool_calls(calls, where))
 
 
 def _parsed(text: str, where: str) -> object:
@@ -122,7 +132,7 @@ def _with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
     for place, message in enumerate(messages):
         if message.role == "assistant" and (texts := _CALL.findall(message.content)):
             content = _CALL.sub("", message.content).strip()
-            read.append(_called(content, texts, f"<tool_call> of message {place}"))
+            read.append(_called(content or None, texts, f"<tool_call> of message {place}"))
         elif message.role == "tool" and _RESPONSE.sub("", message.content) == "":
             returned = _RESPONSE.findall(message.content)
             read += [replace(message, content=text.strip()) for text in returned]

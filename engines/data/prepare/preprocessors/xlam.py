@@ -26,6 +26,7 @@ from engines.data.read.rows import (
     SFTRow,
     ToolCall,
     check_text,
+    said_beside,
     with_tools,
 )
 
@@ -54,7 +55,7 @@ class XLAM(Preprocessor[XLAMOptions]):
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """The calls are the assistant's, without a text."""
-        answer = Message("assistant", "", _calls(columns))
+        answer = said_beside(None, _calls(columns))
         return SFTRow((*_prompt(columns), answer), self.options.data_source)
 
 

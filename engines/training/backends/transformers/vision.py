@@ -2,7 +2,8 @@
 
 Promises: the packed row's positions are those the model gives each sequence alone; every rank runs
 the vision tower once in each forward pass, image or not, so sharded ranks with and without images
-run the same collectives; images that do not fit are refused before the forward pass.
+run the same collectives; it sees an image once, however many sequences show it, and its gradient is
+the sum of theirs; images that do not fit are refused before the forward pass.
 Does not cover: video and audio, Ulysses (it would cut images), value models.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from engines.images import ImagePatches
 from engines.training.model.attention import ATTENTION_NAME
 from engines.training.model.image_layout import ImageLayout
 from engines.types import TokenBatch
@@ -46,7 +48,7 @@ class Vision:
     """Feeds images to a vision-language model; its vision tower runs in every forward pass.
 
     Args:
-        model: sharded or not; gets a hook.
+        model: sharded or not; gets hooks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -61,6 +63,10 @@ class Vision:
         self._inner: Any = model.model
         language_model: nn.Module = self._inner.language_model
         language_model.register_forward_pre_hook(self._add_dummy_image, with_kwargs=True)
+        self._images: ImagePatches | None = None
+        tower: nn.Module = self._inner.visual
+        tower.register_forward_pre_hook(self._see_each_image_once, with_kwargs=True)
+        tower.register_forward_hook(self._show_at_every_place)
 
     def inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """What the forward pass takes besides the tokens.
@@ -69,14 +75,15 @@ class Vision:
             batch: on the device of the model.
 
         Returns:
-            Keyword arguments of the model, `position_ids` (3, 1, T) among them.
+            Keyword arguments of the model, `position_ids` (3, 1, T) among them, for the next
+            forward pass.
         """
-        images = batch.images
+        self._images = images = batch.images
         inputs: dict[str, Any] = {"position_ids": self._position_ids(batch)}
         if images is None:
             return inputs | {_DUMMY: True}
         return inputs | {
-            "pixel_values": images.pixel_values_PD,
+            "pixel_values": torch.cat(images.patches),
             "image_grid_thw": images.grid_thw_I3,
         }
 
@@ -87,6 +94,32 @@ class Vision:
         """
         positions = image_positions(self._inner, batch, self.layout.token_id)
         return positions.to(batch.input_ids_T.device)
+
+    def _see_each_image_once(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model counts features by the grids of all places; its tower has those of images."""
+        own = {} if self._images is None else {"grid_thw": self._images.grid_thw_U3}
+        return args, {**kwargs, **own}
+
+    def _show_at_every_place(self, module: nn.Module, args: tuple[Any, ...], seen: Any) -> Any:
+        """The features of an image, again for each sequence that shows it."""
+        images, self._images = self._images, None
+        index = [] if images is None else images.image_index_I.tolist()
+        if images is None or index == list(range(len(index))):
+            return seen
+        sizes = self.layout.num_features(images.grid_thw_U3).tolist()
+
+        def shown(features: Tensor) -> Tensor:
+            # In float32 so that what comes back of all places is added up before it is rounded.
+            of_images = features.float().split(sizes)
+            return torch.cat([of_images[image] for image in index]).to(features.dtype)
+
+        seen.pooler_output = shown(seen.pooler_output)
+        # Qwen3-VL's features of inner blocks.
+        if deep := getattr(seen, "deepstack_features", None):
+            seen.deepstack_features = [shown(features) for features in deep]
+        return seen
 
     def _add_dummy_image(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -60,6 +60,12 @@ def test_requests_have_the_images_of_their_rows(model: Path, dataset: Path) -> N
     assert asked(model, dataset).images is not None
 
 
+def test_a_lost_file_of_images_is_the_data_set_s(model: Path, dataset: Path) -> None:
+    (dataset / "images.parquet").unlink()
+    with pytest.raises(ConfigError, match=rf"^dataset: {dataset} has no images\.parquet, though"):
+        asked(model, dataset)
+
+
 def test_engines_of_a_teacher_are_not_shown_them(model: Path, dataset: Path) -> None:
     num_rows = len(load_dataset(dataset).rl_rows())
     with pytest.raises(ConfigError) as found:

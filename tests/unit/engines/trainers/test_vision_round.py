@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,7 @@ def test_another_image_in_training_is_found(run_round: Any, model: Path, dataset
         def other(files: Any) -> ImagePatches | None:
             found = seen(files)
             assert found is not None
-            return ImagePatches(
-                torch.zeros_like(found.pixel_values_PD), found.grid_thw_I3, found.num_images_B
-            )
+            return replace(found, patches=tuple(torch.zeros_like(each) for each in found.patches))
 
         images.processor.of_sequences = other  # type: ignore[method-assign]
 

@@ -169,6 +169,16 @@ def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
         rl_prompts([row], DirectoryTokenizer.load(model), 64, expanded=images.expanded)
 
 
+def test_samples_of_one_prompt_share_its_images(model: Path) -> None:
+    files = [picture(1), picture(2, 5, 13)]
+    processor = ImageProcessor(model)
+    one, eight = processor.of_sequences([files]), processor.of_sequences([files] * 8)
+    assert one is not None
+    assert eight is not None
+    assert sum(each.nbytes for each in eight.patches) == one.pixel_values_PD.nbytes
+    assert torch.equal(eight.pixel_values_PD, one.pixel_values_PD.repeat(8, 1))
+
+
 def test_patches_are_made_of_three_formats_alone(model: Path) -> None:
     buffer = io.BytesIO()
     Pillow.new("RGB", (8, 8)).save(buffer, "BMP")

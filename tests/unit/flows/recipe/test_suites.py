@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.source import suite_names
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
+from infra.section_names import renamed_sections
 from infra.store.storage import LocalStorage
 
 KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
@@ -77,15 +79,32 @@ def test_a_suite_s_own_confidence_is_that_of_its_comparison() -> None:
     assert found == (0.99, 0.95)
 
 
+def said(stage: EvaluateStageConfig, path: str) -> str:
+    """What an error of its job about a field of a recipe names."""
+    with pytest.raises(ConfigError) as found, renamed_sections(stage.sections):
+        raise ConfigError(path, "got none")
+    return found.value.path
+
+
 def test_a_judge_is_the_recipe_s_wherever_it_is_asked() -> None:
     """A suite's own reward has functions alone: an error about a model speaks of the recipe's."""
     judge = "rl.reward={function: judge, judge: {path: a/b, prompt: '{{ answer }}'}}"
     suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
     recipe = load_recipe("quickstart", [judge, suites, "suites.other.reward=null"])
-    own, other = (recipe.evaluate_suite_stage(name).sections for name in ("own", "other"))
-    assert own["rl.reward"] == "suites.own.reward"
-    assert "rl.reward" not in other
-    assert other["evaluation"] == "suites.other.evaluation"
+    own, other = (recipe.evaluate_suite_stage(name) for name in ("own", "other"))
+    assert said(own, "rl.reward.function") == "suites.own.reward.function"
+    assert said(other, "rl.reward.judge") == "rl.reward.judge"
+    assert said(other, "evaluation.stop") == "suites.other.evaluation.stop"
+
+
+def test_a_suite_without_a_reward_of_its_own_speaks_of_the_recipe_s() -> None:
+    suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
+    recipe = load_recipe("quickstart", [suites, "suites.other.reward=null", "against.path=a/b"])
+    for name, section in (("own", "suites.own.reward"), ("other", "rl.reward")):
+        stage = recipe.evaluate_suite_stage(name)
+        for each in (stage, recipe.against_stage(stage)):
+            assert said(each, "rl.reward.routes") == f"{section}.routes"
+            assert said(each, "data.evaluation") == f"suites.{name}.data.evaluation"
 
 
 def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation() -> None:

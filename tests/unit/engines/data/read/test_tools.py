@@ -14,7 +14,8 @@ from engines.data.read.chat import render_prompts, render_sft
 from engines.data.read.chat_template import DEFAULT_CHAT_TEMPLATE, render
 from engines.data.read.pairs import as_policy
 from engines.data.read.raw_rows import preference_row, rl_row, sft_row
-from engines.data.read.rows import Message, SFTRow, ToolCall
+from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile, write_rows
+from engines.data.read.rows import Message, SFTRow, ToolCall, said_beside
 from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -136,6 +137,35 @@ PYTHONIC = """\
 """
 """Asks which keys are there, and writes ids and names."""
 TEMPLATES = {"chatml": CHATML, "pythonic": PYTHONIC}
+
+
+NULL_TOLD = """\
+{%- for m in messages %}
+    {%- if m['role'] == 'assistant' and m['content'] is none %}
+        {{- '<|assistant|>' }}
+        {%- generation %}
+        {%- for c in m['tool_calls'] %}
+            {{- '<call>' + c['function']['name'] + '\\n' + c['function']['arguments'] + '</call>' }}
+        {%- endfor %}
+        {{- '<|end|>' }}
+        {%- endgeneration %}
+    {%- elif m['role'] == 'assistant' %}
+        {{- '<|assistant|>' }}{%- generation %}{{- m['content'] + '<|end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- '<|user|>' + m['content'] }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+"""As DeepSeek's: calls are written where the content is null, their arguments appended as text."""
+SILENT = [
+    MESSAGES[1],
+    {"role": "assistant", "content": None, "tool_calls": [call("weather", {"city": "Köln"})]},
+    {"role": "tool", "content": "no"},
+    {"role": "assistant", "tool_calls": [call("clock", {}), call("weather", {"days": 2})]},
+    {"role": "tool", "content": "12:00"},
+    {"role": "assistant", "content": "Noon."},
+]
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +294,80 @@ def test_whether_a_template_leaves_out_a_part_is_asked_once_a_conversation(
     assert len(made) == 2 * len(ANSWERS) + 3, "twice for each answer, and without each of 3 parts"
 
 
+def test_calls_without_a_text_are_told_by_null(directory: Path, tmp_path: Path) -> None:
+    tokenizer = DirectoryTokenizer.load(directory, NULL_TOLD)
+    row = sft_row({"messages": SILENT})
+    write_rows(tmp_path / "sft.parquet", SFT_FORMAT, [row])
+    assert [*RowFile(tmp_path / "sft.parquet", SFT_FORMAT)] == [row]
+    assert trained_runs(tokenizer, row.messages) == [
+        '<call>weather\n{"city":"Köln"}</call><|end|>',
+        '<call>clock\n{}</call><call>weather\n{"days":2}</call><|end|>',
+        "Noon.<|end|>",
+    ]
+    spoken = [{**each, "content": each.get("content") or ""} for each in SILENT]
+    other = sft_row({"messages": spoken})
+    assert other != row
+    with pytest.raises(ConfigError, match="leaves out what the assistant calls"):
+        render_sft(tokenizer, other.messages)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{{ m.content }}", "{{ m.content | trim }}", "{{ m.content + '' }}", "{{ m.content.strip() }}",
+     "{% if m.content %}{{ m.content }}{% endif %}"],
+)  # fmt: skip
+def test_templates_that_know_no_null_write_nothing_for_it(directory: Path, written: str) -> None:
+    calls = "{% for c in m.tool_calls %}{{ c.function.name + (c.function | tojson) }}{% endfor %}"
+    template = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{written}{calls}{{% endfor %}}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = DirectoryTokenizer.load(directory, template)
+    asked = {**SILENT[0], "content": "None?"}
+    null, spoken = (
+        sft_row({"messages": [asked, {**SILENT[1], "content": content}]}).messages
+        for content in (None, "")
+    )
+    assert render_sft(tokenizer, null) == render_sft(tokenizer, spoken)
+    whole = tokenizer.decode(render_sft(tokenizer, null).input_ids)
+    assert whole.startswith("<|user|>None?<|assistant|>weather{")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_transformers_makes_the_same_of_null(directory: Path, tmp_path: Path, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[name], encoding="utf-8")
+    ours, theirs = DirectoryTokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(
+        SILENT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    rendered = render_sft(ours, sft_row({"messages": SILENT}).messages)
+    assert list(rendered.input_ids) == expected["input_ids"]
+    assert list(rendered.loss_mask) == expected["assistant_masks"]
+
+
+@pytest.mark.slow
+def test_transformers_writes_the_same_for_null() -> None:
+    """Its renderer: its tokenizers leave null out before, on which such templates fail."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = sft_row({"messages": SILENT}).messages
+    given = [
+        {
+            "role": message.role,
+            "content": None if message.content_is_null else message.content,
+            "tool_calls": [
+                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in message.tool_calls
+            ],
+        }
+        for message in messages
+    ]
+    (expected,), _ = render_jinja_template(conversations=[given], chat_template=NULL_TOLD)
+    assert render(NULL_TOLD, messages).text == expected
+
+
 def test_prompts_that_end_with_what_a_tool_returned(directory: Path) -> None:
     tokenizer = DirectoryTokenizer.load(directory, CHATML)
     row = rl_row({"prompt": MESSAGES[:5], "tools": ROW["tools"], "reward_model": {
@@ -275,7 +379,7 @@ def test_prompts_that_end_with_what_a_tool_returned(directory: Path) -> None:
     assert whole.startswith(text)
 
 
-def test_pairs_of_calls(directory: Path) -> None:
+def test_pairs_of_calls(directory: Path, tmp_path: Path) -> None:
     tokenizer = DirectoryTokenizer.load(directory, CHATML)
     good = {"role": "assistant", "content": None, "tool_calls": [call("clock", {})]}
     row = preference_row(
@@ -286,6 +390,9 @@ def test_pairs_of_calls(directory: Path) -> None:
             "tools": ROW["tools"],
         }
     )
+    assert (row.chosen, row.answers[0].content_is_null) == (None, True)
+    write_rows(tmp_path / "pairs.parquet", PREFERENCE_FORMAT, [row])
+    assert [*RowFile(tmp_path / "pairs.parquet", PREFERENCE_FORMAT)] == [row]
     texts = [
         tokenizer.decode([i for i, m in zip(each.input_ids, each.loss_mask, strict=True) if m])
         for each in as_policy([row], tokenizer)
@@ -302,3 +409,5 @@ def test_what_templates_are_given() -> None:
         '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": '
         '[{"type": "function", "function": {"name": "f", "arguments": {"b": 1}}}]}]|null|True'
     )
+    null = (row.messages[0], said_beside(None, row.messages[1].tool_calls))
+    assert render("{{ messages[1] | tojson }}", null).text.startswith('{"role": "assistant", "tool')

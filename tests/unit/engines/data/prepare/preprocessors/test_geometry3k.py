@@ -95,6 +95,18 @@ def test_the_artifact_holds_each_image_once_and_only_those_of_its_rows(tmp_path:
     assert not list(tmp_path.glob("rows-*"))
 
 
+def test_a_data_set_without_the_images_that_it_counts_is_named(tmp_path: Path) -> None:
+    """Its rows would else be refused as showing images to a stage that reads none."""
+    build_dataset(DataConfig(rl=(write(tmp_path / "t.parquet", geometry(0)),)), None, 0, tmp_path)
+    (tmp_path / "images.parquet").unlink()
+    with pytest.raises(ConfigError) as found:
+        _ = load_dataset(tmp_path).images_path
+    assert str(found.value) == (
+        f"dataset: {tmp_path} has no images.parquet, though its summary.json counts 1 images; need "
+        "all files of the data set; copy it again"
+    )
+
+
 def test_one_text_with_other_images_is_another_problem(tmp_path: Path) -> None:
     train = [geometry(i) for i in range(9)]
     held_out = [geometry(i) for i in range(9, 18)]

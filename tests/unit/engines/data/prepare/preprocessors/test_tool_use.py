@@ -15,7 +15,7 @@ from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
 from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile, write_rows
-from engines.data.read.rows import Message, PreferenceRow, SFTRow, ToolCall
+from engines.data.read.rows import Message, PreferenceRow, SFTRow, ToolCall, said_beside
 from infra.errors import ConfigError
 
 WEATHER = {
@@ -30,7 +30,7 @@ AS_ROWS_HOLD_THEM = tuple(
 )
 CHAT = (
     Message("user", "Rain in Köln?", tools=AS_ROWS_HOLD_THEM),
-    Message("assistant", "", (ToolCall("weather", '{"city":"Köln"}'),)),
+    said_beside(None, (ToolCall("weather", '{"city":"Köln"}'),)),
     Message("tool", '{"rain": true}'),
     Message("assistant", "Yes."),
 )
@@ -178,7 +178,7 @@ def test_xlam(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"t{suffix}", XLAM)
     (sft,), (rl,) = rows_of(path, "auto"), rows_of(path, "auto", "rl")
     calls = (ToolCall("weather", '{"city":"Köln"}'), ToolCall("clock", "{}"))
-    assert sft.messages == (CHAT[0], Message("assistant", "", calls))
+    assert sft.messages == (CHAT[0], said_beside(None, calls))
     assert rl.prompt == (CHAT[0],)
     assert rl.reward_model.ground_truth == [CALL, {"name": "clock", "arguments": {}}]
 
@@ -217,7 +217,7 @@ def test_the_artifact_has_the_columns_of_openai(tmp_path: Path) -> None:
     (stored,) = pq.read_table(tmp_path / "out" / "sft.parquet").to_pylist()
     assert stored["messages"][1] == {
         "role": "assistant",
-        "content": "",
+        "content": None,
         "tool_calls": [
             {
                 "id": None,

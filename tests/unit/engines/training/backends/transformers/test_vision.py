@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vision_cases import (
 from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
+from engines.images import ImagePatches
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.flops import flops_of
 from engines.training.spec import EngineSpec
@@ -82,9 +84,43 @@ def test_logprobs_are_those_of_each_sequence_alone(tmp_path: Path, model_type: s
             assert torch.allclose(found, expected, atol=1e-5), rows
         seen = everything(make_batch(0, MIXED))
         assert seen.images is not None
-        dark = replace(seen.images, pixel_values_PD=torch.zeros_like(seen.images.pixel_values_PD))
+        dark = replace(seen.images, patches=tuple(map(torch.zeros_like, seen.images.patches)))
         other = engine.infer_batch(replace(seen, images=dark)).logprobs_T
     assert (other - engine.infer_batch(seen).logprobs_T).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("model_type", VISION_PARTS)
+def test_samples_that_share_images_train_as_if_each_had_its_own(
+    tmp_path: Path, model_type: str
+) -> None:
+    path = write_vision_model(tmp_path, model_type)
+    shared = make_batch(0, MIXED).select([0, 2, 0, 2, 2, 1, 0])
+    assert shared.images is not None
+    counts = shared.images.num_images_B.tolist()
+    patches = shared.images.pixel_values_PD.split(shared.images.num_patches_I.tolist())
+    placed = iter(zip(patches, map(tuple, shared.images.grid_thw_I3.tolist()), strict=True))
+    copied = ImagePatches.from_sequences([list(islice(placed, count)) for count in counts])
+    assert copied is not None
+    found = {}
+    for name, images in (("once", shared.images), ("each", copied)):
+        engine = make_engine(path, max_tokens_per_micro_batch=300)
+        sizes: list[int] = []
+        engine.model.model.visual.register_forward_pre_hook(
+            lambda _, args, sizes=sizes: sizes.append(len(args[0]))
+        )
+        batch = replace(shared, images=images)
+        found[name] = (
+            engine.infer_batch(everything(batch)).logprobs_T,
+            [engine.train_batch(batch, sft) for _ in range(2)],
+            torch.cat([tensor.flatten() for _, tensor in engine.get_per_tensor_param()]),
+        )
+        assert sizes == [sum(len(each) for each in images.patches)] * 3
+    once, each = found["once"], found["each"]
+    assert torch.allclose(once[0], each[0], rtol=0, atol=1e-6)
+    for ours, theirs in zip(once[1], each[1], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert torch.allclose(once[2], each[2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [IMAGES, MIXED, TEXT], ids=["images", "mixed", "text"])
@@ -213,9 +249,9 @@ def test_images_that_do_not_fit_are_named(vision_dir: Path) -> None:
         (with_ids(batch, {int(batch.cu_seqlens[1]): IMAGE}), "sequence 1 of .* has 1 image .* 0"),
         (with_ids(batch, {first + 2: IMAGE, first + 3: IMAGE}), "sequence 2 .* has 10 .* need 8"),
         (replace(batch, images=None), "sequence 0 .* has 4 image placeholder tokens; .* need 0"),
-        (replace(batch, images=replace(images, grid_thw_I3=images.grid_thw_I3[:, [1, 0, 2]])),
+        (replace(batch, images=replace(images, grid_thw_U3=images.grid_thw_U3[:, [1, 0, 2]])),
          "sequence 0 .* does not divide by the model's merge size 2"),
-        (replace(batch, images=replace(images, pixel_values_PD=images.pixel_values_PD[:, 1:])),
+        (replace(batch, images=replace(images, patches=tuple(x[:, 1:] for x in images.patches))),
          "sequence 0 .* has image patches of 23 values; the model needs 24"),
     ):  # fmt: skip
         with pytest.raises(EngineError, match=problem):
