@@ -23,6 +23,9 @@ from engines.key_value_store import open_store
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
 
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Of a call: by place and by name."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -121,9 +124,10 @@ class RankProcess:
         self._worker.initialize()
         return int(self._worker.data_parallel_rank)
 
-    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, name: str, arguments: Arguments) -> Any:
         """Call a method of the worker."""
-        logging.getLogger(__name__).info("%s", name)
+        logger.info("%s", name)
+        args, kwargs = arguments
         return getattr(self._worker, name)(*args, **kwargs)
 
     def stop(self) -> None:

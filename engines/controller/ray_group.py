@@ -25,7 +25,7 @@ from engines.controller.dispatch import (
 )
 from engines.controller.pool import Place, Pool, Queueing, reserve, this_node
 from engines.controller.process_log import log_tail
-from engines.controller.rank_process import RankProcess, RayGroupOptions
+from engines.controller.rank_process import Arguments, RankProcess, RayGroupOptions
 from engines.controller.seats import seat_environment, seats
 from engines.controller.worker_group import P, R
 from engines.driver_disk import access_for
@@ -86,15 +86,13 @@ class RayWorkerGroup:
         deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
         mode = dispatch_mode(method)
         if mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
-            results = self._call_all(name, [(args, kwargs)] * self.world_size, deadline_s)
+            results = self._call_all(name, [(args, kwargs)], [0] * self.world_size, deadline_s)
             return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
         whole, *rest = args
         places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
         parts = split_plan(whole, max(places) + 1)
-        shares = [take(whole, items) for items in parts]
-        results = self._call_all(
-            name, [((shares[place], *rest), kwargs) for place in places], deadline_s
-        )
+        calls = [((take(whole, items), *rest), kwargs) for items in parts]
+        results = self._call_all(name, calls, places, deadline_s)
         first_ranks = [places.index(place) for place in range(len(parts))]
         return collect(whole, parts, [results[rank] for rank in first_ranks])
 
@@ -145,11 +143,18 @@ class RayWorkerGroup:
                 )
             )
 
-    def _call_all(self, name: str, calls: list[tuple[Any, Any]], deadline_s: float) -> list[Any]:
-        pairs = zip(self._actors, calls, strict=True)
-        return self._await(
-            [actor.call.remote(name, *call) for actor, call in pairs], name, deadline_s
-        )
+    def _call_all(
+        self, name: str, calls: Sequence[Arguments], places: Sequence[int], deadline_s: float
+    ) -> list[Any]:
+        """Send each rank the call of its place; a call of several ranks is held once for all."""
+        import ray
+
+        sent = [
+            ray.put(call) if places.count(place) > 1 else call for place, call in enumerate(calls)
+        ]
+        ranks = zip(self._actors, places, strict=True)
+        refs = [actor.call.remote(name, sent[place]) for actor, place in ranks]
+        return self._await(refs, name, deadline_s)
 
     def _await(self, refs: Sequence[Any], what: str, deadline_s: float) -> list[Any]:
         """Results in the order of the ranks, 0 first; the only place that waits for ranks."""

@@ -51,6 +51,10 @@ class Probe:
         return [f"{item}{suffix}{self.data_parallel_rank}" for item in items]
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def repeated(self, text: str) -> str:
+        return text
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
         return f"digest of rank {self.rank // 2}"
 
@@ -122,6 +126,26 @@ def test_ranks_of_one_place_get_the_same_share(start: GroupFactory) -> None:
     group = start(functools.partial(Probe, lambda rank: rank // 2), world_size=4)
     assert group.run(Probe.tag, ["a", "b", "c"], "@") == ["a@0", "b@1", "c@0"]
     assert group.run(Probe.tag_by_rank, ["a", "b", "c", "d"]) == ["a@0", "b@1", "c@2", "d@3"]
+
+
+class Counted:
+    """A string for the ranks, which counts how often it is pickled for them."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.num_pickled = text, 0
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        self.num_pickled += 1
+        return str, (self.text,)
+
+
+def test_what_several_ranks_get_is_pickled_once(start: GroupFactory) -> None:
+    group = start(functools.partial(Probe, lambda rank: rank // 2), world_size=4)
+    a, b, suffix = Counted("a"), Counted("b"), Counted("@")
+    assert group.run(Probe.tag, [a, b], suffix) == ["a@0", "b@1"]
+    assert (a.num_pickled, b.num_pickled, suffix.num_pickled) == (1, 1, 2)
+    assert group.run(Probe.repeated, whole := Counted("w")) == "w"
+    assert whole.num_pickled == 1
 
 
 def test_ranks_that_must_agree_and_do_not_are_named(start: GroupFactory) -> None:
