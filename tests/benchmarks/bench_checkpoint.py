@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import arguments, ratio_line, take_turns
+from measure import arguments, ratio_line, take_turns, turn_by_turn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
@@ -110,10 +110,10 @@ def main() -> None:
         )
     print(f"  save, waited for: {taken['waited'].text('s')}")
     print(f"  save, in the background: stall {taken['background'].text('s')}")
-    print(ratio_line("stall avoided", taken["waited"].median / taken["background"].median))
+    print(ratio_line("stall avoided", turn_by_turn(taken["waited"], taken["background"])))
     for what in ("export", "copy"):
         print(f"  {what}: {taken[what].text('s')}, {size_gb / taken[what].median:.2f} GB/s")
-    print(ratio_line("export against a file copy", taken["copy"].median / taken["export"].median))
+    print(ratio_line("export against a file copy", turn_by_turn(taken["copy"], taken["export"])))
 
 
 if __name__ == "__main__":

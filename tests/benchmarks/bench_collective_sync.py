@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from measure import Measurement, arguments, ratio_line, take_turns
+from measure import Measurement, arguments, ratio_line, take_turns, turn_by_turn
 from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
@@ -134,10 +134,8 @@ def main() -> None:
     for what, measured in taken.items():
         print(f"  {what}: {measured.text('s')}, {num_bytes / 1e9 / measured.median:.2f} GB/s")
     for what, goal in (("collective", GOAL), ("shared memory", None)):
-        pairs = zip(taken["bare broadcast"].values, taken[what].values, strict=True)
-        ratio = Measurement(tuple(peer / ours for peer, ours in pairs))
-        print(f"  {what}, within each turn: {ratio.text('of a bare broadcast')}")
-        print(ratio_line(f"{what} against a bare broadcast", ratio.median, goal))
+        ratio = turn_by_turn(taken["bare broadcast"], taken[what])
+        print(ratio_line(f"{what} against a bare broadcast", ratio, goal))
 
 
 if __name__ == "__main__":

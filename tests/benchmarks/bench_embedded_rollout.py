@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import Peer, arguments, machine, ratio_line, take_turns
+from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 from rlhf.testing.rollout_calls import generate_all, send_weights
 from sampled_workload import (
     MAX_NUM_SEQUENCES,
@@ -55,13 +55,8 @@ def compare(
     found = take_turns({"embedded": embedded, "vllm": vllm}, repeats)
     for name, measured in found.items():
         print(f"  {workload.name}, {name}: {measured.text('tokens/CPU-s')}", flush=True)
-    both = zip(found["embedded"].values, found["vllm"].values, strict=True)
-    pairs = sorted(a / b for a, b in both)
-    print(
-        ratio_line(workload.name, pairs[len(pairs) // 2], goal),
-        f"[{pairs[0]:.2f} to {pairs[-1]:.2f}]",
-        flush=True,
-    )
+    ratio = turn_by_turn(found["embedded"], found["vllm"])
+    print(ratio_line(workload.name, ratio, goal), flush=True)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import Measurement, Peer, arguments, machine, ratio_line, take_turns
+from measure import Measurement, Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 from tiny_model import NUM_SPECIAL, word, write_model
 
 from engines.algorithms.policy_objective import policy_loss_fn
@@ -126,8 +126,8 @@ class Ours:
         self._worker.sync_weights(self._step)
 
 
-def compare(workload: Workload, python: Path, threads: int, repeats: int) -> float:
-    """Print seconds per step of both, and return TRL's over ours."""
+def compare(workload: Workload, python: Path, threads: int, repeats: int) -> Measurement:
+    """Print seconds per step of both, and return TRL's over ours within each turn."""
     prompts = draw_prompts(64)
     with tempfile.TemporaryDirectory() as temporary:
         hf_dir = Path(temporary) / "model"
@@ -165,7 +165,7 @@ def compare(workload: Workload, python: Path, threads: int, repeats: int) -> flo
     for name, tokens in (("ours", ours_tokens), ("trl", trl_tokens)):
         mean_tokens = sum(tokens) / len(tokens)
         print(f"  {name}: {got[name].text('ms per token of a sample')}, {mean_tokens:.1f} tokens")
-    return got["trl"].median / got["ours"].median
+    return turn_by_turn(got["trl"], got["ours"])
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from measure import ANSWER, Measurement, machine, ratio_line
+from measure import ANSWER, Measurement, machine, ratio_line, turn_by_turn
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -145,12 +145,11 @@ def compare(dtype: str, repeats: int, threads: int) -> None:
         print(f"  {way}: {peaks[way].text('MiB above the inputs')}, {seconds[way].text('s')}")
         print(f"    {cpu_seconds[way].text('s of CPU time')}")
     for way in list(WAYS)[:-1]:
-        memory = peaks[way].median / peaks["in tiles"].median
-        time_ratio = seconds["in tiles"].median / seconds[way].median
+        memory = turn_by_turn(peaks[way], peaks["in tiles"])
         print(ratio_line(f"memory, {way} / in tiles", memory))
-        print(ratio_line(f"time, in tiles / {way}", time_ratio))
-        cpu_ratio = cpu_seconds["in tiles"].median / cpu_seconds[way].median
-        print(ratio_line(f"CPU time, in tiles / {way}", cpu_ratio))
+        for what, spent in (("time", seconds), ("CPU time", cpu_seconds)):
+            ratio = turn_by_turn(spent["in tiles"], spent[way])
+            print(ratio_line(f"{what}, in tiles / {way}", ratio))
 
 
 def main() -> None:

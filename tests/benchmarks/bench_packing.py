@@ -12,14 +12,13 @@ Run: python tests/benchmarks/bench_packing.py [--repeats N] [--threads N]
 """
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import arguments, machine, ratio_line, take_turns
+from measure import Measurement, arguments, machine, ratio_line, take_turns, turn_by_turn
 from tiny_model import NUM_SPECIAL, PAD_TOKEN_ID, write_model
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -139,15 +138,19 @@ def compare(name: str, step: Sequences, hf_dir: Path, repeats: int) -> None:
 
     got = take_turns({who: lambda who=who: tokens_per_s(who) for who in contenders}, repeats)
     predicted = predicted_ratio(step)
-    ratio = got["packed"].median / got["padded"].median
+    ratio = turn_by_turn(got["packed"], got["padded"])
+    by_cpu = turn_by_turn(*(Measurement(tuple(cpu_s[who][1:])) for who in ("padded", "packed")))
     print(f" {name}: {num_tokens} tokens, {1 - 1 / predicted:.0%} of the padded rows is padding")
     for who, measured in got.items():
         print(f"  {who}: {measured.text('tokens/s, padding not counted')}")
     print(ratio_line("packed / padded", ratio))
-    print(ratio_line("predicted by the padding share", predicted))
-    print(ratio_line("measured / predicted", ratio / predicted, GOAL))
-    by_cpu = statistics.median(cpu_s["padded"]) / statistics.median(cpu_s["packed"])
-    print(ratio_line("measured by CPU time / predicted", by_cpu / predicted))
+    print(f"  predicted by the padding share: {predicted:.2f}")
+    print(ratio_line("measured / predicted", _over(ratio, predicted), GOAL))
+    print(ratio_line("measured by CPU time / predicted", _over(by_cpu, predicted)))
+
+
+def _over(measured: Measurement, number: float) -> Measurement:
+    return Measurement(tuple(value / number for value in measured.values))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure import Peer, arguments, machine, ratio_line, take_turns
+from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 from tiny_model import EOS_TOKEN_ID, NUM_SPECIAL, word, write_model
 
 from engines.algorithms.preference.options import RewardModelOptions
@@ -149,7 +149,7 @@ def main() -> None:
         for name, measured in got.items():
             print(f"  {name}: {measured.text('pairs/s')}")
         fastest = max((name for name in got if name != "ours"), key=lambda name: got[name].median)
-        ratio = got["ours"].median / got[fastest].median
+        ratio = turn_by_turn(got["ours"], got[fastest])
         print(ratio_line(f"ours / {fastest}", ratio, GOAL))
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import Peer, arguments, machine, ratio_line, take_turns
+from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
@@ -67,7 +67,7 @@ def main() -> None:
             )
     for name, measured in got.items():
         print(f"  {name}: {measured.text('rows/s')}")
-    ratio = got["ours"].median / got["datasets.map"].median
+    ratio = turn_by_turn(got["ours"], got["datasets.map"])
     print(ratio_line("ours / datasets.map", ratio, GOAL))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measure import arguments, ratio_line, take_turns
+from measure import arguments, ratio_line, take_turns, turn_by_turn
 from tiny_model import write_model
 
 from engines import collectives
@@ -116,8 +116,8 @@ def main() -> None:
     print(f"  {num / 1e6:.1f} M parameters, {NUM_SEQUENCES} x {LENGTH} tokens per step")
     for what, measured in taken.items():
         print(f"  {what}: {measured.text('s')} for {NUM_STEPS} steps")
-    one, two = taken["one rank"].median, taken["two ranks"].median
-    print(ratio_line("two ranks against one", one / two))
+    gain = turn_by_turn(taken["one rank"], taken["two ranks"])
+    print(ratio_line("two ranks against one", gain))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench_pairs import PAIRS_PER_STEP, dpo, draw_pairs, reward_model
 from bench_sft import LR, ROW_TOKENS, SFT, STEP_TOKENS, draw_steps
-from measure import Peer, arguments, machine, ratio_line, take_turns
+from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 from peak_saved import saved_bytes
 from tiny_model import word, write_model
 
@@ -86,7 +86,7 @@ def main() -> None:
         print(task)
         for name, taken in got.items():
             print(f"  {name}: {taken.text('bytes')}")
-        print(ratio_line("TRL / ours", got["TRL"].median / got["ours"].median, GOAL))
+        print(ratio_line("TRL / ours", turn_by_turn(got["TRL"], got["ours"]), GOAL))
 
 
 if __name__ == "__main__":

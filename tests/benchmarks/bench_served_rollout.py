@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from measure import Peer, arguments, machine, ratio_line, take_turns
+from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_turn
 from sampled_workload import (
     CACHE_BYTES,
     MAX_NUM_SEQUENCES,
@@ -101,12 +101,8 @@ def compare(service: RolloutService, peer: Peer, workload: Workload, repeats: in
     found = take_turns({"ours": ours, "bare": bare}, repeats)
     for name, measured in found.items():
         print(f"  {workload.name}, {name}: {measured.text('tokens/s')}", flush=True)
-    pairs = sorted(a / b for a, b in zip(found["ours"].values, found["bare"].values, strict=True))
-    print(
-        ratio_line(workload.name, pairs[len(pairs) // 2], GOAL),
-        f"[{pairs[0]:.2f} to {pairs[-1]:.2f}]",
-        flush=True,
-    )
+    ratio = turn_by_turn(found["ours"], found["bare"])
+    print(ratio_line(workload.name, ratio, GOAL), flush=True)
 
 
 def main() -> None:

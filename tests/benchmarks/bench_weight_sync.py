@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from measure import Measurement, arguments, ratio_line, take_turns
+from measure import arguments, ratio_line, take_turns, turn_by_turn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -78,11 +78,6 @@ def copies(weights: dict[str, Tensor]) -> Callable[[], float]:
     return copy
 
 
-def turn_by_turn(other: Measurement, ours: Measurement) -> Measurement:
-    """The ratio within each turn, which what else runs on the machine disturbs least."""
-    return Measurement(tuple(a / b for a, b in zip(other.values, ours.values, strict=True)))
-
-
 def main() -> None:
     """Measure and print."""
     chosen = arguments(__doc__, peer=False)
@@ -105,8 +100,7 @@ def main() -> None:
         print(f"  {what}: {measured.text('s')}, {arrived_gb / measured.median:.2f} GB/s")
     for dtype, goal in (("float32", GOAL), ("bfloat16", None)):
         ratio = turn_by_turn(taken[f"copy in {dtype}"], taken[f"sync in {dtype}"])
-        print(f"  {dtype}, within each turn: {ratio.text('of a copy')}")
-        print(ratio_line(f"sync in {dtype} against a copy", ratio.median, goal))
+        print(ratio_line(f"sync in {dtype} against a copy", ratio, goal))
 
 
 if __name__ == "__main__":
