@@ -152,7 +152,7 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
     config = _read_config(path)
     for name, content in (
         ("config.json", config),
-        ("tokenizer_config.json", _read_json(path / "tokenizer_config.json")),
+        ("tokenizer_config.json", read_json(path / "tokenizer_config.json")),
     ):
         if "auto_map" in content:
             raise ConfigError(
@@ -233,7 +233,7 @@ that are trained and sampled from."""
 
 def vision_model_type(path: Path) -> str | None:
     """Model type of a vision-language model's directory; None when the model sees no images."""
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     return str(config.get("model_type")) if config.get("vision_config") else None
 
 
@@ -266,11 +266,11 @@ def _read_config(path: Path) -> dict[str, Any]:
             _FIELD,
             f"{path} is not a model directory: no config.json; it holds: {held or 'nothing'}{hint}",
         )
-    return _read_json(path / "config.json")
+    return read_json(path / "config.json")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is absent."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model directory; empty when the file is absent."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -349,7 +349,7 @@ def rotary_limit(config: Mapping[str, Any]) -> int | None:
 
 def _weight_files(path: Path) -> list[Path]:
     if (path / _INDEX).exists():
-        weight_map = _read_json(path / _INDEX).get("weight_map", {})
+        weight_map = read_json(path / _INDEX).get("weight_map", {})
         shards = [path / name for name in sorted(set(weight_map.values()))]
         for shard in shards:
             if shard.resolve().parent != path.resolve() and not shard.is_symlink():

@@ -107,8 +107,9 @@ class DataConfig(StrictModel):
     preference_evaluation: tuple[SourceConfig, ...] = ()
     """Pairs that are held out."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of a prompt, chat template included. A prompt that shows images is not looked at here:
-    what the stage that samples has no room for ends it."""
+    """Tokens of a prompt, chat template and images included. An image counts as the image processor
+    beside the weights says for its size; a model without `tokenizer.json` is not counted for here:
+    what a later stage has no room for ends that."""
     on_overlong: Literal["error", "drop"] = "error"
     """What happens to a prompt longer than `max_prompt_length`; dropped ones are counted."""
     on_bad_row: Literal["error", "drop"] = "error"

@@ -7,6 +7,7 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.vision.sizes import image_sizes
 
 PREPROCESS_DEADLINE_S = 6 * 3600.0
 """Data that is read and checked for so long hangs."""
@@ -16,7 +17,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     """Generate or read the rows, check them, and write the dataset's files."""
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
-    tokenizer = None
+    tokenizer = sizes = None
     model = config.model
     if model and model.init == "pretrained":
         with context.clock("load"):
@@ -25,9 +26,16 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             # A model without tokenizer.json needs transformers; the training stage counts then.
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
+            sizes = image_sizes(model_dir)
     with context.clock("preprocess"):
         summary = build_dataset(
-            config.data, model, spec.seed, context.output_dir, tokenizer, suites(context)
+            config.data,
+            model,
+            spec.seed,
+            context.output_dir,
+            tokenizer,
+            suites(context),
+            sizes.num_tokens if sizes else None,
         )
     counts = {
         "num_sft": summary.sft.num_rows,

@@ -20,6 +20,7 @@ from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_
 from engines.data.images.store import FORMATS, ImageFile
 from engines.data.read.rows import RLRow, RowError
 from engines.images import ImagePatches
+from engines.vision.sizes import PROCESSOR_FILES, image_sizes
 from infra.errors import ConfigError
 
 
@@ -42,40 +43,31 @@ class ImageProcessor:
                 f"({', '.join(VISION_MODEL_TYPES)}), for rows of the data show some; choose one, "
                 "or leave out such rows",
             )
+        sizes = image_sizes(hf_dir)
+        if sizes is None:
+            raise ConfigError(
+                "model.path",
+                f"{hf_dir} has no configuration of an image processor; need "
+                f"{' or '.join(PROCESSOR_FILES)}; copy it beside the weights",
+            )
         try:
             made: Any = Qwen2VLImageProcessorPil.from_pretrained(hf_dir, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                "model.path", f"{hf_dir} has no configuration of an image processor ({error})"
+                "model.path",
+                f"{hf_dir} has a configuration of an image processor that transformers refuses "
+                f"({error}); copy it again",
             ) from None
         config: Any = AutoConfig.from_pretrained(
             hf_dir, trust_remote_code=False, local_files_only=True
         )
         self._processor = made
-        self._merged: int = made.merge_size**2
+        self._sizes = sizes
         self.token_id: int = config.image_token_id
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image of this size.
-
-        Args:
-            width: in pixels.
-            height: in pixels.
-
-        Returns:
-            As many as the model makes features of it.
-
-        Raises:
-            RowError: the processor takes none of this shape.
-        """
-        try:
-            num_patches = self._processor.get_number_of_image_patches(height, width)
-        except ValueError as error:
-            raise RowError(
-                f"an image of {width} x {height} pixels is none for this model ({error}); need "
-                "another shape; leave out such rows"
-            ) from None
-        return int(num_patches) // self._merged
+        """Placeholder tokens of an image of this size; see `ImageSizes.num_tokens`."""
+        return self._sizes.num_tokens(width, height)
 
     def patches(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
         """The patches of an image.

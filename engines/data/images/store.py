@@ -84,6 +84,10 @@ class ImageFolder:
         """The bytes of an image that was put."""
         return (self.path / sha256).read_bytes()
 
+    def size(self, sha256: str) -> tuple[int, int]:
+        """Width and height of an image that was put, in pixels."""
+        return image_size(self.get(sha256), sha256)
+
 
 def check_images(row: RLRow) -> None:
     """Refuse a row whose images cannot be kept.

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.images.store import write_images
-from engines.data.prepare.lengths import without_overlong
+from engines.data.prepare.lengths import ImageLength, without_overlong
 from engines.data.prepare.sources import SourceReport
 from engines.data.prepare.splits import (
     NO_SUITES,
@@ -127,6 +127,7 @@ def build_dataset(
     out_dir: Path,
     tokenizer: ChatTokenizer | None = None,
     suites: Suites = NO_SUITES,
+    image_length: ImageLength | None = None,
 ) -> DatasetSummary:
     """Generate or read the data, check it, and write the artifact's files.
 
@@ -137,6 +138,8 @@ def build_dataset(
         out_dir: created if it does not exist.
         tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
         suites: further held-out rows, which training rows must not hold either.
+        image_length: of a model that sees, to count the images of prompts too; None: prompts that
+            show images are left to later stages.
 
     Returns:
         What summary.json holds.
@@ -154,7 +157,7 @@ def build_dataset(
         tokenizer = tokenizer if trained is None else trained
         kept = splits
         if tokenizer and model:
-            kept = without_overlong(splits, data, model.max_length, tokenizer)
+            kept = without_overlong(splits, data, model.max_length, tokenizer, image_length)
         num_images = _write_rows(kept, out_dir)
         summary = DatasetSummary(
             **{

@@ -3,32 +3,44 @@
 Promises: they are those that the training stages would leave out
 (`engines.data.read.examples`, `engines.data.read.pairs`), in the same words; of token ids one
 batch is in memory, of the rows their lengths.
-A row that shows images stays: how long it is is a matter of the model's image processor, and the
-stage that samples refuses one that does not fit.
+An image is as long as the model's processor says for its size. Where nobody knows what that is (the
+model sees no images, or its directory does not say how they are cut), a row that shows some stays,
+and the stage that reads it refuses it or the model.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from engines.config.data import DataConfig
+from engines.data.images.store import ImageFolder
 from engines.data.prepare.splits import Splits
-from engines.data.prepare.stored_rows import StoredRows
+from engines.data.prepare.stored_rows import StoredRows, image_folder
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.examples import OnOverlong, fitting_conversations, fitting_prompts
 from engines.data.read.pairs import as_policy, fitting_pairs, longer_sides
 from engines.data.read.row_files import RowT, in_batches
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
+from infra.errors import ConfigError
+
+ImageLength = Callable[[int, int], int]
+"""Placeholder tokens of an image of so many pixels, width and height; raises `RowError` where the
+model takes none of this shape."""
 
 _FITS = 1
 """Tokens of a row that stays, whatever the limit."""
 
 
 def without_overlong(
-    splits: Splits, data: DataConfig, max_length: int, tokenizer: ChatTokenizer
+    splits: Splits,
+    data: DataConfig,
+    max_length: int,
+    tokenizer: ChatTokenizer,
+    image_length: ImageLength | None = None,
 ) -> Splits:
     """The splits without the rows that are too long.
 
@@ -37,15 +49,18 @@ def without_overlong(
         data: `max_prompt_length`, and what happens to a row that is longer.
         max_length: most tokens of a conversation (`model.max_length`).
         tokenizer: with a chat template.
+        image_length: of the model; None: not known, rows that show images stay.
 
     Returns:
         The others, in their order.
 
     Raises:
-        ConfigError: a row is too long and none may be dropped, or none is left of a split.
+        ConfigError: a row is too long and none may be dropped, none is left of a split, or the
+            model takes no image of a shape that a row shows.
     """
 
     def fitting(
+        split: str,
         rows: StoredRows[RowT],
         lengths: Callable[[Sequence[RowT], ChatTokenizer], Iterable[int]],
         limit: int,
@@ -53,23 +68,35 @@ def without_overlong(
     ) -> StoredRows[RowT]:
         if not len(rows):
             return rows
-        all_lengths = array("q")
-        for batch in in_batches(rows):
-            all_lengths.extend(lengths(batch, tokenizer))
-        chosen = np.zeros(len(all_lengths), bool)
-        chosen[choose(all_lengths, limit, data.on_overlong)] = True
+        found = array("q")
+        try:
+            for batch in in_batches(rows):
+                for length in lengths(batch, tokenizer):
+                    found.append(length)
+        except RowError as error:
+            raise ConfigError(f"data.{split}", f"row {len(found)} of the split: {error}") from None
+        chosen = np.zeros(len(found), bool)
+        chosen[choose(found, limit, data.on_overlong)] = True
         return rows.only(chosen)
 
-    longest = data.max_prompt_length
+    def fitting_of(split: str, rows: StoredRows[RLRow]) -> StoredRows[RLRow]:
+        folder = image_folder(rows.path)
+        lengths = partial(_of_prompts, folder=folder, image_length=image_length)
+        return fitting(split, rows, lengths, data.max_prompt_length, fitting_prompts)
+
     return replace(
         splits,
-        sft=fitting(splits.sft, _of_conversations, max_length, fitting_conversations),
-        preference=fitting(splits.preference, _of_pairs, max_length, fitting_pairs),
+        sft=fitting("sft", splits.sft, _of_conversations, max_length, fitting_conversations),
+        preference=fitting("preference", splits.preference, _of_pairs, max_length, fitting_pairs),
         preference_evaluation=fitting(
-            splits.preference_evaluation, _of_pairs, max_length, fitting_pairs
+            "preference_evaluation",
+            splits.preference_evaluation,
+            _of_pairs,
+            max_length,
+            fitting_pairs,
         ),
-        rl=fitting(splits.rl, _of_prompts, longest, fitting_prompts),
-        evaluation=fitting(splits.evaluation, _of_prompts, longest, fitting_prompts),
+        rl=fitting_of("rl", splits.rl),
+        evaluation=fitting_of("evaluation", splits.evaluation),
     )
 
 
@@ -78,10 +105,22 @@ def _of_conversations(rows: Sequence[SFTRow], tokenizer: ChatTokenizer) -> Itera
     return (len(each.input_ids) for each in rendered)
 
 
-def _of_prompts(rows: Sequence[RLRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    texts = iter(render_prompts(tokenizer, [row.prompt for row in rows if not row.images]))
-    return [_FITS if row.images else len(next(texts)) for row in rows]
-
-
 def _of_pairs(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> Iterable[int]:
     return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
+
+
+def _of_prompts(
+    rows: Sequence[RLRow],
+    tokenizer: ChatTokenizer,
+    folder: ImageFolder,
+    image_length: ImageLength | None,
+) -> Iterator[int]:
+    """An image in place of the placeholder that the template writes for it."""
+    known = [row.prompt for row in rows if image_length or not row.images]
+    texts = iter(render_prompts(tokenizer, known))
+    for row in rows:
+        if image_length is None:
+            yield _FITS if row.images else len(next(texts))
+        else:
+            sizes = [folder.size(image.sha256) for image in row.images]
+            yield len(next(texts)) + sum(image_length(*size) - 1 for size in sizes)

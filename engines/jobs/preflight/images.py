@@ -20,11 +20,10 @@ from engines.config.rules.images import (
     check_seen_by_teacher,
 )
 from engines.config.training import TrainingConfig
+from engines.vision.sizes import PROCESSOR_FILES, image_sizes
 from infra.errors import ConfigError
 from infra.section_names import renamed_sections
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Of a model directory; one of them says how the model's images are cut."""
 _TAUGHT = "data.rl."
 """Where sources are that are trained on; by the others models are measured."""
 
@@ -112,7 +111,7 @@ def _look_at_model(model: ModelConfig, shown: str) -> None:
     if sees not in VISION_MODEL_TYPES:
         what = f"a {sees}" if sees else "a text model"
         raise ConfigError("model.path", f"got {directory}, {what}; {shown}; {need} source")
-    if not any((directory / name).is_file() for name in PROCESSOR_FILES):
+    if image_sizes(directory) is None:
         raise ConfigError(
             "model.path",
             f"got {directory}; {shown}, and it has no {' or '.join(PROCESSOR_FILES)}; need the "

@@ -41,6 +41,25 @@ def done(root: Path, stage: StageConfig, inputs: dict[str, Artifact]) -> CommitR
     return record
 
 
+def test_the_first_stage_leaves_out_what_is_too_long_with_its_images(tmp_path: Path) -> None:
+    """Every other problem, which shows two; with a placeholder for each, none would be too long."""
+    write_chat_model(tmp_path / "model")
+    write_geometry(tmp_path / "geometry")
+    source = f"[{{path: {tmp_path}/geometry.parquet, format: geometry3k}}]"
+    recipe = load_recipe(
+        "quickstart",
+        [
+            "data={arithmetic: null, max_prompt_length: 16, on_overlong: drop}",
+            f"data.rl={source.replace('k}', 'k, options: {instruction: x}}')}",
+            f"data.evaluation={source.replace('k}', 'k, options: {instruction: y}}')}",
+            "sft=null",
+            f"model={{init: pretrained, path: {tmp_path}/model, max_length: 64}}",
+        ],
+    )
+    data = done(tmp_path / "store", recipe.preprocess_stage(), {})
+    assert (data.metrics["num_rl"], data.metrics["num_eval"]) == (4, 4)
+
+
 @pytest.mark.slow
 def test_preprocess_then_a_round_then_an_evaluation(tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -18,9 +18,9 @@ from engines.config.model import ModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight.images import PROCESSOR_FILES
 from engines.jobs.preflight.look import look
 from engines.jobs.preflight.rows import first_rows
+from engines.vision.sizes import PROCESSOR_FILES
 from flows.preflight import look_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
@@ -167,6 +167,15 @@ def test_a_model_that_it_is_compared_with(tmp_path: Path, model: Path, data: Pat
         (other / name).unlink(missing_ok=True)
     refused = error_of(model, data, against=against)
     assert refused.startswith(f"against.path: got {other}; data.evaluation.0 has rows that show im")
+
+
+def test_a_processor_that_says_no_size(model: Path, data: Path) -> None:
+    for name in PROCESSOR_FILES:
+        (model / name).unlink(missing_ok=True)
+    (model / PROCESSOR_FILES[0]).write_text('{"size": {"height": 4, "width": 4}}')
+    assert error_of(model, data).startswith(
+        f"model.path: {model}: its image processor has min_pixels None; need a whole number from 1"
+    )
 
 
 def test_the_model(tmp_path: Path, model: Path, data: Path) -> None:

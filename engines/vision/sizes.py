@@ -1,0 +1,124 @@
+"""How many placeholder tokens an image takes: arithmetic of its size and the model's processor.
+
+Promises: the numbers are those of transformers' `Qwen2VLImageProcessorPil` for the same directory;
+needs neither transformers nor torch, so data are looked at without them.
+Source: the resizing of Qwen2-VL (arXiv:2409.12191 sec. 2.1), as transformers computes it.
+Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.checkpoint.model_directory import VISION_MODEL_TYPES, read_json, vision_model_type
+from engines.data.read.rows import RowError
+from infra.errors import ConfigError
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Of a model directory; one of them says how the model's images are cut."""
+_NESTED = "image_processor"
+"""Where the second has it; the first is the older, and is read where the second says nothing."""
+_MAX_RATIO = 200
+_PATCH_SIZE, _MERGE_SIZE = 14, 2
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+"""What transformers takes where the file is silent; both edges are numbers of pixels."""
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """What a model makes of the size of an image.
+
+    Attributes:
+        patch_size: pixels along a side of a patch.
+        merge_size: patches along a side of what becomes one token.
+        min_pixels: of an image after it was resized; a smaller one is enlarged.
+        max_pixels: likewise; a larger one is reduced.
+    """
+
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Placeholder tokens of an image.
+
+        Args:
+            width: in pixels.
+            height: in pixels.
+
+        Returns:
+            As many as the model makes features of it.
+
+        Raises:
+            RowError: the processor takes none of this shape.
+        """
+        if max(width, height) > _MAX_RATIO * min(width, height):
+            raise RowError(
+                f"an image of {width} x {height} pixels is none for this model; need sides of at "
+                f"most {_MAX_RATIO} to 1; leave out such rows"
+            )
+        side = self.patch_size * self.merge_size
+        rows, columns = round(height / side), round(width / side)
+        num_pixels = rows * columns * side**2
+        if num_pixels > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / scale / side))
+            columns = max(1, math.floor(width / scale / side))
+        elif num_pixels < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(edge * scale / side) for edge in (height, width))
+        return rows * columns
+
+
+def image_sizes(hf_dir: Path) -> ImageSizes | None:
+    """What a model makes of the sizes of images.
+
+    Args:
+        hf_dir: of the model.
+
+    Returns:
+        None where it sees none, is of another architecture, or has no configuration of an image
+        processor.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or says nothing that could be computed with.
+    """
+    if vision_model_type(hf_dir) not in VISION_MODEL_TYPES:
+        return None
+    older, newer = (hf_dir / name for name in PROCESSOR_FILES)
+    found = read_json(newer).get(_NESTED)
+    if found is None and not older.exists():
+        return None
+    sizes = _sizes(read_json(older) if found is None else found)
+    wrong = {name: value for name, value in asdict(sizes).items() if not _is_count(value)}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise ConfigError(
+            "model.path",
+            f"{hf_dir}: its image processor has {name} {value}; need a whole number from 1; set "
+            "size to shortest_edge and longest_edge, or copy its configuration again",
+        )
+    return sizes
+
+
+def _sizes(config: Mapping[str, Any]) -> ImageSizes:
+    """As the file says, whatever that is; a bound by its own name stands before that of `size`."""
+    size = _given(config.get("size"), _SIZE)
+    edges: Mapping[str, Any] = size if isinstance(size, dict) else {}
+    return ImageSizes(
+        patch_size=config.get("patch_size", _PATCH_SIZE),
+        merge_size=config.get("merge_size", _MERGE_SIZE),
+        min_pixels=_given(config.get("min_pixels"), edges.get("shortest_edge")),
+        max_pixels=_given(config.get("max_pixels"), edges.get("longest_edge")),
+    )
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
