@@ -29,7 +29,7 @@ build_dataset(data, ModelConfig(init="random", max_length=128), 0, Path(sys.argv
 
 IMAGE_BYTES = 300 * 500
 NUM_IMAGES = 1_500
-"""225 MB, of which 64 MiB are read at a time: enough for what the allocator keeps to be all there."""
+"""225 MB, of which 64 MiB are read at a time; enough for all that the allocator keeps."""
 OF_IMAGES = """
 import sys
 from pathlib import Path
