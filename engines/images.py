@@ -22,7 +22,8 @@ class ImagePatches:
 
     Attributes:
         patches: of each of U images (P, D) float32, as the image processor of the model lays
-            patches out. Each is a tensor of its own: of a part of one, pickle writes the whole.
+            patches out, where they were made. By `from_sequences` each has a storage of its own:
+            of a part of one, pickle writes the whole.
         grid_thw_U3: (U, 3) int64, patches of each image along time, height and width.
         image_index_I: (I,) int64, which image stands at each place.
         num_images_B: (B,) int64, places of each sequence.
@@ -113,9 +114,12 @@ class ImagePatches:
         )
 
     def to(self, device: torch.device | str) -> "ImagePatches":
-        """The same images on another device."""
+        """The same images with their places on another device.
+
+        The patches stay: a forward pass alone needs them there, end to end.
+        """
         return ImagePatches(
-            tuple(each.to(device) for each in self.patches),
+            self.patches,
             self.grid_thw_U3.to(device),
             self.image_index_I.to(device),
             self.num_images_B.to(device),

@@ -108,8 +108,8 @@ class DataConfig(StrictModel):
     """Pairs that are held out."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Tokens of a prompt, chat template and images included. An image counts as the image processor
-    beside the weights says for its size; a model without `tokenizer.json` is not counted for here:
-    what a later stage has no room for ends that."""
+    beside the weights says for its size. For a model without `tokenizer.json` nothing is counted
+    when data are made; the stage that reads the prompts refuses those that do not fit."""
     on_overlong: Literal["error", "drop"] = "error"
     """What happens to a prompt longer than `max_prompt_length`; dropped ones are counted."""
     on_bad_row: Literal["error", "drop"] = "error"

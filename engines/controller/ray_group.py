@@ -146,7 +146,10 @@ class RayWorkerGroup:
     def _call_all(
         self, name: str, calls: Sequence[Arguments], places: Sequence[int], deadline_s: float
     ) -> list[Any]:
-        """Send each rank the call of its place; a call of several ranks is held once for all."""
+        """Send each rank the call of its place; a call of several ranks is held once for all.
+
+        However small it is: what is in it is not told from here.
+        """
         import ray
 
         sent = [

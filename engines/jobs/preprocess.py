@@ -1,5 +1,7 @@
 """Job `preprocess`: raw data to checked rows. Imports no torch."""
 
+from functools import partial
+
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
 from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
 from engines.data.prepare.dataset import build_dataset
@@ -7,7 +9,7 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.vision.sizes import image_sizes
+from engines.vision.sizes import find_image_length
 
 PREPROCESS_DEADLINE_S = 6 * 3600.0
 """Data that is read and checked for so long hangs."""
@@ -17,7 +19,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     """Generate or read the rows, check them, and write the dataset's files."""
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
-    tokenizer = sizes = None
+    tokenizer = image_length = None
     model = config.model
     if model and model.init == "pretrained":
         with context.clock("load"):
@@ -26,7 +28,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             # A model without tokenizer.json needs transformers; the training stage counts then.
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
-            sizes = image_sizes(model_dir)
+                image_length = partial(find_image_length, model_dir)
     with context.clock("preprocess"):
         summary = build_dataset(
             config.data,
@@ -35,7 +37,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             context.output_dir,
             tokenizer,
             suites(context),
-            sizes.num_tokens if sizes else None,
+            image_length,
         )
     counts = {
         "num_sft": summary.sft.num_rows,

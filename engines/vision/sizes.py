@@ -7,7 +7,7 @@ Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,12 @@ def image_sizes(hf_dir: Path) -> ImageSizes | None:
             "size to shortest_edge and longest_edge, or copy its configuration again",
         )
     return sizes
+
+
+def find_image_length(hf_dir: Path) -> Callable[[int, int], int] | None:
+    """`ImageSizes.num_tokens` of a model; None where `image_sizes` finds nothing."""
+    sizes = image_sizes(hf_dir)
+    return None if sizes is None else sizes.num_tokens
 
 
 def _sizes(config: Mapping[str, Any]) -> ImageSizes:

@@ -11,6 +11,7 @@ changed recipe is run again.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def finished(
     """
     log = result_path(home, name, seed, changes).with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    started, before = time.time(), time.monotonic()
+    before = time.monotonic()
     command = ["run", name, "--seed", str(seed)]
     command += [word for change in changes for word in ("--set", change)]
     with log.open("wb") as file:
@@ -163,19 +164,16 @@ def finished(
             timeout=DEADLINE_S,
             check=False,  # a model below its gate is a result, too
         )
-    report = report_since(home, load_recipe(name).name, seed, started)
-    if report is None:
+    path = report_path(log)
+    if path is None:
         raise RuntimeError(f"{name}, seed {seed}: no report; see {log}")
-    return report, time.monotonic() - before
+    return json.loads(path.read_text(encoding="utf-8")), time.monotonic() - before
 
 
-def report_since(home: Path, name: str, seed: int, started: float) -> dict[str, Any] | None:
-    """The newest report of a recipe and seed that was written after a time (`time.time`)."""
-    paths = list((home / "runs").glob(f"{name}-seed{seed}-*/report.json"))
-    newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None or newest.stat().st_mtime < started:
-        return None
-    return json.loads(newest.read_text(encoding="utf-8"))
+def report_path(log: Path) -> Path | None:
+    """The report that a run names at its end; one that reused every stage may be an older one."""
+    named = re.findall(r"^report +(/.+)/report\.md$", log.read_text(encoding="utf-8"), re.MULTILINE)
+    return Path(named[-1]) / "report.json" if named else None
 
 
 def result_of(home: Path, report: dict, name: str, commit: str, wall_s: float) -> Result:

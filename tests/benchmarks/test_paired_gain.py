@@ -114,6 +114,16 @@ def test_a_result_pairs_start_and_end_and_is_found_again(tmp_path: Path) -> None
     assert recipes.kept_result(tmp_path, "grpo", 4) is None
 
 
+def test_the_report_is_the_one_that_the_run_names(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(
+        "sft  reused\nreport      /home/of runs/grpo-seed3-ab/report.md\nMLflow  mlflow ui\n"
+    )
+    assert recipes.report_path(log) == Path("/home/of runs/grpo-seed3-ab/report.json")
+    log.write_text("rl.reward: got 3; need a name; the report is not there\n")
+    assert recipes.report_path(log) is None
+
+
 def test_other_problems_are_refused(tmp_path: Path) -> None:
     write_evaluation(tmp_path, "a", [True])
     write_evaluation(tmp_path, "b", [True], first=1)

@@ -86,7 +86,8 @@ class ImageFolder:
 
     def size(self, sha256: str) -> tuple[int, int]:
         """Width and height of an image that was put, in pixels."""
-        return image_size(self.get(sha256), sha256)
+        with Pillow.open(self.path / sha256, formats=FORMATS) as image:
+            return image.size
 
 
 def check_images(row: RLRow) -> None:

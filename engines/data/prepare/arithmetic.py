@@ -10,8 +10,8 @@ A prompt is the problem and an equals sign, the answer is a string of digits:
     compare    12?34=       <                 or > or =; never padded or reversed
     chain      12+34-05=    640;140           046;041 one partial result per step; the last counts
 
-A pair has the right answer and one of the same form with one digit too large or too small by one,
-as a forgotten carry leaves it (9 and 0 are neighbours), or with another sign.
+A pair has the right answer and one of the same form with one digit too large or too small by one
+(9 and 0 are neighbours), or with another sign.
 Every problem belongs to one split by a hash of its canonical text (numbers without padding;
 operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So the splits
 are disjoint whatever the seed, the sizes and the writing, and 34+12 never tests what 12+34 taught.

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.images.store import write_images
-from engines.data.prepare.lengths import ImageLength, without_overlong
+from engines.data.prepare.lengths import FindImageLength, without_overlong
 from engines.data.prepare.sources import SourceReport
 from engines.data.prepare.splits import (
     NO_SUITES,
@@ -127,7 +127,7 @@ def build_dataset(
     out_dir: Path,
     tokenizer: ChatTokenizer | None = None,
     suites: Suites = NO_SUITES,
-    image_length: ImageLength | None = None,
+    image_length: FindImageLength | None = None,
 ) -> DatasetSummary:
     """Generate or read the data, check it, and write the artifact's files.
 

@@ -27,9 +27,9 @@ from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
-ImageLength = Callable[[int, int], int]
-"""Placeholder tokens of an image of so many pixels, width and height; raises `RowError` where the
-model takes none of this shape."""
+FindImageLength = Callable[[], Callable[[int, int], int] | None]
+"""Asked when a row shows an image; gives the placeholder tokens of one of so many pixels, width and
+height, which raises `RowError` where the model takes none of this shape. None: not known."""
 
 _FITS = 1
 """Tokens of a row that stays, whatever the limit."""
@@ -40,7 +40,7 @@ def without_overlong(
     data: DataConfig,
     max_length: int,
     tokenizer: ChatTokenizer,
-    image_length: ImageLength | None = None,
+    image_length: FindImageLength | None = None,
 ) -> Splits:
     """The splits without the rows that are too long.
 
@@ -49,7 +49,7 @@ def without_overlong(
         data: `max_prompt_length`, and what happens to a row that is longer.
         max_length: most tokens of a conversation (`model.max_length`).
         tokenizer: with a chat template.
-        image_length: of the model; None: not known, rows that show images stay.
+        image_length: of the model; where it is not known, rows that show images stay.
 
     Returns:
         The others, in their order.
@@ -113,14 +113,17 @@ def _of_prompts(
     rows: Sequence[RLRow],
     tokenizer: ChatTokenizer,
     folder: ImageFolder,
-    image_length: ImageLength | None,
+    image_length: FindImageLength | None,
 ) -> Iterator[int]:
     """An image in place of the placeholder that the template writes for it."""
-    known = [row.prompt for row in rows if image_length or not row.images]
+    num_tokens = image_length() if image_length and any(row.images for row in rows) else None
+    known = [row.prompt for row in rows if num_tokens or not row.images]
     texts = iter(render_prompts(tokenizer, known))
     for row in rows:
-        if image_length is None:
-            yield _FITS if row.images else len(next(texts))
+        if not row.images:
+            yield len(next(texts))
+        elif num_tokens is None:
+            yield _FITS
         else:
             sizes = [folder.size(image.sha256) for image in row.images]
-            yield len(next(texts)) + sum(image_length(*size) - 1 for size in sizes)
+            yield len(next(texts)) + sum(num_tokens(*size) - 1 for size in sizes)

@@ -10,7 +10,6 @@ Does not promise: the order of messages; `engines.data.read.rows` checks that.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engines.data.read.rows import (
@@ -21,7 +20,6 @@ from engines.data.read.rows import (
     ToolCall,
     check_json,
     check_text,
-    said_beside,
     type_name,
 )
 
@@ -73,7 +71,7 @@ def _message(role: str, item: Mapping[str, Any], where: str) -> Message:
     if isinstance(said, list | tuple):
         said = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(said))
     if calls and said is None:
-        return replace(said_beside(None, calls), role=role)
+        return Message(role, "", calls, content_is_null=True)
     content = said if calls and said == "" else check_text(said, f"{where}.content")
     if role != "tool":
         return Message(role, content, calls)

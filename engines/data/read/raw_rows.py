@@ -111,8 +111,8 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
         raise RowError("prompt is null, and chosen is no conversation that holds it")
     return PreferenceRow(
         _with_extras(prompt, columns),
-        None if chosen.content_is_null else chosen.content,
-        None if rejected.content_is_null else rejected.content,
+        chosen.content_or_null,
+        rejected.content_or_null,
         check_text(columns.get("data_source") or "unknown", "data_source"),
         parse_margin(columns.get("margin")),
         chosen.tool_calls,

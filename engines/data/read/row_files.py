@@ -303,13 +303,9 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
     return pa.array(values, pa.string())
 
 
-def _said(message: Message) -> str | None:
-    return None if message.content_is_null else message.content
-
-
 def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
     flat = [message for messages in conversations for message in messages]
-    columns = [_texts([m.role for m in flat]), _texts([_said(m) for m in flat])]
+    columns = [_texts([m.role for m in flat]), _texts([m.content_or_null for m in flat])]
     if all(message.is_plain for message in flat):
         columns += [pa.nulls(len(flat), field.type) for field in _MORE_OF_MESSAGES]
     else:

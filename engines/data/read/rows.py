@@ -107,6 +107,11 @@ class Message:
     content_is_null: bool = False
 
     @property
+    def content_or_null(self) -> str | None:
+        """The content; None where the source has none."""
+        return None if self.content_is_null else self.content
+
+    @property
     def is_plain(self) -> bool:
         """Whether role and content say all."""
         return not (self.tool_calls or self.tool_call_id or self.name or self.tools or self.images)
@@ -330,7 +335,7 @@ def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> 
 def _check_said(message: Message, where: str, content: str) -> None:
     """What a message says and calls, without its place among others."""
     if message.content or not message.tool_calls:
-        check_text(None if message.content_is_null else message.content, content)
+        check_text(message.content_or_null, content)
     if message.is_plain:
         return
     if message.tool_calls and message.role != "assistant":

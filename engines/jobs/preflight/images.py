@@ -114,6 +114,6 @@ def _look_at_model(model: ModelConfig, shown: str) -> None:
     if image_sizes(directory) is None:
         raise ConfigError(
             "model.path",
-            f"got {directory}; {shown}, and it has no {' or '.join(PROCESSOR_FILES)}; need the "
-            "configuration of its image processor; copy it beside the weights",
+            f"got {directory}; {shown}, and it has no configuration of an image processor; need "
+            f"{' or '.join(PROCESSOR_FILES)} that holds one; copy it beside the weights",
         )

@@ -7,7 +7,8 @@ the sum of theirs; images that do not fit are refused before the forward pass.
 Does not cover: video and audio, Ulysses (it would cut images), value models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,22 @@ def language_model_prefix(model: PreTrainedModel) -> str:
         return ""
     decoder = model.get_decoder()
     return next(name for name, module in model.named_modules() if module is decoder) + "."
+
+
+def at_every_place(features: Tensor, sizes: Sequence[int], image_index: Sequence[int]) -> Tensor:
+    """The features of images, again for each place that shows one.
+
+    Args:
+        features: (F, D) of each image once, end to end.
+        sizes: features of each image.
+        image_index: which image stands at each place.
+
+    Returns:
+        (F', D) of all places, of the same dtype. Its gradient of a place that is shown again is
+        added up in float32 and rounded once.
+    """
+    of_images = features.float().split(list(sizes))
+    return torch.cat([of_images[image] for image in image_index]).to(features.dtype)
 
 
 class Vision:
@@ -83,7 +100,7 @@ class Vision:
         if images is None:
             return inputs | {_DUMMY: True}
         return inputs | {
-            "pixel_values": torch.cat(images.patches),
+            "pixel_values": torch.cat(images.patches).to(batch.input_ids_T.device),
             "image_grid_thw": images.grid_thw_I3,
         }
 
@@ -108,13 +125,11 @@ class Vision:
         index = [] if images is None else images.image_index_I.tolist()
         if images is None or index == list(range(len(index))):
             return seen
-        sizes = self.layout.num_features(images.grid_thw_U3).tolist()
-
-        def shown(features: Tensor) -> Tensor:
-            # In float32 so that what comes back of all places is added up before it is rounded.
-            of_images = features.float().split(sizes)
-            return torch.cat([of_images[image] for image in index]).to(features.dtype)
-
+        shown = partial(
+            at_every_place,
+            sizes=self.layout.num_features(images.grid_thw_U3).tolist(),
+            image_index=index,
+        )
         seen.pooler_output = shown(seen.pooler_output)
         # Qwen3-VL's features of inner blocks.
         if deep := getattr(seen, "deepstack_features", None):

@@ -179,7 +179,7 @@ def test_a_pair_differs_in_one_symbol_of_the_last_result(operation: str) -> None
     )  # fmt: skip
     made = generate(config, 3)
     assert (len(made.preference), len(made.preference_evaluation)) == (40, 8)
-    places = set()
+    places, steps = set(), set()
     for row in (*made.preference, *made.preference_evaluation):
         assert len(row.chosen) == len(row.rejected)
         wrong = [
@@ -192,8 +192,9 @@ def test_a_pair_differs_in_one_symbol_of_the_last_result(operation: str) -> None
         places.add(wrong[0])
         if row.data_source != "arithmetic/compare":
             digits = (int(answer[wrong[0]]) for answer in (row.chosen, row.rejected))
-            assert (next(digits) - next(digits)) % 10 in (1, 9)
+            steps.add((next(digits) - next(digits)) % 10)
     assert len(places) == len(made.preference[0].chosen.rpartition(";")[2])
+    assert steps == (set() if operation == "compare" else {1, 9})
     right = {row.prompt: row.reward_model.ground_truth for row in made.rl}
     chosen = {row.prompt: row.chosen.rpartition(";")[2] for row in made.preference}
     assert all(chosen[prompt] == right[prompt] for prompt in right)

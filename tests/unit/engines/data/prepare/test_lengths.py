@@ -1,6 +1,8 @@
 """Prompts that show images, looked at for their length as the stages that sample count them."""
 
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.vision.processor import prompt_images
-from engines.vision.sizes import image_sizes
+from engines.vision.sizes import PROCESSOR_FILES, find_image_length
 from infra.errors import ConfigError
 
 SHAPES = [(12, 6), (4, 4), (40, 3), (60, 50), (5, 13), (8, 8), (2, 30), (11, 11)]
@@ -58,11 +60,9 @@ def build(
     place: Path, model: Path, data: DataConfig, *, sees: bool = True, template: str | None = None
 ) -> DatasetSummary:
     """As the preprocess stage does."""
-    sizes = image_sizes(model)
-    assert sizes is not None
     of_model = ModelConfig(path=str(model), max_length=64)
     tokenizer = DirectoryTokenizer.load(model, template)
-    length = sizes.num_tokens if sees else None
+    length = partial(find_image_length, model) if sees else None
     return prepare.build_dataset(data, of_model, 0, place, tokenizer, image_length=length)
 
 
@@ -122,6 +122,22 @@ def test_a_model_of_which_nothing_is_known_leaves_them_to_the_stage_that_samples
     data = DataConfig(rl=(source,), max_prompt_length=5)
     summary = build(tmp_path / "out", model, data, sees=False, template="{{ 'x=' }}")
     assert (summary.rl.num_rows, summary.rl.num_overlong) == (9, 0)
+
+
+def test_the_processor_matters_to_images_alone(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    for name in PROCESSOR_FILES:
+        (broken / name).unlink(missing_ok=True)
+    (broken / PROCESSOR_FILES[0]).write_text('{"size": {"height": 3}}')
+    given = list(rows())
+    texts = [{**row, "images": None} for row in given if not row["images"]]
+    source = write(tmp_path / "t.parquet", given)
+    pq.write_table(pa.Table.from_pylist(texts, pq.read_schema(source.path)), tmp_path / "x.parquet")
+    text = SourceConfig(path=str(tmp_path / "x.parquet"))
+    assert build(tmp_path / "text", broken, DataConfig(rl=(text,))).rl.num_rows == len(texts) == 1
+    with pytest.raises(ConfigError, match=r"model\.path: .* its image processor has min_pixels"):
+        build(tmp_path / "images", broken, DataConfig(rl=(source,)))
 
 
 @pytest.mark.parametrize("split", ["rl", "evaluation"])

@@ -182,9 +182,9 @@ def test_the_model(tmp_path: Path, model: Path, data: Path) -> None:
     for name in PROCESSOR_FILES:
         (model / name).unlink(missing_ok=True)
     assert error_of(model, data) == (
-        f"model.path: got {model}; {SHOWN}, and it has no preprocessor_config.json or "
-        "processor_config.json; need the configuration of its image processor; copy it beside the "
-        "weights"
+        f"model.path: got {model}; {SHOWN}, and it has no configuration of an image "
+        "processor; need preprocessor_config.json or processor_config.json that holds one; copy it "
+        "beside the weights"
     )
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

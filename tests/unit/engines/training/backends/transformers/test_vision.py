@@ -30,6 +30,7 @@ from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
 from engines.images import ImagePatches
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.transformers.vision import at_every_place
 from engines.training.flops import flops_of
 from engines.training.spec import EngineSpec
 from engines.types import TokenBatch
@@ -121,6 +122,23 @@ def test_samples_that_share_images_train_as_if_each_had_its_own(
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
     assert torch.allclose(once[2], each[2], rtol=0, atol=1e-5)
+
+
+def test_gradients_of_the_places_of_an_image_are_added_up_before_they_are_rounded() -> None:
+    sizes, index = [3, 2, 4], [0, 2, 0, 1, *[2] * 9]
+    draw = torch.Generator().manual_seed(5)
+    features = torch.randn(9, 8, generator=draw).bfloat16().requires_grad_()
+    shown = at_every_place(features, sizes, index)
+    of_images = features.detach().split(sizes)
+    assert torch.equal(shown, torch.cat([of_images[image] for image in index]))
+    assert shown.dtype == torch.bfloat16
+    back = torch.randn(shown.shape, generator=draw).bfloat16()
+    shown.backward(back)
+    exact = [torch.zeros(size, 8, dtype=torch.float64) for size in sizes]
+    for image, part in zip(index, back.split([sizes[image] for image in index]), strict=True):
+        exact[image] += part
+    assert features.grad is not None
+    assert torch.equal(features.grad, torch.cat(exact).bfloat16())
 
 
 @pytest.mark.parametrize("rows", [IMAGES, MIXED, TEXT], ids=["images", "mixed", "text"])

@@ -27,10 +27,18 @@ ROWS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
     "one_rank_sees": ([[(1, 4, 4)], SMALL, []], [[], [], []]),
     "other_rank_sees": ([[], []], [[(1, 4, 4)], SMALL, SMALL]),
     "text": ([[], []], [[], [], []]),
+    "shared": ([SMALL, [(1, 2, 4), (1, 4, 4)]], [[]]),
 }
 """Images of the sequences of each rank."""
+AGAIN = {"shared": ((0, 1, 0, 1, 0), (2, 2))}
+"""Which of both ranks' sequences each has, where one comes again: they share its images."""
+WHOLE = {"max_tokens_per_micro_batch": 200}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ROWS},
+    **{name: (name, {}) for name in ROWS if name != "shared"},
+    "shared": ("shared", WHOLE),
+    "shared_recomputed": ("shared", {**WHOLE, "gradient_checkpointing": True}),
+    "shared_frozen": ("shared", {**WHOLE, "frozen_parameters": ("model.visual.*",)}),
+    "shared_bfloat16": ("shared", {**WHOLE, "dtype": "bfloat16"}),
     "frozen": ("one_rank_sees", {"frozen_parameters": ("model.visual.*",)}),
     "recomputed": ("one_rank_sees", {"gradient_checkpointing": True}),
     "all_logits": ("mixed", {"chunked_logprobs": False}),
@@ -41,7 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16": ("one_rank_sees", {"dtype": "bfloat16"}),
 }
 """Name -> whose images, and settings."""
-QUICK = {"fsdp2": ("mixed", "one_rank_sees", "frozen", "refused"), "fsdp": ("other_rank_sees",)}
+QUICK = {
+    "fsdp2": ("mixed", "one_rank_sees", "frozen", "shared", "refused"),
+    "fsdp": ("other_rank_sees",),
+}
 """Backend -> what is tried in seconds."""
 SLOW = {
     backend: tuple(name for name in (*CASES, "continued", "refused") if name not in QUICK[backend])
@@ -50,12 +61,18 @@ SLOW = {
 """The rest."""
 
 
-def own_share(name: str, step: int, rank: int) -> TokenBatch:
-    """A rank's sequences of the batch of a step."""
+def shares(name: str, step: int) -> list[TokenBatch]:
+    """The sequences of each rank in the batch of a step."""
     first, second = ROWS[name]
-    bounds = (0, len(first), len(first) + len(second))
+    num = len(first) + len(second)
     batch = make_batch(step, [*first, *second])
-    return batch.select(range(bounds[rank], bounds[rank + 1]))
+    own = AGAIN.get(name, (range(len(first)), range(len(first), num)))
+    return [batch.select(sequences) for sequences in own]
+
+
+def own_share(name: str, step: int, rank: int) -> TokenBatch:
+    """Those of one rank."""
+    return shares(name, step)[rank]
 
 
 class Rank:
