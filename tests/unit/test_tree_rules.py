@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,13 @@ def test_every_package_is_installed() -> None:
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert listed == found | {"rlhf.testing"}
+
+
+def test_no_test_imports_ray_while_it_is_collected() -> None:
+    """Ray reads once in a process whether it has to authenticate."""
+    importing = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^(import|from) ray\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert not importing

@@ -1,10 +1,11 @@
 """Images follow their sequences, whatever is taken from a batch and in which order."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray import cloudpickle
 
 from engines.controller.dispatch import split_plan, take
 from engines.images import ImagePatches
@@ -94,9 +95,9 @@ def test_what_is_sent_has_its_own_images_once(groups: TokenBatch) -> None:
     assert sorted(i for part in plan for i in part) == list(range(32))
     for part in (*plan, range(32), [9], [5, 30, 4, 31]):
         sent, num_images = take(groups, part), len({i // NUM_SAMPLES for i in part})
-        data = cloudpickle.dumps(sent)  # as ranks are sent what they are called with
+        data = pickle.dumps(sent)  # as ranks are sent what they are called with
         assert num_images * IMAGE_BYTES < len(data) < num_images * IMAGE_BYTES + 12_000
-        received = cloudpickle.loads(data)
+        received = pickle.loads(data)
         assert held_bytes(received) == num_images * IMAGE_BYTES
         assert torch.equal(received.images.pixel_values_PD, sent.images.pixel_values_PD)
 
