@@ -62,19 +62,13 @@ def without_overlong(
     def fitting(
         split: str,
         rows: StoredRows[RowT],
-        lengths: Callable[[Sequence[RowT], ChatTokenizer], Iterable[int]],
+        lengths: Callable[..., Iterable[int]],
         limit: int,
         choose: Callable[[Sequence[int], int, OnOverlong], list[int]],
     ) -> StoredRows[RowT]:
         if not len(rows):
             return rows
-        found = array("q")
-        try:
-            for batch in in_batches(rows):
-                for length in lengths(batch, tokenizer):
-                    found.append(length)
-        except RowError as error:
-            raise ConfigError(f"data.{split}", f"row {len(found)} of the split: {error}") from None
+        found = _lengths(split, rows, partial(lengths, tokenizer=tokenizer))
         chosen = np.zeros(len(found), bool)
         chosen[choose(found, limit, data.on_overlong)] = True
         return rows.only(chosen)
@@ -98,6 +92,20 @@ def without_overlong(
         rl=fitting_of("rl", splits.rl),
         evaluation=fitting_of("evaluation", splits.evaluation),
     )
+
+
+def _lengths(
+    split: str, rows: StoredRows[RowT], of_batch: Callable[[Sequence[RowT]], Iterable[int]]
+) -> "array[int]":
+    """Tokens of each row, one batch in memory; an error names the row."""
+    found = array("q")
+    try:
+        for batch in in_batches(rows):
+            for length in of_batch(batch):
+                found.append(length)
+    except RowError as error:
+        raise ConfigError(f"data.{split}", f"row {len(found)} of the split: {error}") from None
+    return found
 
 
 def _of_conversations(rows: Sequence[SFTRow], tokenizer: ChatTokenizer) -> Iterable[int]:
