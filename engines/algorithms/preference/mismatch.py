@@ -14,10 +14,11 @@ from engines.types import TokenBatch
 
 
 def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
-    """Each prompt with the answer to the next one that is another (arXiv:2402.01306 sec. 4.1).
+    """Prompts with each other's answers (arXiv:2402.01306 sec. 4.1).
 
-    A prompt ends before the first trained token. In a step of one prompt alone the answer is the
-    next one to that, or the only one. A sequence without a trained token stays as it is.
+    Answers, good ones and bad ones, are dealt anew: each is given once, to another prompt where
+    there is one, since what is measured is an expectation over the answers of the step. A prompt
+    ends before the first trained token. A sequence without one stays as it is.
 
     Args:
         batch: a whole step, on the CPU, with the column `loss_mask` and no sequence longer than
@@ -53,11 +54,19 @@ def _first_trained(mask: Tensor) -> int:
 
 
 def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:
-    """Whose answer each sequence gets."""
+    """Whose answer each sequence gets: sequences by prompt, moved on by the most of one prompt.
+
+    Nothing shorter takes every answer out of the longest run, and where a prompt has more than
+    half of all answers, no other deal leaves it fewer of its own.
+    """
     givers = list(range(len(prompts)))
-    order = [index for index in givers if answered[index]]
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index in givers:
+        if answered[index]:
+            by_prompt.setdefault(prompts[index], []).append(index)
+    order = [index for indexes in by_prompt.values() for index in indexes]
+    largest = max(map(len, by_prompt.values()), default=0)
+    by = largest if largest < len(order) else 1
     for place, index in enumerate(order):
-        others = [*order[place + 1 :], *order[:place], index]
-        of_another = (other for other in others if prompts[other] != prompts[index])
-        givers[index] = next(of_another, others[0])
+        givers[index] = order[(place + by) % len(order)]
     return givers

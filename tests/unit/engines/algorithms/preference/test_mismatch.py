@@ -1,4 +1,6 @@
-"""Prompts with answers to others: by hand, and that nothing is lost or too long."""
+"""Prompts with answers to others: by hand, and that nothing is lost, doubled or too long."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -34,9 +36,17 @@ def test_each_prompt_gets_the_next_answer() -> None:
 def test_the_next_answer_is_to_another_prompt_where_there_is_one() -> None:
     """As in pairs that were taken apart: good and bad answers to one prompt are neighbours."""
     sequences = [([1], [50]), ([1], [51]), ([2], [60]), ([2], [61])]
-    assert exchanged(sequences) == [[1, 60], [1, 60], [2, 50], [2, 50]]
+    assert exchanged(sequences) == [[1, 60], [1, 61], [2, 50], [2, 51]]
     assert exchanged(sequences[:2]) == [[1, 51], [1, 50]]
     assert exchanged(sequences[:1]) == [[1, 50]]
+
+
+def test_a_taste_that_asks_no_prompt_moves_the_reference_point_by_nothing() -> None:
+    """Of pairs, a policy that likes every good answer by as much as it dislikes every bad one."""
+    sequences = [([n], [50 + good]) for n in range(1, 7) for good in (1, 0)]
+    likes = {50: -2.0, 51: 2.0}
+    found = exchanged(sequences)
+    assert sum(likes[answer] for _, answer in found) == 0.0
 
 
 def test_a_sequence_without_an_answer_stays_and_gives_none() -> None:
@@ -59,16 +69,28 @@ def test_an_answer_that_does_not_fit_loses_its_end() -> None:
         max_size=7,
     )
 )
-def test_prompts_stay_and_answers_are_others(sequences: list[Sequence]) -> None:
-    found = exchanged(sequences, max_length=8)
-    answers = [answer for _, answer in sequences if answer]
-    for index, ((prompt, answer), ids) in enumerate(zip(sequences, found, strict=True)):
-        assert ids[: len(prompt)] == prompt
-        given_ids = ids[len(prompt) :]
-        assert bool(given_ids) == bool(answer)
-        if answer:
-            others = [a for i, (p, a) in enumerate(sequences) if a and p != prompt and i != index]
-            assert given_ids in (others or answers)
+def test_prompts_stay_and_each_answer_is_given_once(sequences: list[Sequence]) -> None:
+    """To a prompt with most of the answers as few of its own as any deal leaves it."""
+    numbered = [
+        (prompt, [100 * index + 50 + token for token in answer])
+        for index, (prompt, answer) in enumerate(sequences)
+    ]
+    found = exchanged(numbered, max_length=8)
+    dealt = [ids[len(prompt) :] for (prompt, _), ids in zip(numbered, found, strict=True)]
+    assert [ids[: len(p)] for (p, _), ids in zip(numbered, found, strict=True)] == [
+        prompt for prompt, _ in numbered
+    ]
+    assert sorted(dealt) == sorted(answer for _, answer in numbered)
+    assert all(bool(given) == bool(own) for given, (_, own) in zip(dealt, numbered, strict=True))
+    asked = {answer[0]: tuple(prompt) for prompt, answer in numbered if answer}
+    num_of = Counter(asked.values())
+    num_own = Counter(
+        tuple(prompt)
+        for (prompt, _), given in zip(numbered, dealt, strict=True)
+        if given and asked[given[0]] == tuple(prompt)
+    )
+    for prompt, num in num_of.items():
+        assert num_own[prompt] == max(0, 2 * num - len(asked))
 
 
 def test_a_whole_step_is_needed_and_columns_of_other_tokens_do_not_come_along() -> None:
