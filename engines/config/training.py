@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config.base import Execution, NotIdentity, StrictModel
+from infra.errors import ConfigError
 
 
 class EmaConfig(StrictModel):
@@ -159,6 +160,36 @@ class TrainingConfig(StrictModel):
             * self.ulysses_size
         )
         return self.num_workers // model_parallel
+
+    @property
+    def num_sharing_ranks(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        return self.ulysses_size * self.context_parallel_size
+
+    @property
+    def shared_tokens_per_micro_batch(self) -> int:
+        """Tokens of a micro-batch: the budget of each rank that shares its sequences."""
+        return self.max_tokens_per_micro_batch * self.num_sharing_ranks
+
+    def check_unit(self, num_tokens: int, what: str) -> None:
+        """Refuse what no micro-batch has room for, before a step comes to it.
+
+        Args:
+            num_tokens: of sequences that stay in one micro-batch.
+            what: they are, for the error line.
+
+        Raises:
+            ConfigError: they exceed `shared_tokens_per_micro_batch`.
+        """
+        if num_tokens <= self.shared_tokens_per_micro_batch:
+            return
+        num = self.num_sharing_ranks
+        each = f" on each of {num} ranks that share sequences" if num > 1 else ""
+        raise ConfigError(
+            "training.max_tokens_per_micro_batch",
+            f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
+            f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
+        )
 
 
 class HardwareConfig(StrictModel):

@@ -39,7 +39,7 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
             }
             if pairs.needs_reference:
                 roles[REFERENCE] = RoleSpec(source=start.source, training=config.training)
-            workers = launched(context, stack, start.hf_dir, roles)
+            workers = launched(context, stack, start.hf_dir, roles, pairs)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
         trained = SupervisedTrainer(
             section,

@@ -38,6 +38,10 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
             start = start_of(context)
             pairs = _pairs(context, start, training_pairs(start))
             held_out = _pairs(context, start, start.dataset.preference_evaluation_rows())
+            options = own_options(section.options, BRADLEY_TERRY, "reward_model.options")
+            training_set = RewardPairs(
+                section, options_as(RewardModelOptions, options), pairs, held_out
+            )
             last = {side.input_ids[-1] for p in pairs for side in (p.chosen, p.rejected)}
             write_score_config(start.hf_dir, last, config_dir)
             frozen = (*config.training.frozen_parameters, BIAS)
@@ -48,14 +52,11 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
                 model_type="value_model",
                 total_num_steps=section.num_steps,
             )
-            workers = launched(context, stack, start.hf_dir, {REWARD: role})
+            workers = launched(context, stack, start.hf_dir, {REWARD: role}, training_set)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
-        options = options_as(
-            RewardModelOptions, own_options(section.options, BRADLEY_TERRY, "reward_model.options")
-        )
         trained = SupervisedTrainer(
             section,
-            RewardPairs(section, options, pairs, held_out),
+            training_set,
             section.batch_size_pairs,
             workers,
             progress,

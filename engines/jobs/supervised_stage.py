@@ -105,6 +105,7 @@ def launched(
     stack: ExitStack,
     hf_dir: Path,
     roles: Mapping[RoleName, RoleSpec],
+    training_set: TrainingSet,
 ) -> WorkerGroup:
     """Start the ranks of a stage that samples nothing.
 
@@ -113,11 +114,16 @@ def launched(
         stack: closes them.
         hf_dir: configuration and tokenizer.
         roles: that every rank holds.
+        training_set: that they will see.
 
     Returns:
         The group, its models loaded.
+
+    Raises:
+        ConfigError: no micro-batch has room for what has to stay together in it.
     """
     config = context.config
+    config.training.check_unit(training_set.largest_unit, "the longest conversation or pair")
     spec = WorkerSpec(
         roles=roles,
         serving_dir=hf_dir,
@@ -162,7 +168,7 @@ def train_policy(
                 optimizer=section.optimizer,
                 total_num_steps=section.num_steps,
             )
-            workers = launched(context, stack, start.hf_dir, {POLICY: policy})
+            workers = launched(context, stack, start.hf_dir, {POLICY: policy}, trained_on)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
         trained = SupervisedTrainer(
             section, trained_on, rows_per_step, workers, progress, context.spec.seed, config.stage

@@ -355,10 +355,8 @@ class BaseEngine(EngineBackend):
 
     @property
     def max_tokens_per_micro_batch(self) -> int:
-        """Tokens of a micro-batch: the budget of each rank that shares its sequences."""
-        training = self.spec.training
-        sharing = training.ulysses_size * training.context_parallel_size
-        return training.max_tokens_per_micro_batch * sharing
+        """See `TrainingConfig.shared_tokens_per_micro_batch`."""
+        return self.spec.training.shared_tokens_per_micro_batch
 
     def _reduced(self, totals: Totals) -> tuple[float, dict[str, float], list[int]]:
         """As `Totals.reduce`, on every rank."""

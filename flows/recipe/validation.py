@@ -158,6 +158,9 @@ def _check_lengths(recipe: Recipe) -> None:
         ("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens),
     ):
         check_answer_length(path, answer or 0, limit, prompt)
+    if recipe.rl.num_rounds:
+        longest = prompt + recipe.rl.sampling.max_new_tokens
+        recipe.training.check_unit(longest, "a prompt with its answer")
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -27,6 +27,7 @@ def check_distillation(rl: RLConfig) -> None:
         return
     if section.loss != TOPK:
         _check_estimator(rl, section.loss)
+        _check_unread(section)
     if rl.learns_from_rewards:
         return
     algorithm = rl.algorithm
@@ -77,6 +78,17 @@ def _check_estimator(rl: RLConfig, loss: str) -> None:
             f"it estimates no KL; need {TOPK}, or one update; set it, or rl.num_epochs to 1 and "
             "rl.mini_batch_size_prompts to null",
         )
+
+
+def _check_unread(section: DistillationConfig) -> None:
+    for name in ("num_top", "tail"):
+        given, default = getattr(section, name), type(section).model_fields[name].default
+        if given != default:
+            raise ConfigError(
+                f"{_SECTION}.{name}",
+                f"got {given} with {_SECTION}.loss {section.loss}, which sees the sampled token "
+                f"alone and reads nothing of it; remove it, or set the loss to {TOPK}",
+            )
 
 
 def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) -> None:

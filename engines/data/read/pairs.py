@@ -5,6 +5,7 @@ function of rows and tokenizer. A policy reads pairs as SFT reads conversations;
 reads the whole of its chat template, as it does when it scores.
 """
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -28,14 +29,14 @@ class Pair:
         index: of the row in its split.
         chosen: the better one, with its prompt.
         rejected: the other one.
-        margin: by how much it is better; 0 where nobody said so.
+        margin: by how much it is better; None where nobody said so.
         data_source: of the row.
     """
 
     index: int
     chosen: RenderedConversation
     rejected: RenderedConversation
-    margin: float
+    margin: float | None
     data_source: str
 
 
@@ -44,7 +45,7 @@ class Pairs(ByPlace[Pair]):
 
     Args:
         sides: of each row the chosen conversation and the rejected one.
-        margins: of each row.
+        margins: of each row; NaN where it has none.
         data_sources: of each row.
         kept: the places of those rows that are pairs here.
     """
@@ -69,7 +70,9 @@ class Pairs(ByPlace[Pair]):
         """One of them."""
         row = self._kept[place]
         chosen, rejected = self._sides[2 * row : 2 * row + 2]
-        return Pair(row, chosen, rejected, self._margins[row], self.data_sources[place])
+        margin = self._margins[row]
+        known = None if math.isnan(margin) else margin
+        return Pair(row, chosen, rejected, known, self.data_sources[place])
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
@@ -148,7 +151,7 @@ def read_pairs(
     for batch in in_batches(rows):
         for rendered in render(batch, tokenizer):
             sides.append(rendered)
-        margins.extend(row.margin or 0.0 for row in batch)
+        margins.extend(math.nan if row.margin is None else row.margin for row in batch)
         sources += [sys.intern(row.data_source) for row in batch]
     longer = longer_sides(sides.lengths)
     kept = fitting_pairs(longer, max_length, on_overlong) if longer else []

@@ -5,7 +5,7 @@ looked at with the rewards that the loss itself compares, a tie counting half.
 Does not promise that a policy of a high accuracy writes such answers itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Protocol
 
@@ -39,6 +39,7 @@ from engines.training import roles
 from engines.training.roles import RoleName
 from engines.training.spec import LossFn
 from engines.types import ModelOutputs, TokenBatch
+from infra.errors import ConfigError
 from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
 
 CONFIDENCE = 0.95
@@ -86,6 +87,14 @@ class PolicyPairs:
         """Pairs, by the longer of their conversations."""
         return visited(self._pairs)
 
+    @property
+    def largest_unit(self) -> int:
+        """The largest pair, or a prompt with the longest answer to another."""
+        held_out = largest_pair(self._held_out)
+        if self._is_paired:
+            return max(held_out, largest_pair(self._pairs))
+        return max(held_out, longest_exchanged(self._pairs, self._max_length))
+
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""
         return packed([self._pairs[row] for row in rows], rows, paired=self._is_paired)
@@ -128,6 +137,9 @@ class RewardPairs:
         options: of the loss, validated.
         pairs: to train on, at least one.
         held_out: to look at; may be none.
+
+    Raises:
+        ConfigError: the loss wants margins, and a pair to train on has none.
     """
 
     role: RoleName = roles.REWARD
@@ -144,11 +156,18 @@ class RewardPairs:
         self.measures_every = config.held_out_every_num_steps
         self._objective = RewardModelObjective(options)
         self.loss_fn: LossFn = self._objective
+        if options.margin_coef:
+            self._check_margins()
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Pairs, by the longer of their conversations."""
         return visited(self._pairs)
+
+    @property
+    def largest_unit(self) -> int:
+        """The largest pair."""
+        return max(largest_pair(self._pairs), largest_pair(self._held_out))
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""
@@ -171,6 +190,16 @@ class RewardPairs:
         """By its number in the data."""
         return f"row {self._pairs[row].index} of data.preference"
 
+    def _check_margins(self) -> None:
+        bare = next((pair for pair in self._pairs if pair.margin is None), None)
+        if bare is not None:
+            raise ConfigError(
+                "reward_model.options.margin_coef",
+                f"got {self._objective.options.margin_coef}; row {bare.index} of data.preference, "
+                f"of {bare.data_source}, has no margin; need one on every row; add the column "
+                "`margin`, or set this to 0",
+            )
+
 
 class Judged(Protocol):
     """Rewards of the pairs of a batch."""
@@ -183,6 +212,28 @@ class Judged(Protocol):
 def visited(pairs: Sequence[Pair]) -> Sequence[VisitedRow]:
     """Pairs as an order sees them."""
     return Made(pairs, _visited)
+
+
+def largest_pair(pairs: Iterable[Pair]) -> int:
+    """Tokens of the pair that has most, both conversations together; 0 of none."""
+    return max((len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in pairs), default=0)
+
+
+def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
+    """Most tokens that a prompt may have with an answer of any pair; see `mismatched`.
+
+    Args:
+        pairs: at least one.
+        max_length: that answers are cut to.
+
+    Returns:
+        An upper bound; answers at hand included.
+    """
+    prompt = answer = 0
+    for side in (side for pair in pairs for side in (pair.chosen, pair.rejected)):
+        start = side.loss_mask.index(1) if 1 in side.loss_mask else len(side.loss_mask)
+        prompt, answer = max(prompt, start), max(answer, len(side.loss_mask) - start)
+    return min(max_length, prompt + answer)
 
 
 def _visited(pair: Pair) -> VisitedRow:
@@ -206,7 +257,7 @@ def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> Token
         [side.input_ids for side in sides], loss_mask=[side.loss_mask for side in sides]
     )
     numbers = torch.tensor(rows, dtype=torch.int64).repeat_interleave(2)
-    margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+    margin = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float64)
     batch = batch.with_rows(
         **{
             CHOSEN: torch.tensor([1.0, 0.0]).repeat(len(pairs)),

@@ -104,11 +104,13 @@ class SupervisedTrainer:
             done += 1
             loss = self.step(done)
             average = average if loss is None else moving_average(average, loss)
+            last = done == self._config.num_steps or self._reached_target(average)
             every = self._set.measures_every
-            if every is not None and done % every == 0 and done < self._config.num_steps:
+            # After the last step held-out rows are looked at once, by the weights that stay.
+            if every is not None and done % every == 0 and not last:
                 self._measured(done)
             self._progress.checkpoint_when_due(
-                done, self._workers, values=self._kept(average), last=self._reached_target(average)
+                done, self._workers, values=self._kept(average), last=last
             )
         self._progress.adopt_average(self._workers)
         return Trained(done, self._before, self._measured(done))

@@ -39,6 +39,11 @@ class TrainingSet(Protocol):
         ...
 
     @property
+    def largest_unit(self) -> int:
+        """Tokens of the most that one micro-batch has to hold, held-out rows included."""
+        ...
+
+    @property
     def measures_every(self) -> int | None:
         """Steps between two `measure`, beside those before the first and after the last step."""
         ...
@@ -104,6 +109,11 @@ class Conversations:
         return Made(
             range(len(lengths)), lambda place: VisitedRow(sources[place], lengths[place], {})
         )
+
+    @property
+    def largest_unit(self) -> int:
+        """The longest conversation."""
+        return max(self._lengths)
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""

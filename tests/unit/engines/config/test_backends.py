@@ -65,3 +65,14 @@ def test_ranks_are_as_many_as_the_layout_needs() -> None:
     assert config.data_parallel_size == 2
     with pytest.raises(ValueError, match=r"got 8; need a multiple of 6 .*; use 6"):
         TrainingConfig.model_validate({**layout, "num_workers": 8})
+
+
+def test_a_budget_that_a_unit_exceeds_is_refused_as_the_user_wrote_it() -> None:
+    alone = TrainingConfig(max_tokens_per_micro_batch=16)
+    alone.check_unit(16, "a pair")
+    with pytest.raises(ConfigError, match=r"got 16; need 17, for 17 tokens of a pair, which"):
+        alone.check_unit(17, "a pair")
+    shared = TrainingConfig(max_tokens_per_micro_batch=16, ulysses_size=2)
+    shared.check_unit(32, "a pair")
+    with pytest.raises(ConfigError, match=r"got 16 on each of 2 ranks .* need 18, for 35 tokens"):
+        shared.check_unit(35, "a pair")

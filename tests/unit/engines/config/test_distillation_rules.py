@@ -31,6 +31,8 @@ def rl_with(distillation: dict[str, Any], **settings: Any) -> RLConfig:
         ({"loss": "k1"}, {}, "rl.distillation.loss", "set k1\\+"),
         ({"loss": "kl"}, {}, "rl.distillation.loss", "gradient is 0 on average"),
         ({"loss": "k3+"}, {"num_epochs": 2}, "rl.distillation.loss", "an older policy's"),
+        ({"loss": "k3+", "num_top": 8}, {}, "rl.distillation.num_top", "got 8 with .* k3\\+"),
+        ({"loss": "k2", "tail": "ignore"}, {}, "rl.distillation.tail", "set the loss to topk"),
         (
             {"loss": "k2"},
             {"batch_size_prompts": 8, "mini_batch_size_prompts": 4},
@@ -67,6 +69,7 @@ def test_what_would_teach_nothing_is_refused(
     [
         ({}, {"num_epochs": 2}),
         ({"loss": "k1+"}, {}),
+        ({"num_top": 8, "tail": "ignore"}, {}),
         ({"policy_weight": 0.5}, {"algorithm": {"use_kl_loss": True}}),
     ],
 )

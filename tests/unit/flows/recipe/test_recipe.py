@@ -217,3 +217,11 @@ def test_samples_are_no_part_of_what_a_round_is() -> None:
     fewer = load_recipe("quickstart", ["rl.keep_samples.num_per_step=0"]).rl_round_stage(1)
     assert fewer.identity_values() == plain.identity_values()
     assert fewer.rl.keep_samples.num_per_step == 0
+
+
+def test_answers_that_no_micro_batch_can_hold_are_told_by_the_plan() -> None:
+    asked = ["training.max_tokens_per_micro_batch=53"]
+    with pytest.raises(ConfigError, match="need 54, for 54 tokens of a prompt with its answer"):
+        load_recipe("quickstart", asked)
+    load_recipe("quickstart", ["training.max_tokens_per_micro_batch=54"])
+    load_recipe("quickstart", [*asked, "rl.num_rounds=0"])

@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from engines.algorithms.preference.options import RewardModelOptions
 from engines.checkpoint.step_store import StepCheckpoints
-from engines.config.sections import PreferenceConfig
-from engines.config.training import OptimizerConfig, TrainingConfig
+from engines.config.sections import PreferenceConfig, RewardTrainingConfig
+from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.data.read.chat import RenderedConversation
 from engines.data.read.pairs import Pair, as_policy, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.trainers.phases import PhaseClock
 from engines.trainers.progress import StageProgress
-from engines.trainers.supervised.preference import PolicyPairs, packed
+from engines.trainers.supervised.preference import (
+    PolicyPairs,
+    RewardPairs,
+    longest_exchanged,
+    packed,
+)
 from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.training.roles import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.store.heartbeat import Heartbeat
@@ -61,16 +68,23 @@ def pairs(tiny_model: Path) -> Callable[[int, int], tuple[Pair, ...]]:
 @pytest.fixture
 def train(tiny_model: Path, pairs: Callable[[int, int], tuple[Pair, ...]]) -> Callable[..., Any]:
     def train(
-        work: Path, loss: str, *, num_steps: int = NUM_STEPS, every: int | None = None
+        work: Path,
+        loss: str,
+        *,
+        num_steps: int = NUM_STEPS,
+        every: int | None = None,
+        target_loss: float | None = None,
+        ema: EmaConfig | None = None,
     ) -> Attempt:
         work.mkdir(exist_ok=True)
-        optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0)
+        optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0, ema=ema)
         config = PreferenceConfig(
             num_steps=num_steps,
             batch_size_pairs=8,
             loss=loss,
             optimizer=optimizer,
             held_out_every_num_steps=every,
+            target_loss=target_loss,
         )
         examples = PolicyPairs(config, pairs(0, 24), pairs(24, 56), 32)
         training = TrainingConfig(num_threads=1, max_tokens_per_micro_batch=48)
@@ -151,6 +165,18 @@ def test_held_out_pairs_are_looked_at_as_often_as_asked(
     assert looked == [0, 2, 4, 5]
 
 
+def test_an_early_end_is_looked_at_by_the_weights_that_stay(
+    train: Callable[..., Attempt], tmp_path: Path
+) -> None:
+    averaged = EmaConfig(decay=0.75, use_warmup=False)
+    attempt = train(tmp_path / "work", "simpo", every=1, target_loss=1e6, ema=averaged)
+    assert attempt.trained.num_steps == 1
+    raw = train(tmp_path / "raw", "simpo", every=1, target_loss=1e6)
+    after = attempt.trained.after["pair_margin"]
+    assert attempt.metrics[1]["val-core/pair_margin"] == after
+    assert raw.metrics[1]["val-core/pair_margin"] != after
+
+
 def test_only_the_last_answer_is_compared(tiny_model: Path) -> None:
     prompt = (Message("user", "1+1="), Message("assistant", "2"), Message("user", "2+2="))
     tokenizer = DirectoryTokenizer.load(tiny_model)
@@ -194,3 +220,35 @@ def test_what_a_reference_says_is_asked_of_the_weights_of_the_start(
     assert asked == []
     train(tmp_path / "sigmoid", "sigmoid", num_steps=1)
     assert set(asked) == {REFERENCE}
+
+
+def side(prompt: int, answer: int) -> RenderedConversation:
+    return RenderedConversation(tuple(range(prompt + answer)), (0,) * prompt + (1,) * answer)
+
+
+@pytest.mark.parametrize(
+    ("loss", "held_out", "expected"),
+    [
+        ("sigmoid", False, 17),
+        ("sigmoid", True, 26),
+        ("kto", False, 14),
+        ("kto", True, 26),
+    ],
+)
+def test_what_a_micro_batch_has_to_hold_is_known_before_a_model_loads(
+    loss: str, held_out: bool, expected: int
+) -> None:
+    """A pair as one; an answer by itself as the longest prompt with the longest answer."""
+    trained_on = [
+        Pair(0, side(3, 2), side(3, 9), None, "drawn"),
+        Pair(1, side(5, 2), side(5, 3), None, "drawn"),
+    ]
+    looked_at = [Pair(0, side(9, 4), side(9, 4), None, "drawn")] if held_out else []
+    config = PreferenceConfig(num_steps=1, batch_size_pairs=2, loss=loss)
+    assert PolicyPairs(config, trained_on, looked_at, 16).largest_unit == expected
+    assert longest_exchanged(trained_on, 13) == 13
+    config = RewardTrainingConfig(num_steps=1, batch_size_pairs=2)
+    options = RewardModelOptions()
+    assert RewardPairs(config, options, trained_on, looked_at).largest_unit == (
+        26 if held_out else 17
+    )

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,23 @@ def test_an_architecture_without_such_a_model_is_refused(tiny_model: Path, tmp_p
     (other / "config.json").write_text('{"model_type": "codegen", "vocab_size": 8, "n_embd": 8}')
     with pytest.raises(ConfigError, match="no sequence classification model"):
         write_score_config(other, set(), tmp_path / "config")
+
+
+def test_a_margin_is_asked_for_alone_where_every_pair_has_one(tiny_model: Path) -> None:
+    given = [*pairs(tiny_model, 0, 2)]
+    bare = [given[0], replace(given[1], margin=None, data_source="drawn")]
+    config = RewardTrainingConfig(num_steps=1, batch_size_pairs=2)
+    RewardPairs(config, RewardModelOptions(margin_coef=1.0), given, bare)
+    RewardPairs(config, RewardModelOptions(), bare, [])
+    with pytest.raises(ConfigError, match="row 1 of data.preference, of drawn, has no margin") as e:
+        RewardPairs(config, RewardModelOptions(margin_coef=1.0), bare, given)
+    assert e.value.path == "reward_model.options.margin_coef"
+
+
+def test_a_margin_of_nobody_is_none_and_one_of_zero_is_zero(tiny_model: Path) -> None:
+    prompt, tokenizer = (Message("user", "1+1="),), DirectoryTokenizer.load(tiny_model)
+    rows = [PreferenceRow(prompt, "2", "3", margin=margin) for margin in (None, 0.0, 0.25)]
+    found = read_pairs(rows, tokenizer, 32, as_reward_model)
+    assert [pair.margin for pair in found] == [None, 0.0, 0.25]
+    batch = packed([*found], range(3), paired=True)
+    assert batch.rows["margin"].tolist() == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25]
