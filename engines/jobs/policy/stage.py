@@ -82,7 +82,7 @@ def prompts_within(
         kept = [place for place, n in enumerate(lengths) if n + max_new_tokens <= max_length]
         if len(kept) == len(lengths) or (kept and on_overlong == "drop"):
             return kept
-        # With room for this one no other is in the way.
+        # With room for the longest no prompt is refused, with room for the shortest one is left.
         name, pick = ("shortest", min) if on_overlong == "drop" else ("longest", max)
         place = pick(range(len(lengths)), key=lengths.__getitem__)
         room = max_length - lengths[place]
