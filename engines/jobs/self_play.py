@@ -1,22 +1,28 @@
 """Job `self_play`: a policy, and rows of a dataset, to pairs of answers.
 
 preference.parquet   the pairs
-summary.json         how many rows made one, and how many did not
+summary.json         how many rows made one, and how many did not, and why
+
+Promises: preference training over the same context takes every pair; a pair is in memory until its
+call's are on the disk.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.config.rules.images import check_not_self_played
 from engines.config.stages.serving import SelfPlayStageConfig
+from engines.data.prepare.stored_rows import stored
 from engines.data.read.by_place import Made
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
-from engines.data.read.examples import RLPrompt
+from engines.data.read.examples import RLPrompt, RLPrompts
 from engines.data.read.mapped_rows import MappedRows
-from engines.data.read.row_files import PREFERENCE_FORMAT, write_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
@@ -30,6 +36,7 @@ from engines.trainers.supervised.self_play import (
     as_prompt,
     best_worst_pair,
     chosen_rows,
+    fitting,
     own_answers,
     requests_of,
     spin_pair,
@@ -43,47 +50,119 @@ PROMPTS_PER_CALL = 256
 """Of one call, whose answers are kept together."""
 
 
+@dataclass
+class PairCounts:
+    """What became of the prompts of an iteration; each is in one of the counts.
+
+    Attributes:
+        num_pairs: that were kept.
+        num_unpaired: whose answers made no pair.
+        num_overlong_pairs: whose pair has a side that is too long to be trained on.
+        num_overlong_prompts: that leave no room for an answer.
+    """
+
+    num_pairs: int = 0
+    num_unpaired: int = 0
+    num_overlong_pairs: int = 0
+    num_overlong_prompts: int = 0
+
+
 def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
     """Have the policy answer, and pair the answers."""
-    config = context.config
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
+        rewards = stack.enter_context(RewardScorer(local_reward(context, context.config.reward)))
         with context.clock("load"):
             served = load_served(context)
-            dataset = load_dataset(context.input("dataset"))
-            prompts = prompts_within(
-                asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir),
-                policy_tokenizer(served.hf_dir),
-                config.max_length,
-                config.sampling.max_new_tokens,
-                "preference.self_play.sampling.max_new_tokens",
-            )
-            if config.self_play.source == "best_worst":
-                check_data_sources(config.reward, prompts.data_sources)
+            prompts, num_overlong = _prompts(context, stack, policy_tokenizer(served.hf_dir))
+            counts = PairCounts(num_overlong_prompts=num_overlong)
             serving = serve(context, stack, served, rewards)
             # Kept call by call: one that was killed does not answer again.
             answers = KeptAnswers(context, serving.generate)
         context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
-        pairs: list[PreferenceRow] = []
         with context.clock("gen"):
-            for start in range(0, len(prompts), PROMPTS_PER_CALL):
-                asked = prompts[start : start + PROMPTS_PER_CALL]
-                pairs += made_pairs(context, serving.scorer, answers, asked, start)
-                context.heartbeat.tick()
-                done = start + len(asked)
-                line = f"{len(pairs)} pairs of {done} of {len(prompts)} prompts"
-                context.journal.progress(done, len(prompts), line)
-    if not pairs:
-        raise NothingToTrainOnError(
-            f"none of {len(prompts)} prompts made a pair: every answer was cut, blank or no other "
-            "than what it is compared with; raise preference.self_play.sampling.max_new_tokens or "
-            "temperature, or end with an iteration less"
-        )
-    metrics = {"num_pairs": float(len(pairs)), "num_unpaired": float(len(prompts) - len(pairs))}
-    write_rows(context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, pairs)
+            pairs = kept_pairs(context, serving.scorer, answers, prompts, counts)
+            made = stored(context.attempt_dir / "pairs.arrow", PREFERENCE_FORMAT, pairs)
+    _check_made(counts, context.config)
+    write_batches(
+        context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, made.batches(), made.is_plain
+    )
+    metrics = {name: float(count) for name, count in asdict(counts).items()}
     text = json.dumps(metrics, indent=2, sort_keys=True) + "\n"
     (context.output_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
     return JobOutput(KIND, metrics)
+
+
+def _prompts(
+    context: JobContext[SelfPlayStageConfig], stack: ExitStack, tokenizer: ChatTokenizer
+) -> tuple[RLPrompts, int]:
+    """What is asked, and how many rows are too long to be; the stack closes the rows."""
+    config = context.config
+    dataset = load_dataset(context.input("dataset"))
+    rows = asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir)
+    by_reward = config.self_play.source == "best_worst"
+    prompts = prompts_within(
+        rows,
+        tokenizer,
+        config.max_length,
+        config.sampling.max_new_tokens,
+        "preference.self_play.sampling.max_new_tokens",
+        # Of conversations the data limit the whole, so their prompts may leave too little.
+        on_overlong="error" if by_reward else "drop",
+    )
+    if by_reward:
+        check_data_sources(config.reward, prompts.data_sources)
+    return prompts, len(rows) - len(prompts)
+
+
+def _check_made(counts: PairCounts, config: SelfPlayStageConfig) -> None:
+    """Some pair can be trained on."""
+    if counts.num_pairs:
+        return
+    if counts.num_overlong_pairs:
+        raise ConfigError(
+            "model.max_length",
+            f"got {config.max_length}; all {counts.num_overlong_pairs} pairs that were made have "
+            "an answer that, with its prompt, is longer as preference training reads it; need "
+            "room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
+        )
+    raise NothingToTrainOnError(
+        f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
+        "other than what it is compared with; raise preference.self_play.sampling.max_new_tokens "
+        "or temperature, or end with an iteration less"
+    )
+
+
+def kept_pairs(
+    context: JobContext[SelfPlayStageConfig],
+    scorer: CompletionScorer,
+    generate: Generate,
+    prompts: RLPrompts,
+    counts: PairCounts,
+) -> Iterator[PreferenceRow]:
+    """The pairs of an iteration, sampled call by call while they are taken.
+
+    Args:
+        context: of the job; is told how far it is.
+        scorer: decodes, and scores where a reward decides.
+        generate: answers.
+        prompts: of the iteration.
+        counts: what they become is added.
+
+    Yields:
+        PreferenceRow: in the order of the prompts; each fits into the context.
+    """
+    for start in range(0, len(prompts), PROMPTS_PER_CALL):
+        asked = prompts[start : start + PROMPTS_PER_CALL]
+        made = made_pairs(context, scorer, generate, asked)
+        kept = fitting(made, scorer.tokenizer, context.config.max_length)
+        counts.num_pairs += len(kept)
+        counts.num_unpaired += len(asked) - len(made)
+        counts.num_overlong_pairs += len(made) - len(kept)
+        yield from kept
+        context.heartbeat.tick()
+        done = start + len(asked)
+        line = f"{counts.num_pairs} pairs of {done} of {len(prompts)} prompts"
+        context.journal.progress(done, len(prompts), line)
 
 
 def asked_rows(
@@ -132,7 +211,6 @@ def made_pairs(
     scorer: CompletionScorer,
     generate: Generate,
     prompts: Sequence[RLPrompt],
-    first: int,
 ) -> list[PreferenceRow]:
     """The pairs that some prompts make.
 
@@ -140,15 +218,14 @@ def made_pairs(
         context: of the job.
         scorer: decodes, and scores where a reward decides.
         generate: answers.
-        prompts: of the iteration, some that follow each other.
-        first: place of the first of them in it.
+        prompts: some of the iteration.
 
     Returns:
         In the order of the prompts; not of every one.
     """
     config, section = context.config, context.config.self_play
     num_samples, seed = section.samples_per_prompt, context.spec.seed
-    requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration, first)
+    requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration)
     completions = generate(requests)
     rows, decode = [prompt.row for prompt in prompts], scorer.decode
     if section.source == "spin":

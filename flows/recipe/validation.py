@@ -149,14 +149,21 @@ def _check_warmup(recipe: Recipe) -> None:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """As the stages do, with room for the longest prompt that the data may have."""
+    """As the stages do, with room for the longest prompt that the data may have.
+
+    Those of `spin` begin conversations, of which nothing limits the prompt.
+    """
     if recipe.data is None or not recipe.trains:
         return
     prompt, limit = recipe.data.max_prompt_length, recipe.model.max_length
-    for path, answer in (
-        ("rl.sampling.max_new_tokens", recipe.rl.sampling.max_new_tokens),
-        ("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens),
-    ):
+    answers = {
+        "rl.sampling.max_new_tokens": recipe.rl.sampling.max_new_tokens,
+        "evaluation.max_new_tokens": recipe.evaluation.max_new_tokens,
+    }
+    plays = recipe.preference.self_play if recipe.preference else None
+    if plays and plays.sampling and plays.source == "best_worst":
+        answers["preference.self_play.sampling.max_new_tokens"] = plays.sampling.max_new_tokens
+    for path, answer in answers.items():
         check_answer_length(path, answer or 0, limit, prompt)
     if recipe.rl.num_rounds:
         longest = prompt + recipe.rl.sampling.max_new_tokens

@@ -5,7 +5,7 @@ from infra.errors import ConfigError
 
 
 def check_answer_length(
-    path: str, max_new_tokens: int, max_length: int, max_prompt_length: int = 1
+    path: str, max_new_tokens: int, max_length: int, max_prompt_length: int | None = None
 ) -> None:
     """Refuse answers for which the context has no room behind a prompt.
 
@@ -13,15 +13,27 @@ def check_answer_length(
         path: the setting that limits the answer.
         max_new_tokens: of an answer.
         max_length: of the context, `model.max_length`.
-        max_prompt_length: of a prompt, `data.max_prompt_length`, where it is known.
+        max_prompt_length: of a prompt, `data.max_prompt_length`; None: it is not known, and a
+            prompt has a token at least.
 
     Raises:
         ConfigError: names `path`.
     """
+    if max_prompt_length is None:
+        if max_new_tokens >= max_length:
+            raise ConfigError(
+                path,
+                f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
+                "answer shares with its prompt; lower it",
+            )
+        return
     total, room = max_prompt_length + max_new_tokens, max_length - max_prompt_length
     if total <= max_length:
         return
-    remedy = f"lower it to {room}" if room > 0 else f"lower data.max_prompt_length to {max_length}"
+    remedy = f"lower it to {room}"
+    if room <= 0:
+        rest = max_length - max_new_tokens
+        remedy = f"lower data.max_prompt_length to {rest}" if rest > 0 else "lower both"
     raise ConfigError(
         path,
         f"{max_prompt_length} (data.max_prompt_length) + {max_new_tokens} = {total} tokens "

@@ -21,9 +21,9 @@ from engines.data.prepare.splits import Splits
 from engines.data.prepare.stored_rows import StoredRows, image_folder
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.examples import OnOverlong, fitting_conversations, fitting_prompts
-from engines.data.read.pairs import as_policy, fitting_pairs, longer_sides
+from engines.data.read.pairs import fitting_pairs, pair_lengths
 from engines.data.read.row_files import RowT, in_batches
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
@@ -81,11 +81,13 @@ def without_overlong(
     return replace(
         splits,
         sft=fitting("sft", splits.sft, _of_conversations, max_length, fitting_conversations),
-        preference=fitting("preference", splits.preference, _of_pairs, max_length, fitting_pairs),
+        preference=fitting(
+            "preference", splits.preference, pair_lengths, max_length, fitting_pairs
+        ),
         preference_evaluation=fitting(
             "preference_evaluation",
             splits.preference_evaluation,
-            _of_pairs,
+            pair_lengths,
             max_length,
             fitting_pairs,
         ),
@@ -111,10 +113,6 @@ def _lengths(
 def _of_conversations(rows: Sequence[SFTRow], tokenizer: ChatTokenizer) -> Iterable[int]:
     rendered = render_conversations(tokenizer, [row.messages for row in rows])
     return (len(each.input_ids) for each in rendered)
-
-
-def _of_pairs(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
 
 
 def _of_prompts(

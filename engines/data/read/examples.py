@@ -1,7 +1,8 @@
 """Rows to token ids: what the training and rollout loops consume.
 
 Promises: no sequence longer than its limit gets through, none is cut, and every one left out is
-counted; ids and order are a pure function of rows and tokenizer.
+counted; ids and order are a pure function of rows and tokenizer. How long a prompt may be says
+whoever asks for it.
 """
 
 import sys
@@ -19,6 +20,9 @@ from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
+"""As `data.on_overlong` says."""
+Choose = Callable[[Sequence[int]], Sequence[int]]
+"""Given the tokens of each sequence, the places of those to keep, ascending."""
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
 """Token ids of a row's prompt, each placeholder of an image as often as the model wants it; raises
 `RowError` where they do not fit its images."""
@@ -104,7 +108,7 @@ def sft_examples(
     rows: Iterable[SFTRow],
     tokenizer: ChatTokenizer,
     max_length: int,
-    on_overlong: OnOverlong = "error",
+    on_overlong: OnOverlong | None = None,
 ) -> SFTExamples:
     """Tokenize supervised rows.
 
@@ -112,7 +116,7 @@ def sft_examples(
         rows: at least one; read once.
         tokenizer: with a chat template.
         max_length: most tokens of one conversation (`model.max_length`).
-        on_overlong: `error`, or `drop` and count.
+        on_overlong: see `within`.
 
     Returns:
         The examples that fit, in row order.
@@ -136,8 +140,7 @@ def sft_examples(
 def rl_prompts(
     rows: Sequence[RLRow],
     tokenizer: ChatTokenizer,
-    max_prompt_length: int,
-    on_overlong: OnOverlong = "error",
+    choose: Choose | None = None,
     expanded: Expanded | None = None,
 ) -> RLPrompts:
     """Tokenize the prompts of RL or evaluation rows.
@@ -145,16 +148,15 @@ def rl_prompts(
     Args:
         rows: at least one; of those that are asked for later each is taken again.
         tokenizer: with a chat template.
-        max_prompt_length: most tokens of one prompt, chat template included.
-        on_overlong: `error`, or `drop` and count.
+        choose: of their tokens, chat template included, which are kept; None: all.
         expanded: makes room for the images of a row; None where nobody sees any.
 
     Returns:
-        The prompts that fit, in row order.
+        The prompts that are kept, in row order.
 
     Raises:
-        ConfigError: a prompt has no token, is too long, shows images that nobody sees or that do
-            not fit it, or none is left.
+        ConfigError: a prompt has no token, or shows images that nobody sees or that do not fit it;
+            or of `choose`.
     """
     packed = PackedTokens()
     sources: list[str] = []
@@ -165,7 +167,9 @@ def rl_prompts(
         for row, ids in zip(batch, rendered, strict=True):
             packed.append(_expanded(row, ids, len(packed), expanded))
             shows_images.append(bool(row.images))
-    kept = fitting_prompts(packed.lengths, max_prompt_length, on_overlong)
+    lengths = packed.lengths
+    _refuse_empty(lengths)
+    kept = range(len(lengths)) if choose is None else choose(lengths)
     return RLPrompts(rows, packed, sources, kept, shows_images)
 
 
@@ -187,7 +191,7 @@ def _expanded(
 
 
 def fitting_conversations(
-    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong
+    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
 ) -> list[int]:
     """Which supervised rows fit; see `within`."""
     return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
@@ -209,24 +213,29 @@ def fitting_prompts(
     Raises:
         ConfigError: a prompt has no token, one does not fit, or none does.
     """
+    _refuse_empty(lengths)
+    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
+
+
+def _refuse_empty(lengths: Sequence[int]) -> None:
     if 0 in lengths:
         raise ConfigError(
             "model.chat_template",
             f"renders {lengths.count(0)} of {len(lengths)} prompts to 0 tokens (first row "
             f"{lengths.index(0)}); need a template that writes the messages; set another",
         )
-    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
 
 
 def within(
-    lengths: Sequence[int], limit: int, on_overlong: OnOverlong, what: tuple[str, str]
+    lengths: Sequence[int], limit: int, on_overlong: OnOverlong | None, what: tuple[str, str]
 ) -> list[int]:
     """Which sequences fit.
 
     Args:
         lengths: of each, in tokens.
         limit: most tokens.
-        on_overlong: `error`, or `drop` and count.
+        on_overlong: what the recipe says, to whoever makes the data; None: of a stage that reads
+            them, for which it says nothing, and which refuses.
         what: the setting of the limit, and what the sequences are called.
 
     Returns:
@@ -238,13 +247,16 @@ def within(
     field, noun = what
     kept = [index for index, length in enumerate(lengths) if length <= limit]
     num_overlong = len(lengths) - len(kept)
-    if num_overlong and on_overlong == "error":
+    if num_overlong and on_overlong != "drop":
+        remedies = {
+            None: "raise it, or leave such rows out of the data",
+            "error": "data.on_overlong is 'error'; raise the limit or set data.on_overlong=drop",
+        }
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         raise ConfigError(
             field,
             f"{num_overlong} of {len(lengths)} {noun} exceed {limit} tokens (the longest, row "
-            f"{longest}, has {lengths[longest]}); data.on_overlong is 'error'; raise the limit or "
-            "set data.on_overlong=drop",
+            f"{longest}, has {lengths[longest]}); {remedies[on_overlong]}",
         )
     if not kept:
         raise ConfigError(field, f"0 of {len(lengths)} {noun} have at most {limit} tokens")

@@ -129,7 +129,7 @@ def read_pairs(
     tokenizer: ChatTokenizer,
     max_length: int,
     render: Render,
-    on_overlong: OnOverlong = "error",
+    on_overlong: OnOverlong | None = None,
 ) -> Pairs:
     """Tokenized pairs, of those both of whose conversations fit: one alone would be no pair.
 
@@ -138,7 +138,7 @@ def read_pairs(
         tokenizer: with a chat template.
         max_length: most tokens of one conversation (`model.max_length`).
         render: who reads them: `as_policy` or `as_reward_model`.
-        on_overlong: `error`, or `drop` and count.
+        on_overlong: see `engines.data.read.examples.within`.
 
     Returns:
         In row order.
@@ -163,7 +163,22 @@ def longer_sides(lengths: Sequence[int]) -> list[int]:
     return list(map(max, lengths[::2], lengths[1::2]))
 
 
-def fitting_pairs(lengths: Sequence[int], max_length: int, on_overlong: OnOverlong) -> list[int]:
+def pair_lengths(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> list[int]:
+    """Tokens of the longer conversation of each pair, as a policy reads them.
+
+    Args:
+        rows: at least one.
+        tokenizer: with a chat template.
+
+    Returns:
+        One for each row; raises as `as_policy` does.
+    """
+    return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
+
+
+def fitting_pairs(
+    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
+) -> list[int]:
     """Which pairs fit, by their longer side; see `engines.data.read.examples.within`."""
     return within(lengths, max_length, on_overlong, ("model.max_length", "pairs"))
 

@@ -8,11 +8,10 @@ from typing import cast
 from engines.checkpoint.model_directory import load_tokenizer
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
-from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.pool import Queueing
-from engines.data.read.examples import RLPrompts, rl_prompts
+from engines.data.read.examples import OnOverlong, RLPrompts, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
@@ -56,6 +55,7 @@ def prompts_within(
     max_new_tokens: int,
     path: str = "rl.sampling.max_new_tokens",
     images: PromptImages | None = None,
+    on_overlong: OnOverlong = "error",
 ) -> RLPrompts:
     """Tokenized prompts that leave room for a whole answer.
 
@@ -66,26 +66,36 @@ def prompts_within(
         max_new_tokens: of an answer.
         path: the setting that limits it.
         images: of the rows; None: they show none.
+        on_overlong: `drop` leaves out those that leave none.
 
     Returns:
-        One prompt per row, in row order.
+        In row order; the index of each is its place among the rows.
 
     Raises:
-        ConfigError: a prompt and an answer together exceed the context, or there is no row.
+        ConfigError: a prompt that must not be left out, or every one, exceeds the context with an
+            answer, or there is no row.
     """
-    check_answer_length(path, max_new_tokens, max_length)
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
-    prompts = rl_prompts(rows, tokenizer, max_length, expanded=images.expanded if images else None)
-    longest = max(range(len(prompts)), key=prompts.lengths.__getitem__)
-    room = max_length - prompts.lengths[longest]
-    if room < max_new_tokens:
+
+    def with_room(lengths: Sequence[int]) -> list[int]:
+        kept = [place for place, n in enumerate(lengths) if n + max_new_tokens <= max_length]
+        if len(kept) == len(lengths) or (kept and on_overlong == "drop"):
+            return kept
+        # With room for the longest no prompt is refused, with room for the shortest one is left.
+        name, pick = ("shortest", min) if on_overlong == "drop" else ("longest", max)
+        place = pick(range(len(lengths)), key=lengths.__getitem__)
+        room = max_length - lengths[place]
         raise ConfigError(
             path,
-            f"got {max_new_tokens}; prompt {longest} has {prompts.lengths[longest]} tokens of "
-            f"a context of {max_length}; need at most {room}; lower it, or leave such prompts out",
+            f"got {max_new_tokens}; {len(lengths) - len(kept)} of {len(lengths)} prompts leave "
+            f"less of a context of {max_length} tokens (the {name}, prompt {place}, has "
+            f"{lengths[place]}); "
+            + (f"need at most {room}; lower it, or leave" if room > 0 else "leave")
+            + " such prompts out",
         )
-    return prompts
+
+    return rl_prompts(rows, tokenizer, with_room, images.expanded if images else None)
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:

@@ -2,17 +2,22 @@
 
 Promises: which rows an iteration takes, and the seeds of their answers, depend on (seed, iteration,
 row) alone. An answer that was cut at the length limit, is blank or could not be scored is in no
-pair: nobody knows how it ends or what it is worth. Each row that makes no pair is counted.
+pair: nobody knows how it ends or what it is worth. Each row that makes no pair is counted. A pair
+is as long as it is to whoever trains on it: what was sampled is read as text, and a template may
+write behind it.
 Does not promise a pair of every row, or that a better answer is a good one.
 """
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.rollout import SamplingConfig
 from engines.data.order.resumable import ResumableOrder
 from engines.data.read.examples import RLPrompt
+from engines.data.read.pairs import pair_lengths
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
+from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score
 from engines.trainers.prompts import derive_seed, sample_seeds
 from engines.trainers.sampling import sampling_params
@@ -45,7 +50,7 @@ def as_prompt(row: SFTRow) -> RLRow:
     return RLRow(row.data_source, row.prompt, "", RewardModel("rule", answer))
 
 
-def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> list[int]:
+def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> Sequence[int]:
     """Which rows an iteration asks about.
 
     Args:
@@ -58,11 +63,11 @@ def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: in
         Their places; with more prompts than rows some come again.
     """
     if num_prompts is None:
-        return list(range(num_rows))
+        return range(num_rows)
     order = ResumableOrder(
         num_rows=num_rows, batch_size=num_prompts, seed=derive_seed(seed, "self_play")
     )
-    return order.batch(iteration - 1)
+    return array("q", order.batch(iteration - 1))
 
 
 def requests_of(
@@ -71,23 +76,21 @@ def requests_of(
     num_samples: int,
     seed: int,
     iteration: int,
-    first: int = 0,
 ) -> list[RolloutRequest]:
     """What the policy is asked.
 
     Args:
-        prompts: of the iteration, or some that follow each other.
+        prompts: some of the iteration; the index of each is its place in it.
         sampling: of an answer.
         num_samples: answers to each.
         seed: of the run.
         iteration: counted from 1.
-        first: place of the first of them in the iteration.
 
     Returns:
-        One request for each prompt, whose place among them is in its name.
+        One request for each prompt, whose index is in its name.
     """
     asked = sampling_params(sampling)
-    names = [f"self_play={iteration}/prompt={first + place}" for place in range(len(prompts))]
+    names = [f"self_play={iteration}/prompt={prompt.index}" for prompt in prompts]
     return [
         RolloutRequest(name, prompt.prompt_ids, asked, sample_seeds(seed, name, num_samples))
         for name, prompt in zip(names, prompts, strict=True)
@@ -153,6 +156,23 @@ def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow |
         return None
     margin = best[0] - worst[0]
     return PreferenceRow(row.prompt, best[1], worst[1], row.data_source, margin)
+
+
+def fitting(
+    pairs: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
+) -> list[PreferenceRow]:
+    """The pairs that preference training has room for.
+
+    Args:
+        pairs: none, or some.
+        tokenizer: of the policy.
+        max_length: most tokens of a conversation.
+
+    Returns:
+        In their order.
+    """
+    lengths = pair_lengths(pairs, tokenizer) if pairs else []
+    return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
 
 
 def _score(scored: tuple[float, str]) -> float:

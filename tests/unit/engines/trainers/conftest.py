@@ -213,7 +213,7 @@ def _run(
     images: PromptImages | None = None,
 ) -> list[dict[str, float]]:
     tokenizer = DirectoryTokenizer.load(model)
-    prompts = rl_prompts(rows, tokenizer, 27, expanded=images.expanded if images else None)
+    prompts = rl_prompts(rows, tokenizer, expanded=images.expanded if images else None)
     with ExitStack() as stack:
         rewards = stack.enter_context(
             RewardScorer(RewardConfig.model_validate(config.rl.reward.model_dump()))

@@ -108,7 +108,7 @@ def test_an_evaluation_shows_the_images_too(
     with RewardScorer(RewardConfig(function="exact")) as rewards:
         evaluation = Evaluator(
             EvaluationConfig(max_new_tokens=4, num_samples=0),
-            rl_prompts(rows, tokenizer, 60, expanded=images.expanded),
+            rl_prompts(rows, tokenizer, expanded=images.expanded),
             CompletionScorer(rewards, tokenizer),
             seed=1,
             images=images,

@@ -73,7 +73,7 @@ def test_prompts_and_patches_are_those_of_transformers(
     data, theirs = load_dataset(dataset), whole_processor(model)
     images = prompt_images(model, data.images_path)
     assert images is not None
-    prompts = rl_prompts(rows, DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+    prompts = rl_prompts(rows, DirectoryTokenizer.load(model), expanded=images.expanded)
     for prompt, row in zip(prompts, rows, strict=True):
         files = images.encoded(row)
         pictures = iter([Pillow.open(io.BytesIO(data)) for data in files])
@@ -105,7 +105,7 @@ def test_prompts_make_room_for_their_images(
     data = load_dataset(dataset)
     images = prompt_images(model, data.images_path)
     assert images is not None
-    prompts = rl_prompts(rows, tokenizer, 64, expanded=images.expanded)
+    prompts = rl_prompts(rows, tokenizer, expanded=images.expanded)
     assert prompts.num_with_images == len(rows)
     assert prompts[1] == list(prompts)[1]
     plain = render_prompts(tokenizer, [row.prompt for row in rows])
@@ -118,18 +118,18 @@ def test_prompts_make_room_for_their_images(
     with pytest.raises(
         ConfigError, match="data: row 0 of the split shows images, which this stage"
     ):
-        rl_prompts(rows, tokenizer, 64)
+        rl_prompts(rows, tokenizer)
     twice = CHAT_TEMPLATE.replace("\u2460", "\u2460\u2460")
     with pytest.raises(
         ConfigError,
         match=r"data: row 0 of the split: the prompt has 2 placeholder tokens \(30\) for 1 images",
     ):
-        rl_prompts(rows, DirectoryTokenizer.load(model, twice), 64, expanded=images.expanded)
+        rl_prompts(rows, DirectoryTokenizer.load(model, twice), expanded=images.expanded)
     deaf = DirectoryTokenizer.load(model, CHAT_TEMPLATE.replace("\u2461\u2460\u2462", ""))
     with pytest.raises(
         ConfigError, match=r"model\.chat_template: leaves out images; need one that"
     ):
-        rl_prompts(rows, deaf, 64, expanded=images.expanded)
+        rl_prompts(rows, deaf, expanded=images.expanded)
 
 
 def question(text: str) -> RLRow:
@@ -144,7 +144,7 @@ def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
     assert images is not None
     given = [*rows, question("1+1"), question("1\u2460+1")]
     with pytest.raises(ConfigError) as refused:
-        rl_prompts(given, DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+        rl_prompts(given, DirectoryTokenizer.load(model), expanded=images.expanded)
     assert str(refused.value) == (
         f"data: row {len(rows) + 1} of the split: the prompt has 1 placeholder tokens ({IMAGE}) "
         "for 0 images; need one each; leave out the row if its text holds some, or set "
@@ -166,7 +166,7 @@ def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
     with pytest.raises(
         ConfigError, match=r"data: row 0 of the split: an image of 2 x 500 pixels is none for this"
     ):
-        rl_prompts([row], DirectoryTokenizer.load(model), 64, expanded=images.expanded)
+        rl_prompts([row], DirectoryTokenizer.load(model), expanded=images.expanded)
 
 
 def test_samples_of_one_prompt_share_its_images(model: Path) -> None:

@@ -19,6 +19,11 @@ KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
 PAIRS = "data.arithmetic.num_preference=64"
 REWARD_MODEL = (PAIRS, "reward_model={}")
 ASKED = (*REWARD_MODEL, "rl.reward={function: model, model: {}}")
+ROOM = (
+    "model.max_length=64",
+    "data.max_prompt_length=48",
+    "rl.sampling.max_new_tokens=6",
+)
 END = ["merge", "evaluate", "promote"]
 
 
@@ -202,14 +207,33 @@ def test_a_reward_model_that_nobody_asks_is_trained_all_the_same(tmp_path: Path)
         (["sft=null", "rl.num_rounds=0"], r"rl.num_rounds: got 0 with sft: null"),
         (["sft=null", "preference={self_play: {}}"], r"preference.self_play: got one with sft: nu"),
         (
-            ["preference={self_play: {sampling: {max_new_tokens: 64}}}"],
-            r"preference.self_play.sampling.max_new_tokens: ",
+            [*ROOM, "preference={self_play: {sampling: {max_new_tokens: 64}}}"],
+            r"^preference.self_play.sampling.max_new_tokens: got 64; need less than "
+            r"model.max_length 64, which an answer shares with its prompt; lower it$",
+        ),
+        (
+            [*ROOM, "preference={self_play: {source: best_worst, sampling: {max_new_tokens: 17}}}"],
+            r"^preference.self_play.sampling.max_new_tokens: 48 \(data.max_prompt_length\) \+ 17 = "
+            r"65 tokens exceeds model.max_length 64; lower it to 16$",
+        ),
+        (
+            [*ROOM, "data.max_prompt_length=64"],
+            r"^rl.sampling.max_new_tokens: .*; lower data.max_prompt_length to 58$",
+        ),
+        (
+            [*ROOM, "data.max_prompt_length=64", "rl.sampling.max_new_tokens=64"],
+            r"^rl.sampling.max_new_tokens: .* exceeds model.max_length 64; lower both$",
         ),
     ],
 )
 def test_what_could_not_run_is_refused(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_recipe("quickstart", overrides)
+
+
+def test_no_setting_limits_what_spin_asks() -> None:
+    for sampling in ("source: spin, sampling: {max_new_tokens: 63}", "source: best_worst"):
+        load_recipe("quickstart", [*ROOM, f"preference={{self_play: {{{sampling}}}}}"])
 
 
 def test_pairs_of_files_are_asked_for(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def sampled_lengths(place: Path, model: Path, split: str) -> list[int]:
     images = prompt_images(model, found.images_path)
     of_split = list(found.rl_rows() if split == "rl" else found.evaluation_rows())
     expanded = images.expanded if images else None
-    return list(rl_prompts(of_split, DirectoryTokenizer.load(model), 64, expanded=expanded).lengths)
+    return list(rl_prompts(of_split, DirectoryTokenizer.load(model), expanded=expanded).lengths)
 
 
 @pytest.mark.parametrize("split", ["rl", "evaluation"])

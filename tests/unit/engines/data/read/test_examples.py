@@ -46,7 +46,7 @@ def test_overlong_conversations(tokenizer: DirectoryTokenizer) -> None:
         sft_examples(SFT_ROWS, tokenizer, max_length=9)
     assert str(error.value) == (
         "model.max_length: 1 of 2 conversations exceed 9 tokens (the longest, row 1, has 10); "
-        "data.on_overlong is 'error'; raise the limit or set data.on_overlong=drop"
+        "raise it, or leave such rows out of the data"
     )
     kept = sft_examples(SFT_ROWS, tokenizer, max_length=9, on_overlong="drop")
     assert list(kept.indices) == [0]
@@ -54,19 +54,12 @@ def test_overlong_conversations(tokenizer: DirectoryTokenizer) -> None:
 
 def test_prompts_keep_the_index_of_their_row(tokenizer: DirectoryTokenizer) -> None:
     rows = [rl_row("1" * n) for n in (2, 9, 4)]
-    prompts = rl_prompts(rows, tokenizer, max_prompt_length=6, on_overlong="drop")
+    told: list[list[int]] = []
+    prompts = rl_prompts(rows, tokenizer, lambda lengths: (told.append([*lengths]), [0, 2])[1])
+    assert told == [[4, 11, 6]]
     assert [(prompt.index, prompt.row) for prompt in prompts] == [(0, rows[0]), (2, rows[2])]
     assert prompts[0].prompt_ids == (4, 7, 7, 5)
-
-
-def test_overlong_prompts(tokenizer: DirectoryTokenizer) -> None:
-    rows = [rl_row("1" * n) for n in (2, 9, 4)]
-    with pytest.raises(
-        ConfigError, match=r"data\.max_prompt_length: 2 of 3 prompts exceed 5 tokens"
-    ):
-        rl_prompts(rows, tokenizer, max_prompt_length=5)
-    with pytest.raises(ConfigError, match="0 of 3 prompts have at most 1 tokens"):
-        rl_prompts(rows, tokenizer, max_prompt_length=1, on_overlong="drop")
+    assert [prompt.index for prompt in rl_prompts(rows, tokenizer)] == [0, 1, 2]
 
 
 def test_a_template_that_renders_a_prompt_to_nothing_is_refused(
@@ -76,7 +69,7 @@ def test_a_template_that_renders_a_prompt_to_nothing_is_refused(
     with pytest.raises(
         ConfigError, match=r"model.chat_template: renders 2 of 3 prompts to 0 tokens \(first row 1"
     ):
-        rl_prompts([rl_row("1")] * 3, tokenizer, max_prompt_length=5)
+        rl_prompts([rl_row("1")] * 3, tokenizer)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1))), max_size=8))

@@ -34,7 +34,7 @@ directory, num_rows = Path(sys.argv[1]), int(sys.argv[2])
 template = "{{ messages[0].content }} <q> <a>"
 tokenizer = DirectoryTokenizer.load(directory, template)
 with closing(MappedRows(RowFile(directory / f"{num_rows}.parquet", RL_FORMAT), directory)) as rows:
-    prompts = rl_prompts(rows, tokenizer, 256)
+    prompts = rl_prompts(rows, tokenizer)
     asked = ResumableOrder(num_rows=len(prompts), batch_size=512, seed=0).batch(0)
     read = [prompts[place] for place in asked]
 assert {len(prompt.prompt_ids) for prompt in read} == {210}

@@ -7,7 +7,8 @@ import pytest
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.jobs.policy.stage import policy_tokenizer
+from engines.data.read.rows import Message, RewardModel, RLRow
+from engines.jobs.policy.stage import policy_tokenizer, prompts_within
 from infra.errors import ConfigError
 
 
@@ -22,3 +23,36 @@ def test_a_tokenizer_with_more_tokens_than_the_vocabulary_is_refused(tmp_path: P
             match=f"model.path: got a tokenizer of {num_tokens} tokens; .* vocabulary of 5;",
         ):
             policy_tokenizer(tmp_path)
+
+
+def test_prompts_leave_room_for_an_answer(tmp_path: Path) -> None:
+    train_tokenizer(TokenizerConfig(), ["0123456789"], tmp_path, max_length=32)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    tokenizer = policy_tokenizer(tmp_path)
+    rows = [
+        RLRow("s", (Message("user", "1" * n),), "", RewardModel("rule", "1")) for n in (3, 8, 6)
+    ]
+    assert [*prompts_within(rows, tokenizer, 16, 6).lengths] == [5, 10, 8]
+    some = prompts_within(rows, tokenizer, 16, 8, on_overlong="drop")
+    assert [prompt.index for prompt in some] == [0, 2]
+    field = "rl.sampling.max_new_tokens"
+    with pytest.raises(ConfigError) as found:
+        prompts_within(rows, tokenizer, 16, 8)
+    assert str(found.value) == (
+        f"{field}: got 8; 1 of 3 prompts leave less of a context of 16 tokens (the longest, prompt "
+        "1, has 10); need at most 6; lower it, or leave such prompts out"
+    )
+    with pytest.raises(ConfigError) as found:
+        prompts_within(rows, tokenizer, 9, 1)
+    assert str(found.value) == (
+        f"{field}: got 1; 1 of 3 prompts leave less of a context of 9 tokens (the longest, prompt "
+        "1, has 10); leave such prompts out"
+    )
+    with pytest.raises(
+        ConfigError, match=r"3 of 3 .* \(the shortest, prompt 0, has 5\); need at mo"
+    ):
+        prompts_within(rows, tokenizer, 16, 12, on_overlong="drop")
+    with pytest.raises(
+        ConfigError, match="^data: the split of this stage has 0 rows; add a source"
+    ):
+        prompts_within([], tokenizer, 16, 8)

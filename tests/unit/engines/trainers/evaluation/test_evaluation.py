@@ -44,7 +44,7 @@ def prompts(tokenizer: DirectoryTokenizer) -> tuple[RLPrompt, ...]:
         RLRow(source, (Message("user", f"{truth}?"),), "", RewardModel("rule", truth))
         for truth, source in zip(TRUTHS, SOURCES, strict=True)
     ]
-    return rl_prompts(rows, tokenizer, 30)
+    return rl_prompts(rows, tokenizer)
 
 
 def evaluate(

@@ -70,7 +70,7 @@ def test_the_best_answer_is_preferred_to_the_worst() -> None:
 
 
 def test_iterations_go_through_the_rows() -> None:
-    assert chosen_rows(3, None, 0, 2) == [0, 1, 2]
+    assert [*chosen_rows(3, None, 0, 2)] == [0, 1, 2]
     first, second, third = (chosen_rows(5, 2, 7, iteration) for iteration in (1, 2, 3))
     assert len({*first, *second}) == 4
     assert sorted([*first, *second, third[0]]) == [0, 1, 2, 3, 4]
@@ -79,12 +79,10 @@ def test_iterations_go_through_the_rows() -> None:
 
 
 def test_seeds_differ_by_iteration_prompt_and_sample() -> None:
-    prompts = [RLPrompt(4, ROW, (1, 2)), RLPrompt(4, ROW, (1, 2))]
+    prompts = [RLPrompt(4, ROW, (1, 2)), RLPrompt(7, ROW, (1, 2))]
 
     def asked(iteration: int, some: slice = slice(None)) -> list[RolloutRequest]:
-        return requests_of(
-            prompts[some], SamplingConfig(), 3, seed=0, iteration=iteration, first=some.start or 0
-        )
+        return requests_of(prompts[some], SamplingConfig(), 3, seed=0, iteration=iteration)
 
     requests = [*asked(1), *asked(2)]
     assert len({request.request_id for request in requests}) == 4
