@@ -37,9 +37,11 @@ def evaluation(directory: Path, right: str, num_samples: int = 0) -> Path:
     problems = tuple(
         EvaluatedProblem(
             RLPrompt(
-                index, RLRow("s", (Message("user", "q"),), "m", RewardModel("rule", "1"), {}), (1,)
+                index,
+                RLRow("s", (Message("user", f"{index}?"),), "m", RewardModel("rule", "1"), {}),
+                (1,),
             ),
-            "q",
+            f"{index}?",
             answer(letter),
             (answer(letter),) * num_samples,
         )
