@@ -215,9 +215,11 @@ class EvaluationConfig(StrictModel):
     structured_output: StructuredOutputConfig | None = None
     """Form of the answers, for rollout engines that can; null: any."""
     num_samples: int = Field(default=0, ge=0)
-    """Samples per problem for pass@k and its like; 0 skips the sampled part."""
+    """Samples per problem for pass@k and its like; 0 skips the sampled part. Where it is left out,
+    `pass_at`, `temperature`, `top_p` and `top_k` are refused; a 0 that is written out switches them
+    off."""
     pass_at: tuple[int, ...] = (1,)
-    """Values of k; each at most `num_samples`."""
+    """Values of k; each at least 1 and at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Of the sampled part, as are `temperature` and `top_k`."""
@@ -230,10 +232,26 @@ class EvaluationConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_k(self) -> "EvaluationConfig":
-        if self.num_samples and max(self.pass_at, default=0) > self.num_samples:
+        if min(self.pass_at, default=0) < 1:
+            raise ValueError(f"pass_at: got {list(self.pass_at)}; need one or more integers >= 1")
+        if self.num_samples and max(self.pass_at) > self.num_samples:
             raise ValueError(
                 f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampled(self) -> "EvaluationConfig":
+        """What is said of samples is for nothing where nobody asks for any."""
+        if self.num_samples or "num_samples" in self.model_fields_set:
+            return self
+        for name in ("pass_at", "temperature", "top_p", "top_k"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                shown, need = (list(value), max(value)) if name == "pass_at" else (value, 1)
+                raise ValueError(
+                    f"{name}: got {shown} without num_samples, and nothing is sampled; need "
+                    f"num_samples {need} or more; set it (0 means none), or remove {name}"
+                )
         return self
 
     @property

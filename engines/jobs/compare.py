@@ -4,8 +4,12 @@ import json
 
 from engines.config.stages.final import CompareStageConfig
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.trainers.evaluation.comparison import compared_metrics, comparison_json, metric_gain
-from infra.tracking.comparison import GAIN, MARGIN
+from engines.trainers.evaluation.comparison import (
+    compared_metrics,
+    comparison_json,
+    comparison_metrics,
+    metric_gain,
+)
 
 COMPARISON = "comparison"
 COMPARISON_NAME = "comparison.json"
@@ -18,7 +22,7 @@ def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
         context: of the job.
 
     Returns:
-        A `comparison`; of each metric the gain and the margin of chance.
+        A `comparison`; of each metric the gain, the margin of chance and which way is better.
 
     Raises:
         ConfigError: the evaluations are of other problems.
@@ -32,9 +36,7 @@ def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
     text = json.dumps(comparison_json(gains, context.config.confidence), indent=2, sort_keys=True)
     (context.output_dir / COMPARISON_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
     context.journal.progress(1, 1, "; ".join(map(str, gains)))
-    metrics = {f"{GAIN}{each.metric}": each.gain for each in gains}
-    metrics |= {f"{MARGIN}{each.metric}": each.margin for each in gains}
-    return JobOutput(COMPARISON, metrics)
+    return JobOutput(COMPARISON, comparison_metrics(gains))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,9 @@ def against_stage(recipe: Recipe, of_final: EvaluateStageConfig) -> EvaluateStag
 
 def compare_stage(recipe: Recipe, suite: str = "") -> CompareStageConfig:
     """Configuration of the stage `compare`, of a suite or of the recipe's own problems."""
-    evaluation = recipe.suites[suite].evaluation if suite else recipe.evaluation
+    # A harness has no evaluation of its own: its intervals are at the recipe's confidence too.
+    has_own = suite in recipe.data_suites
+    evaluation = recipe.suites[suite].evaluation if has_own else recipe.evaluation
     return CompareStageConfig(of=suite, confidence=evaluation.confidence)
 
 

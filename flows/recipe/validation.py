@@ -23,6 +23,7 @@ from engines.config.plugins import TRACKERS
 from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import EvaluationConfig
 from engines.config.suite import SuiteConfig
+from flows.recipe.measuring import check_measuring
 from flows.recipe.model_paths import model_paths, registered_model
 from infra.errors import ConfigError
 from infra.names import unknown_name
@@ -54,7 +55,7 @@ def check_recipe(recipe: Recipe) -> None:
         if registered_model(setting, path) is None:
             _check_path(setting, path)
     if not recipe.trains:
-        _check_measuring(recipe)
+        check_measuring(recipe)
     if recipe.preference and recipe.preference.self_play and recipe.sft is None:
         raise ConfigError(
             "preference.self_play",
@@ -100,22 +101,6 @@ def _check_promotion(recipe: Recipe) -> None:
             f"got {metric}; {where} has num_samples {evaluation.num_samples} and pass_at "
             f"{list(evaluation.pass_at)}; need {k} in pass_at; add it, or take another metric",
         )
-
-
-def _check_measuring(recipe: Recipe) -> None:
-    """A recipe that trains nothing has a model, and something to measure it on."""
-    if recipe.model.init == "random":
-        raise ConfigError(
-            "rl.num_rounds",
-            "got 0 with sft: null; nothing would be trained; add one, or name a model to measure "
-            "(model.path)",
-        )
-    if recipe.reward_model is not None:
-        raise ConfigError(
-            "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
-        )
-    if recipe.data is None and not recipe.suites:
-        raise ConfigError("data", "missing, and there are no suites to measure; add one of them")
 
 
 def _check_plugins(recipe: Recipe) -> None:

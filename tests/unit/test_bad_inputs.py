@@ -188,6 +188,13 @@ OVERRIDES = [
         ["evaluation.num_samples=2", "evaluation.pass_at=[4]"],
         "evaluation.pass_at: got 4; need at most num_samples 2",
     ),
+    *(
+        (
+            [f"evaluation.pass_at={each}"],
+            f"evaluation.pass_at: got {each}; need one or more integers >= 1",
+        )
+        for each in ("[0]", "[1, -1]", "[]")
+    ),
     (
         ["sft=null", "rl.num_rounds=0"],
         "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one, or name a model "

@@ -6,13 +6,15 @@ rows by one permutation after the other, and begins anew when a band opens: from
 on, every epoch holds every row once. Permutations come from PCG64's raw stream.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import isfinite
 
 import numpy as np
 
 from engines.data.order.mixing import derived_seed
-from engines.data.order.resumable import ResumableOrder, permutation
+from engines.data.order.resumable import ResumableOrder, Visits, permutation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +51,21 @@ class AscendingOrder:
         """
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
-        rows: list[int] = []
-        while len(rows) < self.batch_size:
-            epoch, offset = divmod(step * self.batch_size + len(rows), len(self.difficulty))
-            wanted = self.batch_size - len(rows)
-            rows += self._epoch_rows(epoch)[offset : offset + wanted].tolist()
-        return rows
+        return self._visits(step * self.batch_size, self.batch_size).tolist()
 
     def epoch(self, step: int) -> float:
         """Epochs finished before a step, with its fraction."""
         return step * self.batch_size / len(self.difficulty)
 
-    def _epoch_rows(self, epoch: int) -> np.ndarray:
-        shuffled = permutation(len(self.difficulty), self.seed, epoch)
-        return shuffled[np.argsort(np.asarray(self.difficulty)[shuffled], kind="stable")]
+    @cached_property
+    def _visits(self) -> Visits:
+        difficulty = np.asarray(self.difficulty)
+
+        def epoch_rows(epoch: int) -> np.ndarray:
+            shuffled = permutation(len(difficulty), self.seed, epoch)
+            return shuffled[np.argsort(difficulty[shuffled], kind="stable")]
+
+        return Visits(len(difficulty), epoch_rows)
 
 
 @dataclass(frozen=True)
@@ -125,23 +128,36 @@ class BandedOrder:
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
         stage = max(number for number, band in enumerate(self.bands) if band.first_step <= step)
-        band = self.bands[stage]
-        rows = self._open_rows(band)
-        order = ResumableOrder(
-            num_rows=len(rows), batch_size=self.batch_size, seed=derived_seed(self.seed, stage)
-        )
-        return rows[order.batch(step - band.first_step)].tolist()
+        rows, order = self._open_rows(stage)
+        return rows[order.batch(step - self.bands[stage].first_step)].tolist()
 
     def epoch(self, step: int) -> float:
         """Passes over the rows that were open, finished before a step, with their fraction."""
         ends = [*(band.first_step for band in self.bands[1:]), step]
         return sum(
-            max(0, min(end, step) - band.first_step) * self.batch_size / len(self._open_rows(band))
-            for band, end in zip(self.bands, ends, strict=True)
+            max(0, min(end, step) - band.first_step) * self.batch_size / num_open
+            for band, end, num_open in zip(self.bands, ends, self._num_open, strict=True)
         )
 
-    def _open_rows(self, band: Band) -> np.ndarray:
-        return np.flatnonzero(np.asarray(self.difficulty) <= band.max_difficulty)
+    @cached_property
+    def _num_open(self) -> list[int]:
+        """Rows that are open from each band on."""
+        return [int((self._difficulty <= band.max_difficulty).sum()) for band in self.bands]
+
+    @cached_property
+    def _open_rows(self) -> Callable[[int], tuple[np.ndarray, ResumableOrder]]:
+        """Of a band's number the open rows and how they are visited; the last ones are kept."""
+
+        def open_rows(stage: int) -> tuple[np.ndarray, ResumableOrder]:
+            rows = np.flatnonzero(self._difficulty <= self.bands[stage].max_difficulty)
+            seed = derived_seed(self.seed, stage)
+            return rows, ResumableOrder(num_rows=len(rows), batch_size=self.batch_size, seed=seed)
+
+        return lru_cache(maxsize=1)(open_rows)
+
+    @cached_property
+    def _difficulty(self) -> np.ndarray:
+        return np.asarray(self.difficulty)
 
 
 def _check(difficulty: tuple[float, ...], batch_size: int, seed: int) -> None:

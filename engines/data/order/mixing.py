@@ -11,12 +11,12 @@ Does not promise: that sources end together; a small source with a large weight 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import gcd, lcm
 
 import numpy as np
 
-from engines.data.order.resumable import permutation
+from engines.data.order.resumable import Visits, permutation
 
 MAX_PERIOD = 2**20
 """Rows after which a mixture repeats its order of sources, at most: a second or two to lay out."""
@@ -74,7 +74,7 @@ class MixedOrder:
         rows = np.empty(self.batch_size, dtype=np.int64)
         for source, first_row in enumerate(self._first_rows):
             places = np.flatnonzero(sources == source)
-            rows[places] = first_row + self._stream(source, visited[source], len(places))
+            rows[places] = first_row + self._visits[source](visited[source], len(places))
         return rows.tolist()
 
     def visited(self, step: int) -> tuple[int, ...]:
@@ -104,18 +104,13 @@ class MixedOrder:
     def _first_rows(self) -> list[int]:
         return [sum(self.num_rows[:source]) for source in range(len(self.num_rows))]
 
-    def _stream(self, source: int, first: int, count: int) -> np.ndarray:
-        """(count,) rows of one source, from its `first` visit on."""
-        num_rows = self.num_rows[source]
-        pieces = [np.empty(0, dtype=np.int64)]
-        while count:
-            epoch, offset = divmod(first, num_rows)
-            piece = permutation(num_rows, derived_seed(self.seed, source), epoch)[
-                offset : offset + count
-            ]
-            pieces.append(piece)
-            first, count = first + len(piece), count - len(piece)
-        return np.concatenate(pieces)
+    @cached_property
+    def _visits(self) -> list[Visits]:
+        """The stream of each source's rows."""
+        return [
+            Visits(rows, partial(permutation, rows, derived_seed(self.seed, source)))
+            for source, rows in enumerate(self.num_rows)
+        ]
 
 
 def derived_seed(seed: int, part: int) -> int:

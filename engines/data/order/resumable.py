@@ -5,10 +5,12 @@ resumed run needs no saved cursor and reads the same rows; in every epoch each r
 The stream is the concatenation of one permutation per epoch: a batch may span two epochs (and
 then may hold a row twice), and no row is ever left out because of a remainder.
 The permutations come from PCG64's raw stream, which numpy guarantees never to change.
+Steps in sequence sort the rows once an epoch; what is kept for that changes no batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -55,21 +57,50 @@ class ResumableOrder:
         """
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
-        start = step * self.batch_size
-        rows: list[int] = []
-        while len(rows) < self.batch_size:
-            epoch, offset = divmod(start + len(rows), self.num_rows)
-            wanted = self.batch_size - len(rows)
-            order = permutation(self.num_rows, self.seed, epoch)
-            rows.extend(order[offset : offset + wanted].tolist())
-        return rows
+        return self._visits(step * self.batch_size, self.batch_size).tolist()
 
     def epoch(self, step: int) -> float:
         """Epochs finished before `step`, with its fraction."""
         return step * self.batch_size / self.num_rows
 
+    @cached_property
+    def _visits(self) -> "Visits":
+        return Visits(self.num_rows, partial(permutation, self.num_rows, self.seed))
 
-@lru_cache(maxsize=8)
+
+class Visits:
+    """An endless stream of rows, one epoch after the other.
+
+    The two epochs that were read last are kept: a batch may span them.
+
+    Args:
+        num_rows: of an epoch, at least 1.
+        epoch_rows: the order of an epoch's rows, (num_rows,) int64; a pure function.
+    """
+
+    def __init__(self, num_rows: int, epoch_rows: Callable[[int], np.ndarray]) -> None:
+        self._num_rows = num_rows
+        self._epoch_rows = lru_cache(maxsize=2)(epoch_rows)
+
+    def __call__(self, first: int, count: int) -> np.ndarray:
+        """Some visits in a row.
+
+        Args:
+            first: 0-based number of the first one.
+            count: how many, at least 0.
+
+        Returns:
+            (count,) int64 rows.
+        """
+        pieces = [np.empty(0, dtype=np.int64)]
+        while count:
+            epoch, offset = divmod(first, self._num_rows)
+            piece = self._epoch_rows(epoch)[offset : offset + count]
+            pieces.append(piece)
+            first, count = first + len(piece), count - len(piece)
+        return np.concatenate(pieces)
+
+
 def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
     """A permutation of `range(num_rows)`, the same on every machine and numpy version.
 

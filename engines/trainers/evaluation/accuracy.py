@@ -26,7 +26,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def wilson_interval(
-    num_correct: float, num_problems: int, confidence: float
+    num_correct: float, num_problems: float, confidence: float
 ) -> tuple[float, float]:
     """The score interval of a binomial share (Wilson 1927), without continuity correction.
 
@@ -34,7 +34,7 @@ def wilson_interval(
 
     Args:
         num_correct: successes; a tie may count half.
-        num_problems: trials, at least 1.
+        num_problems: trials, at least 1; perhaps an effective number.
         confidence: coverage, e.g. 0.95.
 
     Returns:
@@ -44,7 +44,7 @@ def wilson_interval(
         ValueError: no trial, or more successes than trials.
     """
     if num_problems < 1 or not 0 <= num_correct <= num_problems:
-        raise ValueError(f"no interval for {num_correct:g} out of {num_problems}")
+        raise ValueError(f"no interval for {num_correct:g} out of {num_problems:g}")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = num_correct / num_problems
     spread = z * sqrt(share * (1 - share) / num_problems + z * z / (4 * num_problems**2))

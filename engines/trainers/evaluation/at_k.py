@@ -6,6 +6,7 @@ verl draws 1,000 times with replacement, which favours repetition. No torch.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from math import comb
 from statistics import fmean
 
@@ -64,12 +65,11 @@ def _right_with(votes: int, classes: Sequence[tuple[int, float]], n: int, k: int
     rivals = [(count, value) for count, value in classes if count >= votes]
     num_others = n - sum(count for count, _ in rivals)
     # (ties, drawn): chance, and chance times the sum of the tied answers' verdicts.
-    chances = np.zeros((k // votes + 1, k + 1))
+    chances = np.zeros((min(k // votes, len(rivals)) + 1, k + 1))
     worths = np.zeros_like(chances)
-    chances[0] = [_chance(num_others, drawn, n, k) for drawn in range(k + 1)]
+    chances[0] = _chances(num_others, n, k)
     for count, value in rivals:
-        below = np.array([_chance(count, drawn, n, k) for drawn in range(votes)])
-        wins = _chance(count, votes, n, k)
+        below, wins = _chances(count, n, k)[:votes], _chances(count, n, k)[votes]
         tied = _shifted(chances, votes) * wins
         tied_worths = _shifted(worths, votes) * wins + value * tied
         chances = _folded(chances, below) + tied
@@ -80,6 +80,12 @@ def _right_with(votes: int, classes: Sequence[tuple[int, float]], n: int, k: int
 def _folded(table: np.ndarray, chances: np.ndarray) -> np.ndarray:
     """Each row of a table convolved with the chances of a count, cut to the table's width."""
     width = table.shape[1]
+    if len(chances) < len(table):
+        # Many ties of few votes each: a step for each number drawn, over all rows at once.
+        folded = np.zeros_like(table)
+        for drawn, chance in enumerate(chances):
+            folded[:, drawn:] += chance * table[:, : width - drawn]
+        return folded
     return np.stack([np.convolve(row, chances)[:width] for row in table])
 
 
@@ -88,6 +94,14 @@ def _shifted(table: np.ndarray, votes: int) -> np.ndarray:
     moved = np.zeros_like(table)
     moved[1:, votes:] = table[:-1, : table.shape[1] - votes]
     return moved
+
+
+@lru_cache(maxsize=256)
+def _chances(count: int, n: int, k: int) -> np.ndarray:
+    """(k + 1,) of each number drawn `_chance`; answers of one count share it."""
+    chances = np.array([_chance(count, drawn, n, k) for drawn in range(k + 1)])
+    chances.setflags(write=False)
+    return chances
 
 
 def _chance(count: int, drawn: int, n: int, k: int) -> float:

@@ -131,3 +131,23 @@ def is_mean(directory: Path, metric: str, value: float) -> bool:
     """
     values = document_values(directory, metric).values()
     return bool(values) and isclose(sum(values) / len(values), value, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def higher_is_better(directory: Path, metric: str) -> bool | None:
+    """Whether a larger value of a metric is the better one, as the harness says.
+
+    Args:
+        directory: of a measurement.
+        metric: its name, of any filter.
+
+    Returns:
+        None where the harness does not say, or where it knows no such metric.
+    """
+    summary = json.loads((directory / SUMMARY_NAME).read_text(encoding="utf-8"))
+    said = {
+        metric_name(task, name, NO_FILTER): is_better
+        for task, about in summary["tasks"].items()
+        for name, is_better in (about.get("higher_is_better") or {}).items()
+    }
+    of_metric = [name for name in said if metric == name or metric.startswith(f"{name}/")]
+    return said[max(of_metric, key=len)] if of_metric else None

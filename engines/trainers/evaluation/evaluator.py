@@ -1,11 +1,13 @@
 """Held-out evaluation: greedy pass@1, and sampled pass@k, maj@k, avg@k, best@k, with intervals.
 
-Promises: one greedy answer per problem decides `accuracy`; a problem whose answer could not be
-scored is counted and left out, never wrong by default; seeds are derived from (seed, problem,
-sample), so an evaluation repeats whatever shares the batch. The rows keep every text.
+Promises: one greedy answer per row decides `accuracy`; a row whose answer could not be scored is
+counted and left out, never wrong by default; intervals count distinct problems, however many rows
+ask each; seeds are derived from (seed, row, sample), so an evaluation repeats whatever shares the
+batch. The rows keep every text.
 Does not promise: maj@k where the reward does not say what it read.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,7 +17,7 @@ from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
-from engines.trainers.evaluation.accuracy import wilson_interval
+from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
 from engines.trainers.evaluation.sampled import SampledAnswer, sampled_metrics
 from engines.trainers.prompts import sample_seeds
 from engines.trainers.sampling import sampling_params
@@ -65,6 +67,22 @@ class EvaluatedProblem:
     prompt_text: str
     greedy: Answer
     samples: tuple[Answer, ...]
+
+    @property
+    def ground_truth(self) -> str:
+        """The true answer; JSON of what is no text."""
+        truth = self.prompt.row.reward_model.ground_truth
+        return truth if isinstance(truth, str) else json.dumps(truth, sort_keys=True)
+
+    @property
+    def image_digests(self) -> tuple[str, ...]:
+        """Of the images that the prompt shows, in their order."""
+        return tuple(image.sha256 for image in self.prompt.row.images)
+
+    @property
+    def identity(self) -> tuple[str, str, tuple[str, ...]]:
+        """Equal of rows that hold one problem: prompt, true answer and images."""
+        return self.prompt_text, self.ground_truth, self.image_digests
 
 
 @dataclass(frozen=True)
@@ -203,13 +221,14 @@ def summarize(
 
     Returns:
         `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), `reward/mean` of the greedy
-        answers, lengths, counts, and for every k `pass@k`, `avg@k`, `best@k` and, where the reward
-        says what it read, `maj@k`, each with `_low` and `_high`. Where nothing could be scored,
-        neither of the first two.
+        answers, lengths, counts of rows and of distinct problems, and for every k `pass@k`,
+        `avg@k`, `best@k` and, where the reward says what it read, `maj@k`, each with `_low` and
+        `_high`. Where nothing could be scored, neither of the first two.
     """
-    verdicts = [p.greedy.correct for p in problems if p.greedy.correct is not None]
+    verdicts = [(p.identity, p.greedy.correct) for p in problems if p.greedy.correct is not None]
     metrics = {
         "num_problems": float(len(problems)),
+        "num_distinct_problems": float(len({p.identity for p in problems})),
         "num_unscored": float(len(problems) - len(verdicts)),
         "response_length/mean": fmean(p.greedy.num_tokens for p in problems),
         "response_length/clip_ratio": fmean(p.greedy.finish_reason == "length" for p in problems),
@@ -218,14 +237,14 @@ def summarize(
     if scores:
         metrics["reward/mean"] = fmean(scores)
     if verdicts:
-        low, high = wilson_interval(sum(verdicts), len(verdicts), config.confidence)
+        low, high = share_interval(sums_by_problem(verdicts), config.confidence)
         metrics |= {
-            "accuracy": sum(verdicts) / len(verdicts),
+            "accuracy": sum(correct for _, correct in verdicts) / len(verdicts),
             "accuracy_low": low,
             "accuracy_high": high,
         }
     ks = config.pass_at if config.num_samples else ()
-    scored = [scored_samples(problem) for problem in problems]
+    scored = [(problem.identity, scored_samples(problem)) for problem in problems]
     for name, found in sampled_metrics(scored, ks, config.confidence, seed).items():
         metrics |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
     return metrics

@@ -31,6 +31,7 @@ _SCHEMA = pa.schema(
         ("data_source", pa.string()),
         ("prompt", pa.string()),
         ("ground_truth", pa.string()),
+        ("images", pa.list_(pa.string())),
         ("greedy", _ANSWER),
         ("samples", pa.list_(_ANSWER)),
     ]
@@ -51,13 +52,12 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
 
 
 def _row(problem: EvaluatedProblem) -> dict[str, object]:
-    row = problem.prompt.row
-    truth = row.reward_model.ground_truth
     return {
         "index": problem.prompt.index,
-        "data_source": row.data_source,
+        "data_source": problem.prompt.row.data_source,
         "prompt": problem.prompt_text,
-        "ground_truth": truth if isinstance(truth, str) else json.dumps(truth, sort_keys=True),
+        "ground_truth": problem.ground_truth,
+        "images": problem.image_digests,
         "greedy": _answer(problem.greedy),
         "samples": [_answer(answer) for answer in problem.samples],
     }

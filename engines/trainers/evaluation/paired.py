@@ -6,12 +6,15 @@ the differences is compared with its values over random signs: the paired random
 Hypotheses, 1989). For verdicts, whose differences are -1, 0 and 1, it is the exact McNemar (sign)
 test up to the error of its draws.
 
+Rows that ask one problem have one sign together, for they went well or badly together: the models
+are exchanged problem by problem.
+
 Promises: equal models are told apart no more often than (1 - confidence) / 2, however few problems
-changed; equal inputs give equal results.
+changed and however often each is asked; equal inputs give equal results.
 Does not promise: an interval for the size of a large gain; it is wider than that of a bootstrap.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from engines.trainers.evaluation.documents import document_values, has_documents
+from engines.trainers.evaluation.repeated import sums_by_problem
 from engines.trainers.evaluation.sampled import SampledAnswer, sampled_values
 from infra.errors import ConfigError
 
@@ -35,7 +39,7 @@ class PairedGain:
     Attributes:
         mean: above 0, if the second model is better.
         margin: half the width of the interval around the mean.
-        num_problems: that were compared.
+        num_problems: distinct ones that were compared.
     """
 
     mean: float
@@ -49,7 +53,7 @@ def paired_gain(
     """Compare a mean difference with those of random signs.
 
     Args:
-        differences: one for each problem, at least one.
+        differences: one for each distinct problem, at least one.
         confidence: two-sided, of the interval.
         seed: of the signs.
         num_draws: of all signs.
@@ -88,12 +92,13 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
         metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k`, `avg@k` or a harness's.
 
     Returns:
-        The differences of the problems that have a value in both, in their order; perhaps none.
+        The mean difference of each distinct problem over its rows that have a value in both, in
+        their order; perhaps none. Weighted by those rows: the mean of all is that over rows.
 
     Raises:
         ConfigError: the problems of the two are not the same.
     """
-    now, before = _values(evaluation, metric), _values(incumbent, metric)
+    now, before = _rows(evaluation, metric), _rows(incumbent, metric)
     differing = sorted(now.keys() ^ before.keys())
     if differing:
         index, source, _ = differing[0]
@@ -102,21 +107,41 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
             f"got other problems than those of the candidate ({len(differing)} differ, the first "
             f"is problem {index} of {source}); need the same; evaluate both on one dataset",
         )
-    pairs = [(value, before[problem]) for problem, value in now.items()]
-    return [new - old for new, old in pairs if new is not None and old is not None]
+    pairs = [(new, before[row].value) for row, new in now.items()]
+    differences = [
+        (new.problem, new.value - old)
+        for new, old in pairs
+        if new.value is not None and old is not None
+    ]
+    return sums_by_problem(differences).weighted_means if differences else []
 
 
-Problem = tuple[int, str, str]
+RowKey = tuple[int, str, str]
 """Number in the evaluation split, data source, true answer; of a harness's document its digest."""
 
 
-def _values(directory: Path, metric: str) -> Mapping[Problem, float | None]:
+@dataclass(frozen=True)
+class _Row:
+    """What names the problem that a row asks, and what it contributes to a metric."""
+
+    problem: Hashable
+    value: float | None
+
+
+def _rows(directory: Path, metric: str) -> Mapping[RowKey, _Row]:
     if has_documents(directory):
-        return document_values(directory, metric)
-    columns = ["index", "data_source", "ground_truth", "greedy", "samples"]
-    rows = pq.read_table(directory / "rows.parquet", columns=columns).to_pylist()
+        values = document_values(directory, metric)
+        return {key: _Row(key[1:], value) for key, value in values.items()}
+    columns = ["index", "data_source", "prompt", "ground_truth", "images", "greedy", "samples"]
+    path = directory / "rows.parquet"
+    stored = pq.read_schema(path).names
+    rows = pq.read_table(path, columns=[each for each in columns if each in stored]).to_pylist()
     return {
-        (row["index"], row["data_source"], row["ground_truth"]): problem_value(row, metric)
+        (row["index"], row["data_source"], row["ground_truth"]): _Row(
+            # An evaluation of before they were kept has no digests of images.
+            (row["prompt"], row["ground_truth"], tuple(row.get("images") or ())),
+            problem_value(row, metric),
+        )
         for row in rows
     }
 

@@ -1,19 +1,22 @@
 """What sampled answers are worth over problems, with intervals.
 
-Promises: equal inputs give equal results, on every version of numpy. No torch.
+Promises: equal inputs give equal results, on every version of numpy; intervals count distinct
+problems, however many rows ask each. No torch.
 Does not promise: an interval that is right for a handful of problems, or where all values are
 equal and are no verdicts; a bootstrap knows no more than what it saw.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import fsum
 from statistics import fmean
 
 import numpy as np
 
-from engines.trainers.evaluation.accuracy import pass_at_k, wilson_interval
+from engines.trainers.evaluation.accuracy import pass_at_k
 from engines.trainers.evaluation.at_k import best_at_k, maj_at_k
+from engines.trainers.evaluation.repeated import ProblemSums, share_interval, sums_by_problem
 
 NUM_DRAWS = 2_000
 MAX_CELLS = 2**22
@@ -38,13 +41,13 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems and the interval around it.
+    """A mean over rows and the interval around it.
 
     Attributes:
-        mean: of the problems' values.
+        mean: of the rows' values.
         low: lower bound, at most the mean.
         high: upper bound, at least the mean.
-        num_problems: with enough samples to have a value.
+        num_problems: distinct ones, with enough samples to have a value.
     """
 
     mean: float
@@ -54,14 +57,16 @@ class Estimate:
 
 
 def bootstrap_interval(
-    values: Sequence[float], confidence: float, seed: int, num_draws: int = NUM_DRAWS
+    values: ProblemSums, confidence: float, seed: int, num_draws: int = NUM_DRAWS
 ) -> tuple[float, float]:
-    """The percentile bootstrap of a mean (Efron and Tibshirani, 1993, sec. 13.3).
+    """The percentile bootstrap of a mean over rows (Efron and Tibshirani, 1993, sec. 13.3).
 
-    Problems are drawn with replacement by PCG64's raw stream, which numpy guarantees.
+    Whole problems are drawn with replacement, with all of their rows (the cluster bootstrap: Field
+    and Welsh, Bootstrapping Clustered Data, JRSS B 69, 2007), by PCG64's raw stream, which numpy
+    guarantees.
 
     Args:
-        values: (P,) one of each problem, at least one.
+        values: of P distinct problems, at least one.
         confidence: coverage, e.g. 0.95.
         seed: at least 0.
         num_draws: of P problems each.
@@ -72,32 +77,34 @@ def bootstrap_interval(
     Raises:
         ValueError: there is no value.
     """
-    if not values:
+    if not values.sums:
         raise ValueError("got no values; need one or more")
-    array = np.asarray(values, dtype=np.float64)
+    sums, weights = np.asarray(values.sums), np.asarray(values.num_rows, dtype=np.float64)
     stream = np.random.PCG64(np.random.SeedSequence(seed))
-    num_rows = max(1, MAX_CELLS // len(array))
-    means = np.concatenate(
-        [
-            # The remainder of 64 bits is uniform to one part in 2^64 / P.
-            array[stream.random_raw((rows, len(array))) % len(array)].mean(axis=1)
-            for start in range(0, num_draws, num_rows)
-            for rows in [min(num_rows, num_draws - start)]
-        ]
-    )
+    num_at_once = max(1, MAX_CELLS // len(sums))
+    means: list[float] = []
+    for start in range(0, num_draws, num_at_once):
+        size = (min(num_at_once, num_draws - start), len(sums))
+        # The remainder of 64 bits is uniform to one part in 2^64 / P.
+        drawn = stream.random_raw(size) % len(sums)
+        means += (sums[drawn].sum(axis=1) / weights[drawn].sum(axis=1)).tolist()
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
     low, high = np.quantile(means, tails, method="inverted_cdf").tolist()
-    mean = fmean(values)
+    mean = fsum(values.sums) / sum(values.num_rows)
     return min(low, mean), max(high, mean)
 
 
 def estimate(
-    values: Sequence[float], confidence: float, seed: int, num_draws: int = NUM_DRAWS
+    rows: Sequence[tuple[Hashable, float]],
+    confidence: float,
+    seed: int,
+    num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """The mean of some problems' values: Wilson's interval of verdicts, a bootstrap of others.
+    """The mean of some rows' values: Wilson's interval of verdicts, a bootstrap of others.
 
     Args:
-        values: one of each problem, at least one; verdicts if all are 0 or 1.
+        rows: what names the problem of each, and its value; at least one. Verdicts if all are 0 or
+            1, and equal where they are of one problem.
         confidence: coverage of the interval.
         seed: of the bootstrap.
         num_draws: of the bootstrap.
@@ -108,11 +115,14 @@ def estimate(
     Raises:
         ValueError: there is no value.
     """
-    if values and all(value in (0, 1) for value in values):
-        low, high = wilson_interval(round(sum(values)), len(values), confidence)
+    problems, values = sums_by_problem(rows), [value for _, value in rows]
+    has_one_verdict_each = len(set(rows)) == len(problems.sums) and {*values} <= {0, 1}
+    if rows and has_one_verdict_each:
+        low, high = share_interval(problems, confidence)
     else:
-        low, high = bootstrap_interval(values, confidence, seed, num_draws)
-    return Estimate(fmean(values), low, high, len(values))
+        low, high = bootstrap_interval(problems, confidence, seed, num_draws)
+    mean = fmean(values)
+    return Estimate(mean, min(low, mean), max(high, mean), len(problems.sums))
 
 
 def sampled_values(samples: Sequence[SampledAnswer], k: int) -> dict[str, float]:
@@ -145,31 +155,31 @@ def says_answers(samples: Sequence[SampledAnswer]) -> bool:
 
 
 def sampled_metrics(
-    problems: Sequence[Sequence[SampledAnswer]],
+    rows: Sequence[tuple[Hashable, Sequence[SampledAnswer]]],
     ks: Sequence[int],
     confidence: float,
     seed: int,
     num_draws: int = NUM_DRAWS,
 ) -> dict[str, Estimate]:
-    """What sampled answers are worth, over problems.
+    """What sampled answers are worth, over rows.
 
     Args:
-        problems: the samples of each that could be scored.
+        rows: what names the problem of each, and its samples that could be scored.
         ks: sizes of draws, at least 1 each.
         confidence: coverage of the intervals.
         seed: of the bootstrap.
         num_draws: of the bootstrap.
 
     Returns:
-        The metrics of `sampled_values`, over the problems with at least k samples. What no problem
+        The metrics of `sampled_values`, over the rows with at least k samples. What no row
         has is not there; `maj@k` is not there either unless the reward says every answer, for a
-        vote over some of the problems would be compared with the others.
+        vote over some of the rows would be compared with the others.
     """
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    votes = all(says_answers(samples) for samples in problems)
-    for samples in problems:
+    values: defaultdict[str, list[tuple[Hashable, float]]] = defaultdict(list)
+    votes = all(says_answers(samples) for _, samples in rows)
+    for problem, samples in rows:
         for k in dict.fromkeys(ks):
             for name, value in sampled_values(samples, k).items():
                 if votes or not name.startswith("maj@"):
-                    values[name].append(value)
+                    values[name].append((problem, value))
     return {name: estimate(values[name], confidence, seed, num_draws) for name in sorted(values)}

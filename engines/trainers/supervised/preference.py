@@ -6,6 +6,7 @@ Does not promise that a policy of a high accuracy writes such answers itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from statistics import fmean
 from typing import Protocol
 
@@ -33,7 +34,7 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.order.training_order import VisitedRow
 from engines.data.read.by_place import Made
 from engines.data.read.pairs import Pair
-from engines.trainers.evaluation.accuracy import wilson_interval
+from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
 from engines.trainers.guards.poison import ROW
 from engines.training import roles
 from engines.training.roles import RoleName
@@ -282,7 +283,8 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
 
     Returns:
         `pair_accuracy`, the share whose chosen answer has the larger reward, a tie counting half;
-        `pair_accuracy_low` and `_high` of its Wilson interval; `pair_margin`, the mean difference
+        `pair_accuracy_low` and `_high` of its Wilson interval, for which equal pairs are one;
+        `pair_margin`, the mean difference
         of the rewards; `num_pairs`. Nothing of no pairs.
     """
     margins: list[float] = []
@@ -292,12 +294,19 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
         margins += (found.chosen_reward_P - found.rejected_reward_P).tolist()
     if not margins:
         return {}
-    num_right = float(right_side(torch.tensor(margins, dtype=torch.float64)).sum())
-    low, high = wilson_interval(num_right, len(margins), CONFIDENCE)
+    right = right_side(torch.tensor(margins, dtype=torch.float64)).tolist()
+    pairs = sums_by_problem(zip(map(_digest, held_out), right, strict=True))
+    low, high = share_interval(pairs, CONFIDENCE)
     return {
-        PAIR_ACCURACY: num_right / len(margins),
+        PAIR_ACCURACY: sum(right) / len(margins),
         f"{PAIR_ACCURACY}_low": low,
         f"{PAIR_ACCURACY}_high": high,
         PAIR_MARGIN: fmean(margins),
         NUM_PAIRS: float(len(margins)),
     }
+
+
+def _digest(pair: Pair) -> bytes:
+    """Equal of rows that hold one pair."""
+    sides = (pair.chosen.input_ids, pair.rejected.input_ids)
+    return sha256(repr(sides).encode()).digest()

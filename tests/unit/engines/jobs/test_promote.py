@@ -34,7 +34,8 @@ class Bench:
         answers = [{"correct": place < num_right, "score": 0.0} for place in range(10)]
         rows = [
             {
-                "index": first + place, "data_source": "sums", "ground_truth": str(place),
+                "index": first + place, "data_source": "sums", "prompt": f"{place}?",
+                "ground_truth": str(place), "images": [],
                 "greedy": each, "samples": [each],
             }
             for place, each in enumerate(answers)

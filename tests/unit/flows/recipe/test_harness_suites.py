@@ -10,7 +10,8 @@ from engines.config.stages.harness import HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.preflight import look_of
-from flows.recipe.recipe import Recipe, load_recipe
+from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
+from flows.recipe.source import with_overrides
 from flows.report.measured import measured_tables
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
@@ -45,10 +46,9 @@ def planned(recipe: Recipe, root: Path) -> dict[str, Any]:
 
 
 def only_measured(*overrides: str) -> Recipe:
-    model = "model={init: pretrained, path: owner/name}"
-    return load_recipe(
-        "quickstart", (model, "sft=null", "rl.num_rounds=0", "data=null", *overrides)
-    )
+    nothing_trains = {"sft": None, "rl": {"num_rounds": 0}}
+    data = {"name": "measured", "model": {"path": "owner/name"}, **nothing_trains}
+    return parse_recipe(with_overrides(data, overrides))
 
 
 def test_a_trained_model_is_asked_where_suites_are_measured(tmp_path: Path, python: Path) -> None:
@@ -187,3 +187,16 @@ def test_the_report_has_each_metric_with_its_interval() -> None:
         "| harness_arc | pile/word_perplexity | 12.5 |  |",
         "",
     ]
+
+
+def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
+    python: Path,
+) -> None:
+    recipe = only_measured(ARC, "evaluation.confidence=0.8", "against.path=a/b")
+    found = (recipe.harness_stage("arc").confidence, recipe.compare_stage("arc").confidence)
+    assert found == (0.8, 0.8)
+
+
+def test_what_a_harness_does_not_read_of_an_evaluation_is_refused(python: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^evaluation.num_samples: got 8; .* no data of its own"):
+        only_measured(ARC, "evaluation.num_samples=8")

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from engines.config.sections import EvaluationConfig
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
-from flows.recipe.recipe import Recipe, load_recipe
-from flows.recipe.source import suite_names
+from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
+from flows.recipe.source import suite_names, with_overrides
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.section_names import renamed_sections
@@ -17,15 +18,13 @@ from infra.store.storage import LocalStorage
 
 KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
 ADDITION = "suites={addition: addition}"
-NOTHING_TRAINS = ("sft=null", "rl.num_rounds=0", "data=null")
+NOTHING_TRAINS = {"sft": None, "rl": {"num_rounds": 0}}
 
 
 def measured(*overrides: str) -> Recipe:
-    """The quickstart's sizes, but for a model that is there and only measured."""
-    return load_recipe(
-        "quickstart",
-        ("model={init: pretrained, path: owner/name}", *NOTHING_TRAINS, *overrides),
-    )
+    """Of a model that is there and only measured."""
+    data = {"name": "measured", "model": {"path": "owner/name"}, **NOTHING_TRAINS}
+    return parse_recipe(with_overrides(data, overrides))
 
 
 def planned(recipe: Recipe, root: Path) -> dict[str, Any]:
@@ -115,6 +114,78 @@ def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation()
     assert first.identity_values() == second.identity_values()
     other = measured(ADDITION, "model.chat_template='{{ messages }}'")
     assert other.evaluate_suite_stage("addition").identity_values() != first.identity_values()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("evaluation={num_samples: 8, pass_at: [8]}",),
+            "evaluation.num_samples: got 8; the recipe has no data of its own, and this changes no "
+            "suite; need it of a suite; set suites.addition.evaluation.num_samples",
+        ),
+        (("evaluation.confidence=0.9",), "evaluation.confidence: got 0.9; the recipe has no data"),
+        (
+            ("rl.reward.function=math",),
+            "rl.reward.function: got 'math'; every suite has a reward of its own; need it of a "
+            "suite; set suites.addition.reward.function",
+        ),
+        (("promote.model_name=x",), "promote.model_name: got 'x'; nothing is trained here; remove"),
+        (("rl.group_size=2",), "rl.group_size: got 2; nothing is trained here; remove it"),
+        (("rl.optimizer.lr=0.1",), "rl.optimizer: got other values; nothing is trained here"),
+        (("rl.sampling.temperature=0.5",), "rl.sampling.temperature: got 0.5; nothing is trained"),
+        (("checkpoint.num_keep=3",), "checkpoint.num_keep: got 3; nothing is trained here"),
+        (("merge.dtype=bfloat16",), "merge.dtype: got 'bfloat16'; nothing is trained here"),
+    ],
+)
+def test_a_setting_that_suites_alone_do_not_read_is_refused(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        measured(ADDITION, *overrides)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_suites_alone_do_read_is_taken() -> None:
+    own = measured(ADDITION, "suites.addition.reward=null", "rl.reward.function=math")
+    assert own.evaluate_suite_stage("addition").reward.function == "math"
+    short = measured("suites={a: {data: {arithmetic: {}}}}", "rl.sampling.max_new_tokens=3")
+    assert short.evaluate_suite_stage("a").evaluation.max_new_tokens == 3
+    data = measured(
+        "data={arithmetic: {num_sft: 0, num_rl: 0}}",
+        "evaluation.num_samples=8",
+        "promote.min_value=1",
+    )
+    assert data.evaluate_stage().evaluation.num_samples == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pass_at": [1, 8]}, "got [1, 8] without num_samples, and nothing is sampled; need "
+         "num_samples 8 or more"),
+        ({"temperature": 0.5}, "got 0.5 without num_samples"),
+        ({"top_p": 0.9}, "got 0.9 without num_samples"),
+        ({"top_k": 5}, "got 5 without num_samples"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_samples_needs_samples(given: dict[str, Any], said: str) -> None:
+    [name] = given
+    with pytest.raises(ConfigError) as caught:
+        measured(ADDITION, f"suites.addition.evaluation={given}")
+    assert str(caught.value).startswith(f"suites.addition.evaluation.{name}: {said}")
+    off = measured(ADDITION, f"suites.addition.evaluation={ {'num_samples': 0, **given} }")
+    found = off.suites["addition"].evaluation
+    assert found.num_samples == 0
+    assert EvaluationConfig.model_validate(found.model_dump(mode="json")) == found
+    usual = {"pass_at": [1], "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    measured(ADDITION, f"suites.addition.evaluation={usual}")
+
+
+def test_samples_of_a_recipe_are_switched_off_by_their_number() -> None:
+    off = load_recipe("quickstart", ["evaluation.num_samples=0"]).evaluation
+    assert (off.num_samples, off.pass_at) == (0, (1, 4))
 
 
 def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: Path) -> None:

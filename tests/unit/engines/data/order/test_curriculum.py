@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
-from engines.data.order.resumable import permutation
 
 _DIFFICULTY = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=25).map(tuple)
 
@@ -73,7 +72,6 @@ def test_a_resumed_run_reads_what_the_uninterrupted_one_reads(
         (banded(batch_size, seed, difficulty), banded(batch_size, seed, difficulty)),
     ):
         batches = [walked.batch(i) for i in range(step + 1)]
-        permutation.cache_clear()
         assert resumed.batch(step) == batches[step]
 
 

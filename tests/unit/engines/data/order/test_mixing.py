@@ -91,7 +91,6 @@ def test_a_resumed_run_reads_what_the_uninterrupted_one_reads(
     num_rows = tuple(7 + part for part in parts)
     walked = mixed(num_rows, parts, batch_size=batch_size, seed=seed)
     batches = [walked.batch(i) for i in range(step + 1)]
-    permutation.cache_clear()
     source_pattern.cache_clear()
     assert mixed(num_rows, parts, batch_size=batch_size, seed=seed).batch(step) == batches[step]
     # One batch of the whole is the stream of the small ones.

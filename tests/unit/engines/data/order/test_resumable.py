@@ -15,7 +15,6 @@ def test_a_resumed_run_reads_what_the_uninterrupted_one_reads(
 ) -> None:
     walked = ResumableOrder(num_rows=num_rows, batch_size=batch_size, seed=seed)
     batches = [walked.batch(i) for i in range(step + 1)]
-    permutation.cache_clear()
     resumed = ResumableOrder(num_rows=num_rows, batch_size=batch_size, seed=seed)
     assert resumed.batch(step) == batches[step]
     assert all(len(batch) == batch_size for batch in batches)

@@ -95,6 +95,24 @@ def test_many_samples_agree_with_simulated_draws() -> None:
     assert abs(found - fmean(shares)) < 4 * np.std(shares) / 4000**0.5
 
 
+def test_answers_that_all_differ_are_folded_in_a_step_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is drawn ties with one vote each, so a draw is worth its share of right answers."""
+    folds = list[int]()
+    plain = np.convolve
+
+    def counted(*arrays: np.ndarray) -> np.ndarray:
+        folds.append(1)
+        return plain(*arrays)
+
+    monkeypatch.setattr(np, "convolve", counted)
+    answers: list[str | None] = [str(place) for place in range(256)]
+    found = maj_at_k(answers, [place % 3 == 0 for place in range(256)], 128)
+    assert found == pytest.approx(86 / 256, abs=1e-12)
+    assert len(folds) < 256
+
+
 def test_more_samples_than_a_float_can_count_draws_of() -> None:
     answers: list[str | None] = ["a"] * 900 + ["b"] * 700
     correct = [answer == "a" for answer in answers]

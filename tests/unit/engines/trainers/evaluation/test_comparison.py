@@ -11,6 +11,7 @@ from engines.trainers.evaluation.comparison import (
     MetricGain,
     compared_metrics,
     comparison_json,
+    comparison_metrics,
     metric_gain,
 )
 from engines.trainers.evaluation.evaluator import (
@@ -20,6 +21,9 @@ from engines.trainers.evaluation.evaluator import (
     summarize,
 )
 from engines.trainers.evaluation.files import write_evaluation
+from flows.report.measured import measured_tables
+from infra.tracking.comparison import verdicts
+from tasks.runner.run import headline_metric
 
 
 def evaluation(directory: Path, right: str, num_samples: int = 0) -> Path:
@@ -33,9 +37,11 @@ def evaluation(directory: Path, right: str, num_samples: int = 0) -> Path:
     problems = tuple(
         EvaluatedProblem(
             RLPrompt(
-                index, RLRow("s", (Message("user", "q"),), "m", RewardModel("rule", "1"), {}), (1,)
+                index,
+                RLRow("s", (Message("user", f"{index}?"),), "m", RewardModel("rule", "1"), {}),
+                (1,),
             ),
-            "q",
+            f"{index}?",
             answer(letter),
             (answer(letter),) * num_samples,
         )
@@ -95,7 +101,7 @@ def test_a_metric_that_no_problem_has_in_both_is_left_out(tmp_path: Path) -> Non
 
 
 def test_the_file() -> None:
-    gain = MetricGain("accuracy", 0.5, 0.25, 0.25, 0.1, 8)
+    gain = MetricGain("accuracy", 0.5, 0.25, 0.25, 0.1, 8, higher_is_better=True)
     assert comparison_json([gain], 0.95) == {
         "schema": 1,
         "confidence": 0.95,
@@ -106,8 +112,33 @@ def test_the_file() -> None:
                 "gain": 0.25,
                 "margin": 0.1,
                 "num_problems": 8,
+                "higher_is_better": True,
                 "verdict": "better",
             }
         },
     }
     assert str(gain) == "accuracy 0.5 against 0.25: better (+0.25, chance 0.1)"
+
+
+def test_the_stage_s_metrics_say_which_way_is_better() -> None:
+    gains = [
+        MetricGain("accuracy", 0.5, 0.25, 0.25, 0.1, 8, higher_is_better=True),
+        MetricGain("t/toxicity", 0.9, 0.1, 0.8, 0.24, 8, higher_is_better=False),
+        MetricGain("t/length", 0.9, 0.1, 0.8, 0.24, 8, higher_is_better=None),
+        MetricGain("t/words", 0.1, 0.9, -0.8, 0.24, 8, higher_is_better=None),
+    ]
+    found = comparison_metrics(gains)
+    assert verdicts(found) == {
+        "accuracy": "better",
+        "t/toxicity": "worse",
+        "t/length": "higher",
+        "t/words": "lower",
+    }
+    assert (found["gain/t/toxicity"], found["margin/t/toxicity"]) == (0.8, 0.24)
+    assert headline_metric(comparison_metrics(gains[1:2])).endswith("chance 0.24: worse")
+    [*_, row, _] = measured_tables({"compare_t": comparison_metrics(gains[1:2])})
+    assert row == "| compare_t | t/toxicity | +0.8000 | 0.2400 | worse |"
+
+
+def test_a_gain_that_says_no_direction_is_no_praise() -> None:
+    assert verdicts({"gain/t/toxicity": 0.8, "margin/t/toxicity": 0.2}) == {"t/toxicity": "higher"}

@@ -10,6 +10,7 @@ from engines.trainers.evaluation.comparison import compared_metrics, metric_gain
 from engines.trainers.evaluation.documents import (
     Document,
     document_values,
+    higher_is_better,
     is_mean,
     metric_name,
     write_measurement,
@@ -19,7 +20,13 @@ from infra.errors import ConfigError
 ACC, PERPLEXITY = "arc/acc", "arc/perplexity"
 
 
-def measurement(directory: Path, values: list[float], perplexity: float, first: int = 0) -> Path:
+def measurement(
+    directory: Path,
+    values: list[float],
+    perplexity: float,
+    first: int = 0,
+    higher_is_better: bool | None = True,
+) -> Path:
     """Of one document for each value; a perplexity is no mean of what they contribute."""
     directory.mkdir()
     documents = [
@@ -37,7 +44,8 @@ def measurement(directory: Path, values: list[float], perplexity: float, first: 
         for index, value in enumerate(values, first)
     ]
     metrics = {ACC: sum(values) / len(values), PERPLEXITY: perplexity, f"{ACC}_low": 0.0}
-    write_measurement(metrics, {"arc": {"version": "1.0"}}, documents, directory)
+    tasks = {"arc": {"version": "1.0", "higher_is_better": {"acc": higher_is_better}}}
+    write_measurement(metrics, tasks, documents, directory)
     return directory
 
 
@@ -57,7 +65,7 @@ def test_everything_that_was_asked_and_answered_is_there(tmp_path: Path) -> None
     }
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["metrics"] == {ACC: 0.5, PERPLEXITY: 2.5, f"{ACC}_low": 0.0}
-    assert summary["tasks"] == {"arc": {"version": "1.0"}}
+    assert summary["tasks"] == {"arc": {"version": "1.0", "higher_is_better": {"acc": True}}}
     again = measurement(tmp_path / "b", [1.0, 0.0], 2.5)
     for name in ("documents.parquet", "summary.json"):
         assert (again / name).read_bytes() == (directory / name).read_bytes()
@@ -80,6 +88,44 @@ def test_only_means_over_documents_are_compared(tmp_path: Path) -> None:
     # Of nine fair signs the sum is at most 5 in 1 - 10/512 of all cases, at most 3 in 1 - 46/512.
     assert (gain.gain, gain.margin) == (pytest.approx(7 / 9), pytest.approx(5 / 9))
     assert (gain.num_problems, gain.verdict) == (9, "better")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        (True, True, "better"),
+        (False, False, "worse"),
+        (None, None, "higher"),
+        (True, False, "higher"),
+        (None, False, "higher"),
+    ],
+)
+def test_the_verdict_goes_by_what_the_harness_calls_better(
+    ours: bool | None, theirs: bool | None, verdict: str, tmp_path: Path
+) -> None:
+    much = measurement(tmp_path / "much", [0.9] * 9, 2.5, higher_is_better=ours)
+    little = measurement(tmp_path / "little", [0.1] * 9, 2.5, higher_is_better=theirs)
+    gain = metric_gain(much, little, ACC, 0.95, 0)
+    assert (gain.gain, gain.verdict) == (pytest.approx(0.8), verdict)
+    opposite = {"better": "worse", "worse": "better", "higher": "lower"}
+    assert metric_gain(little, much, ACC, 0.95, 0).verdict == opposite[verdict]
+    assert metric_gain(much, much, ACC, 0.95, 0).verdict == "alike"
+
+
+def test_a_direction_is_found_by_task_and_metric_whatever_the_filter(tmp_path: Path) -> None:
+    tasks = {
+        "a": {"higher_is_better": {"acc": True, "acc/of": False}},
+        "a/b": {"higher_is_better": {"acc": False}},
+        "c": {"higher_is_better": None},
+        "d": {},
+    }
+    write_measurement({}, tasks, [], tmp_path)
+    names = ("a/acc", "a/acc/strict", "a/acc/of/x", "a/b/acc", "a/accurate", "c/acc", "d/acc", "e")
+    found = {name: higher_is_better(tmp_path, name) for name in names}
+    assert found == {
+        "a/acc": True, "a/acc/strict": True, "a/acc/of/x": False, "a/b/acc": False,
+        "a/accurate": None, "c/acc": None, "d/acc": None, "e": None,
+    }  # fmt: skip
 
 
 def test_other_documents_are_not_compared(tmp_path: Path) -> None:

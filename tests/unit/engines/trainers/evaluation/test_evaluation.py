@@ -12,11 +12,20 @@ from engines.config.model import TokenizerConfig
 from engines.config.sections import EvaluationConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import RLPrompt, rl_prompts
-from engines.data.read.rows import Message, RewardModel, RLRow
+from engines.data.read.rows import IMAGE_MARK, Image, Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.evaluation.evaluator import Evaluation, Evaluator, by_source, told_sources
+from engines.trainers.evaluation.accuracy import wilson_interval
+from engines.trainers.evaluation.evaluator import (
+    Answer,
+    EvaluatedProblem,
+    Evaluation,
+    Evaluator,
+    by_source,
+    summarize,
+    told_sources,
+)
 from engines.trainers.evaluation.files import write_evaluation
 from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
@@ -198,3 +207,50 @@ def test_only_the_sampled_part_is_cut_to_likely_tokens(tokenizer, prompts) -> No
         SamplingParams(4, 0.0),
         SamplingParams(4, **cut),
     }
+
+
+def test_rows_that_repeat_a_problem_narrow_no_interval(tokenizer) -> None:
+    asked = [("1?", "1")] * 6 + [("2?", "2"), ("2?", "3"), ("3?", "3")]
+    rows = [
+        RLRow("sums", (Message("user", text),), "", RewardModel("rule", truth))
+        for text, truth in asked
+    ]
+    greedy = ["1"] * 6 + ["2", "9", "9"]
+    metrics = evaluate(
+        tokenizer,
+        rl_prompts(rows, tokenizer, 30),
+        greedy,
+        [(text,) for text in greedy],
+        num_samples=1,
+    )[0].metrics
+    assert (metrics["num_problems"], metrics["num_distinct_problems"]) == (9, 4)
+    # Six copies and three others weigh as 81 / (36 + 3) verdicts.
+    expected = wilson_interval(7 / 9 * 81 / 39, 81 / 39, 0.95)
+    for metric in ("accuracy", "pass@1"):
+        assert metrics[metric] == 7 / 9
+        found = (metrics[f"{metric}_low"], metrics[f"{metric}_high"])
+        assert found == pytest.approx(expected)
+
+
+def test_images_tell_problems_of_one_text_apart(tmp_path: Path) -> None:
+    """Of a data set of figures many prompts are `Find x`, and some of their answers are equal."""
+    digests = [("ab",), ("cd",), ("ab",)]
+    truth = RewardModel("rule", "1")
+    problems = tuple(
+        EvaluatedProblem(
+            RLPrompt(
+                index,
+                RLRow("s", (Message("user", f"{IMAGE_MARK}x?", images=shown),), "", truth),
+                (1,),
+            ),
+            "x?",
+            Answer("1", 1.0, True, "stop", 1),
+            (),
+        )
+        for index, shown in enumerate((Image(each),) for [each] in digests)
+    )
+    metrics = summarize(problems, EvaluationConfig(), 0)
+    assert metrics["num_distinct_problems"] == 2
+    write_evaluation(Evaluation(problems, metrics, {}), tmp_path)
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [tuple(row["images"]) for row in rows] == digests

@@ -118,7 +118,8 @@ def answer(correct: bool | None, score: float | None = None, **said: str) -> dic
 
 def row(index: int, correct: bool | None, **changes: Any) -> dict[str, Any]:
     return {
-        "index": index, "data_source": "sums", "ground_truth": str(index),
+        "index": index, "data_source": "sums", "prompt": f"{index}?", "ground_truth": str(index),
+        "images": [],
         "greedy": answer(correct, 0.5 * index), "samples": [answer(correct)], **changes,
     }  # fmt: skip
 
@@ -146,6 +147,43 @@ def test_other_problems_are_refused_by_name(tmp_path: Path, other: dict[str, Any
     with pytest.raises(ConfigError, match=r"2 differ, the first is problem 1 of \w+") as caught:
         differences_of(now, before, "accuracy")
     assert caught.value.path == "inputs.incumbent_evaluation"
+
+
+def test_rows_of_one_problem_are_one_difference(tmp_path: Path) -> None:
+    """Thirty-two copies of each of two problems, one of which went better: no evidence at all."""
+    copies = [
+        row(index, index < 32, prompt=f"{index // 32}?", ground_truth="7") for index in range(64)
+    ]
+    now = write(tmp_path / "now", *copies)
+    before = write(tmp_path / "before", *({**each, "greedy": answer(False)} for each in copies))
+    assert differences_of(now, before, "accuracy") == [1, 0]
+
+
+def test_a_difference_weighs_as_much_as_its_rows(tmp_path: Path) -> None:
+    same = {"prompt": "a?", "ground_truth": "7"}
+    now = write(tmp_path / "now", row(0, True, **same), row(1, True, **same), row(2, False))
+    before = write(tmp_path / "before", row(0, False, **same), row(1, True, **same), row(2, True))
+    # Sums 1 and -1 of three rows; their mean is that over rows, 0.
+    assert differences_of(now, before, "accuracy") == pytest.approx([2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize(
+    "other", [{"prompt": "b?"}, {"ground_truth": "8"}, {"images": ["cd"]}, {"images": ["ab", "ab"]}]
+)
+def test_prompt_truth_and_images_name_a_problem(tmp_path: Path, other: dict[str, Any]) -> None:
+    same = {"prompt": "a?", "ground_truth": "7", "images": ["ab"]}
+    rows = [row(0, True, **same), row(1, True, **{**same, **other})]
+    before = [{**each, "greedy": answer(False)} for each in rows]
+    found = differences_of(
+        write(tmp_path / "now", *rows), write(tmp_path / "before", *before), "accuracy"
+    )
+    assert found == [1, 1]
+
+
+def test_an_evaluation_without_digests_of_images_is_compared(tmp_path: Path) -> None:
+    rows = [{k: v for k, v in row(i, True).items() if k != "images"} for i in range(2)]
+    now, before = write(tmp_path / "now", *rows), write(tmp_path / "before", *rows)
+    assert differences_of(now, before, "accuracy") == [0, 0]
 
 
 def test_what_only_one_has_a_value_of_is_not_compared(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from engines.trainers.evaluation.paired import paired_gain
+from engines.trainers.evaluation.repeated import sums_by_problem
 
 NUM_TIES = 1_000
 NUM_DRAWS = 399
@@ -56,6 +57,31 @@ def shares(of: np.random.Generator) -> np.ndarray:
     return (of.binomial(4, chance) - of.binomial(4, chance)) / 4
 
 
+def copied(of: np.random.Generator) -> np.ndarray:
+    """Greedy verdicts on 30 problems that stand there 32 times each, nearly always alike."""
+    return of_copies(of, np.full(30, 32))
+
+
+def copied_unequally(of: np.random.Generator) -> np.ndarray:
+    """The same on 40 problems, of which a few stand there far more often than the others."""
+    return of_copies(of, np.rint(np.geomspace(1, 200, 40)).astype(int))
+
+
+def of_copies(of: np.random.Generator, num_rows: np.ndarray) -> np.ndarray:
+    """Of each problem one verdict, and another on one row of a hundred; one number per problem."""
+    problems = np.repeat(np.arange(len(num_rows)), num_rows)
+
+    def verdicts() -> np.ndarray:
+        right = (of.random(len(num_rows)) < 0.6)[problems]
+        return right ^ (of.random(len(problems)) < 0.01)
+
+    differences = verdicts() * 1.0 - verdicts()
+    rows = zip(problems.tolist(), differences.tolist(), strict=True)
+    found = np.array(sums_by_problem(rows).weighted_means)
+    assert found.mean() == pytest.approx(differences.mean())
+    return found
+
+
 def binomial_cdf(most: int, num_trials: int, chance: float) -> float:
     return sum(
         comb(num_trials, hits) * chance**hits * (1 - chance) ** (num_trials - hits)
@@ -96,7 +122,10 @@ def test_the_limits_by_hand() -> None:
 
 
 @pytest.mark.parametrize("confidence", CONFIDENCES)
-@pytest.mark.parametrize("simulate", [independent, agreeing, few, specialists, continuous, shares])
+@pytest.mark.parametrize(
+    "simulate",
+    [independent, agreeing, few, specialists, continuous, shares, copied, copied_unequally],
+)
 def test_ties_are_called_wins_no_more_often_than_stated(
     simulate: Simulate, confidence: float
 ) -> None:
@@ -147,6 +176,16 @@ def test_a_better_model_is_found_as_often_as_by_the_exact_test(
     # Four deviations of the simulation, and what 1,999 draws blur of a step of the exact test.
     assert abs(found - power) < 4 * (power * (1 - power) / 500) ** 0.5 + 0.02
     assert found > 0.3
+
+
+def test_a_better_model_is_found_among_copies() -> None:
+    def better(of: np.random.Generator) -> np.ndarray:
+        rows = np.repeat((of.random(30) < 0.8) * 1.0 - (of.random(30) < 0.3), 32)
+        problems = np.arange(960) // 32
+        return np.array(sums_by_problem(zip(problems, rows, strict=True)).weighted_means)
+
+    # 0.5 is 4.2 standard errors of 30 problems.
+    assert num_wins(better, 0.95, 200) > 180
 
 
 def test_a_clearly_better_model_is_nearly_always_found() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.algorithms.preference.answers import PairLoss, Pairs, pairs_of
 from engines.algorithms.preference.options import RewardModelOptions
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
@@ -26,10 +27,12 @@ from engines.trainers.supervised.preference import (
     PolicyPairs,
     RewardPairs,
     longest_exchanged,
+    measured,
     packed,
 )
 from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.training.roles import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.types import TokenBatch
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records
 
@@ -252,3 +255,15 @@ def test_what_a_micro_batch_has_to_hold_is_known_before_a_model_loads(
     assert RewardPairs(config, options, trained_on, looked_at).largest_unit == (
         26 if held_out else 17
     )
+
+
+def test_held_out_pairs_that_repeat_narrow_no_interval(pairs) -> None:
+    def judged(batch: TokenBatch) -> tuple[PairLoss, Pairs]:
+        reward_P = torch.tensor([-1.0, 1.0, 1.0, 1.0])
+        return PairLoss(reward_P, reward_P, torch.zeros(4)), pairs_of(batch)
+
+    four = [*pairs(0, 4)]
+    once, often = measured(four, 4, judged), measured(four * 30, 4, judged)
+    assert (once["pair_accuracy"], often["pair_accuracy"], often["num_pairs"]) == (0.75, 0.75, 120)
+    for end in ("low", "high"):
+        assert often[f"pair_accuracy_{end}"] == pytest.approx(once[f"pair_accuracy_{end}"])
