@@ -218,7 +218,7 @@ def test_rows_that_repeat_a_problem_narrow_no_interval(tokenizer) -> None:
     greedy = ["1"] * 6 + ["2", "9", "9"]
     metrics = evaluate(
         tokenizer,
-        rl_prompts(rows, tokenizer, 30),
+        rl_prompts(rows, tokenizer),
         greedy,
         [(text,) for text in greedy],
         num_samples=1,
