@@ -403,7 +403,6 @@ def test_a_follower_that_died_does_not_keep_a_job_alive(stage: Stage) -> None:
     assert attempts.followed_by("dead") == []
 
 
-
 @contextmanager
 def away(
     owner: Any, name: str, calls: Callable[[int], bool], error: OSError | None = None
