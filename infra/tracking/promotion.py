@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from infra.errors import ArtifactCorruptError
+from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
@@ -76,6 +77,12 @@ class Decision(FrozenModel):
     def read(cls, directory: Path) -> Self:
         """The decision that a directory holds.
 
+        Args:
+            directory: of the artifact.
+
+        Returns:
+            What `write` put there.
+
         Raises:
             ArtifactCorruptError: there is none, or none that this version reads.
         """
@@ -85,8 +92,5 @@ class Decision(FrozenModel):
         except FileNotFoundError:
             raise ArtifactCorruptError(f"{path} is not there") from None
         except ValidationError as error:
-            said = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in said["loc"]) or "it"
-            raise ArtifactCorruptError(
-                f"{path} is no decision of this version: {where}: {said['msg']}"
-            ) from error
+            said = to_config_error(error, cls)
+            raise ArtifactCorruptError(f"{path} is of another version: {said}") from error

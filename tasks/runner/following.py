@@ -11,7 +11,7 @@ next run.
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -199,7 +199,7 @@ class JobFollower:
     def _lookup(self) -> CommitRecord | None:
         return self._storage.lookup(self._fingerprint, self._force)
 
-    def _log(self) -> list[LogEntry]:
+    def _log(self) -> Sequence[LogEntry]:
         return self._storage.attempts.entries(self._fingerprint)
 
     def _leave(self) -> int:

@@ -55,7 +55,7 @@ class Store:
         return artifact
 
     def promote(self, name: str, model: Artifact, day: int, text: str = "") -> None:
-        """A gate that a model passed on a day; `text`: its decision, as another version wrote it."""
+        """A gate that a model passed on a day; `text`: its decision, of another version."""
         source = self.root / "out"
         source.mkdir()
         decision = Decision(
