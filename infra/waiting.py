@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from infra.errors import DeadlineError
+from infra.redact import redact
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 ROOM_DEADLINE_S = 1800.0
 """How long a job waits for somebody to free space; less than the progress deadline of any phase."""
 ROOM_POLL_S = 1.0
+ANSWER_POLL_S = 1.0
 ROOM = "room on the disk of"
 """How the wait for it begins, in words."""
 
@@ -83,3 +85,32 @@ def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
     except DeadlineError:
         said = f"{ROOM} {what} ({refusals[-1].strerror})"
         raise DeadlineError(said, ROOM_DEADLINE_S) from refusals[-1]
+
+
+def when_it_answers(ask: Callable[[], Value], what: str, deadline_s: float) -> Value:
+    """Ask a disk or a store that may fail for a while; its failing is told once.
+
+    Args:
+        ask: called until no `OSError` ends it; other errors end the wait.
+        what: is asked, in words.
+        deadline_s: how long it may fail, in seconds.
+
+    Returns:
+        What it gave.
+
+    Raises:
+        OSError: the last one, if it failed for longer.
+    """
+    ends_at: float | None = None
+    while True:
+        try:
+            return ask()
+        except OSError as error:
+            now = time.monotonic()
+            if ends_at is None:
+                ends_at = now + deadline_s
+                said = f"{type(error).__name__}: {error}"
+                _log.warning("%s failed (%s); trying for %g s", what, redact(said), deadline_s)
+            elif now >= ends_at:
+                raise
+        time.sleep(min(ANSWER_POLL_S, deadline_s))

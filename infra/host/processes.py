@@ -69,6 +69,15 @@ def identify(pid: int) -> ProcessIdentity | None:
         return None
 
 
+def num_bytes_read() -> int:
+    """Bytes that this process read from files so far, cached or not; 0 where that is not known."""
+    try:
+        counted = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(counted.split()[1])  # `rchar: <bytes>` comes first
+
+
 def own_identity() -> ProcessIdentity:
     """This process."""
     return ProcessIdentity(pid=os.getpid(), started=_start_stamp(psutil.Process()))

@@ -168,6 +168,10 @@ class BeatWatch:
             self.silence_s += min(self._looked_at - looked_at, MAX_GAP_S)
         return self.silence_s
 
+    def skip(self) -> None:
+        """The watcher could not look: the time until it looks again does not count."""
+        self._looked_at = None
+
 
 class Heartbeat:
     """Sends beats from a thread while the context is open; the job sets `phase` and `step`.

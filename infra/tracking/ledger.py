@@ -1,7 +1,8 @@
 """What a tracking server was told, and what it is still to be told: one small file per run.
 
 `<home>/tracking/<server>/pending/<key>.json` is a run that the server does not know the end of,
-`settled/<key>.json` one that it was told everything about, `origin` names what answered then.
+`settled/<key>.json` one that it was told everything about, `aside/<key>` is there for a pending one
+that failed or took too long, `origin` names what answered then.
 Promises: an entry that was put survives any kill; what is settled is settled for one server and
 one store only; losing the whole directory costs a look at the server and doubles nothing.
 Does not promise to be the truth about the server: that is what the server itself keeps, and it
@@ -124,6 +125,17 @@ class Ledger:
         """The server was told everything about a run."""
         save_record(self._path("settled", entry.key), entry)
         self._path("pending", entry.key).unlink(missing_ok=True)
+        (self.directory / "aside" / entry.key).unlink(missing_ok=True)
+
+    def set_aside(self, key: str) -> None:
+        """A run failed while the server answered, or kept the others waiting: it comes last."""
+        path = self.directory / "aside" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def aside(self) -> set[str]:
+        """Keys of the runs that come last."""
+        return {path.name for path in (self.directory / "aside").glob("*")}
 
     def check_origin(self, origin: str) -> bool:
         """Whether another server answers than before, which has yet to be told everything."""

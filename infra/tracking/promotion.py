@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Self
 
+from pydantic import ValidationError
+
+from infra.errors import ArtifactCorruptError
+from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import canonical_json
@@ -71,5 +75,22 @@ class Decision(FrozenModel):
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """The decision that a directory holds."""
-        return cls.model_validate_json((directory / DECISION_NAME).read_bytes())
+        """The decision that a directory holds.
+
+        Args:
+            directory: of the artifact.
+
+        Returns:
+            What `write` put there.
+
+        Raises:
+            ArtifactCorruptError: there is none, or none that this version reads.
+        """
+        path = directory / DECISION_NAME
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise ArtifactCorruptError(f"{path} is not there") from None
+        except ValidationError as error:
+            said = to_config_error(error, cls)
+            raise ArtifactCorruptError(f"{path} is of another version: {said}") from error

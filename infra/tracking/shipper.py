@@ -4,7 +4,8 @@ Promises: nobody waits for the tracker but `close`, and that for a bounded time;
 before there is something to tell; whatever could not be told, because the tracker was away or
 because a process died, is told by the next contact, whoever makes it and whatever it came for;
 a metric stands in the tracker once. A failure of the tracker is one line, and it is left alone
-for a while then.
+for a while then. An entry that fails while the tracker answers is set aside, in one line with its
+cause: the others go on, and it is tried again after them, more and more seldom, and by later runs.
 Does not promise: that two processes which tell one run at the same moment do not both send it.
 """
 
@@ -12,18 +13,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from infra.errors import ArtifactError, JournalError, PipelineError
+from infra.errors import JournalError
+from infra.host.processes import num_bytes_read
 from infra.redact import redact
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger, RunEntry
-from infra.tracking.promotion import CHALLENGER, INCUMBENT, PROMOTION, Decision
+from infra.tracking.promotion import PROMOTION
+from infra.tracking.registration import register
 from infra.tracking.shown_stage import show_stage
 from infra.tracking.tracker import (
     MetricPoint,
-    ModelCandidate,
     RunState,
     TrackedRun,
     Tracker,
@@ -32,9 +35,28 @@ from infra.tracking.tracker import (
 
 SHIP_EVERY_S = 2.0
 RETRY_AFTER_S = 60.0
+MAX_ASIDE_S = 3600.0
+"""The longest time between two tries of an entry that fails; each is twice the one before."""
 MAX_REASON_CHARS = 200
+LOOK_EVERY_S = 1.0
+MOVED_BYTES = 2**16
+"""So many within the deadline are a sign of life of an upload, which reads the files that it sends;
+looking for it reads less."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Aside:
+    """An entry that failed while the tracker answered.
+
+    Attributes:
+        due_at: when it is tried again, on this process's monotonic clock.
+        wait_s: how long that is after its last failure.
+    """
+
+    due_at: float
+    wait_s: float
 
 
 class Shipper:
@@ -72,6 +94,10 @@ class Shipper:
         self._in_touch = False
         self._silent_until = 0.0
         self._warned = False
+        self._aside: dict[str, _Aside] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._telling: RunEntry | None = None
+        self._is_uploading = False
         self._run_ids: dict[str, str] = {}
         self._states: dict[str, RunState] = {}
         self._positions: dict[str, str] = {}
@@ -101,6 +127,9 @@ class Shipper:
             # One step: an entry without its news would be told with another's, and then again.
             self._entries[entry.key] = entry
             self._news[entry.key] = None
+            if entry.key in self._aside:  # something about it is new, so it may succeed
+                wait_s = self._aside[entry.key].wait_s
+                self._aside[entry.key] = _Aside(time.monotonic(), wait_s)
             try:
                 self._ledger.put(entry)
             except OSError as error:
@@ -114,23 +143,49 @@ class Shipper:
                 self._news[key] = None
         self._wake()
 
-    def close(self, deadline_s: float) -> None:
+    def finish(self) -> None:
+        """Tell the rest at once and then no more; nobody waits for it here."""
+        self._is_closing.set()
+        self._is_news.set()
+
+    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
         """Tell the rest, but not for ever.
 
         Args:
             deadline_s: how long to wait, in seconds.
+            upload_s: for so long in all, in seconds, the wait begins anew while a report or a
+                model is on its way and its bytes move.
         """
         if self._thread is None:
             return
-        self._is_closing.set()
-        self._is_news.set()
+        self.finish()
+        began_at = moved_at = time.monotonic()
+        moved_bytes, is_said = num_bytes_read(), False
         # Not `join`: Ctrl-C in the middle of one has CPython 3.11 take the thread for dead.
-        if not self._has_ended.wait(deadline_s):
-            _log.warning(
-                "tracking: %s did not take everything within %g s; the next run sends the rest",
-                redact(self._tracker.address),
-                deadline_s,
-            )
+        while not self._has_ended.wait(min(LOOK_EVERY_S, deadline_s)):
+            now, num_bytes = time.monotonic(), num_bytes_read()
+            is_moving = self._is_uploading and num_bytes - moved_bytes >= MOVED_BYTES
+            if is_moving and now - began_at < upload_s:
+                moved_at, moved_bytes = now, num_bytes
+                if not is_said and now - began_at >= deadline_s:
+                    is_said = True
+                    _log.warning(
+                        "tracking: files are on their way to %s; waiting while they move, up to "
+                        "%g s; after Ctrl-C the next run sends them",
+                        *(redact(self._tracker.address), upload_s),
+                    )
+            elif now - moved_at >= deadline_s:
+                self._leave(now - began_at)
+                return
+
+    def _leave(self, waited_s: float) -> None:
+        """Somebody else's turn: what took so long comes last there."""
+        if self._telling is not None:
+            self._note_aside(self._telling)
+        _log.warning(
+            "tracking: %s did not take everything within %.0f s; the next run sends the rest",
+            *(redact(self._tracker.address), waited_s),
+        )
 
     def _wake(self) -> None:
         self._is_news.set()
@@ -151,7 +206,9 @@ class Shipper:
             self._is_news.clear()
             closing = self._is_closing.is_set()
             if closing or time.monotonic() >= self._silent_until:
-                self._round()
+                failure = _failure(self._round)
+                if failure is not None:
+                    self._is_away("be told", failure)
             if closing:
                 return
             self._is_closing.wait(self._ship_every_s)
@@ -159,48 +216,97 @@ class Shipper:
     def _round(self) -> None:
         if not self._in_touch:
             self._adopt()
-            self._in_touch = bool(self._news) and self._try("answer", self._meet)
-        with self._lock:
-            entries = [self._entries[key] for key in self._news]
-
-        # Stages first: the end of a pipeline run is told when its stages are. Who made something
-        # before who reads it, and the older first: of two models, that of the later commit is to
-        # have the alias.
-        def turn(entry: RunEntry) -> tuple[bool, bool, str]:
-            return not entry.fingerprint, not entry.committed_at, entry.committed_at
-
-        for entry in sorted(entries, key=turn):
+            self._in_touch = bool(self._news) and self._meets("answer")
+        for entry in self._due():
             if not self._in_touch:
                 return
             with self._lock:
                 self._news.pop(entry.key, None)
                 newest = self._entries[entry.key]  # it may have been put again since
-            if not self._try(f"take {entry.name}", partial(self._tell, newest)):
-                with self._lock:
-                    self._news[entry.key] = None
+            self._telling = newest
+            failure = _failure(partial(self._tell, newest))
+            self._telling = None
+            if failure is None:
+                self._warned = False
+                self._aside.pop(entry.key, None)
+                continue
+            with self._lock:
+                self._news[entry.key] = None
+            if isinstance(failure, TrackerRefusedError) or self._meets(
+                f"take {entry.name}", failure
+            ):
+                self._set_aside(newest, failure)
 
-    def _try(self, what: str, action: Callable[[], None]) -> bool:
-        """Do something with the tracker; whether it is there."""
-        try:
-            action()
-        except (TrackerRefusedError, ArtifactError) as error:
-            _log.warning("tracking: %s refused to %s: %s", *self._words(what, error))
+    def _due(self) -> list[RunEntry]:
+        """What is to be told now, in the order in which it is told.
+
+        Stages first: the end of a pipeline run is told when its stages are. Who made something
+        before who reads it, and the older first: of two models, that of the later commit is to
+        have the alias. What failed before, here or in another process, comes last.
+        """
+        now = time.monotonic()
+        with self._lock:
+            entries = [
+                self._entries[key]
+                for key in self._news
+                if key not in self._aside or now >= self._aside[key].due_at
+            ]
+        aside = self._ledger.aside()
+
+        def turn(entry: RunEntry) -> tuple[bool, bool, bool, str]:
+            is_aside = entry.key in aside or entry.key in self._aside
+            return is_aside, not entry.fingerprint, not entry.committed_at, entry.committed_at
+
+        return sorted(entries, key=turn)
+
+    def _meets(self, what: str, failure: Exception | None = None) -> bool:
+        """Whether the tracker answers; if not, that is why `what` failed."""
+        silence = _failure(self._meet)
+        if silence is None or isinstance(silence, TrackerRefusedError):
             return True
-        except Exception as error:  # noqa: BLE001  process boundary: a tracker's failure ends no run
-            _log.debug("tracking", exc_info=error)
-            self._silent_until = time.monotonic() + self._retry_after_s
-            self._in_touch = False
-            if not self._warned:
-                self._warned = True
-                _log.warning(
-                    "tracking: %s could not %s (%s); it is kept in %s and told later, nothing is "
-                    "lost",
-                    *self._words(what, error),
-                    self._ledger.directory,
-                )
-            return False
-        self._warned = False
-        return True
+        self._is_away(what, failure or silence)
+        return False
+
+    def _is_away(self, what: str, error: Exception) -> None:
+        """Leave the tracker alone for a while."""
+        _log.debug("tracking", exc_info=error)
+        self._silent_until = time.monotonic() + self._retry_after_s
+        self._in_touch = False
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "tracking: %s could not %s (%s); it is kept in %s and told later, nothing is lost",
+                *self._words(what, error),
+                self._ledger.directory,
+            )
+
+    def _set_aside(self, entry: RunEntry, error: Exception) -> None:
+        """Go on without an entry that failed while the tracker answers."""
+        _log.debug("tracking", exc_info=error)
+        if isinstance(error, TrackerRefusedError):  # perhaps somebody removed the run
+            for known in (self._run_ids, self._states, self._positions):
+                known.pop(entry.key, None)
+        with self._lock:
+            before = self._aside.get(entry.key)
+            wait_s = min(2 * before.wait_s, MAX_ASIDE_S) if before else self._retry_after_s
+            is_news = self._entries[entry.key] is not entry
+            due_at = time.monotonic() + (0.0 if is_news else wait_s)
+            self._aside[entry.key] = _Aside(due_at, wait_s)
+        self._note_aside(entry)
+        cause = (entry.key, type(error).__name__)
+        if cause not in self._said:
+            self._said.add(cause)
+            _log.warning(
+                "tracking: %s did not %s (%s); the others go on, it is kept in %s and tried again",
+                *self._words(f"take {entry.name}", error),
+                self._ledger.directory,
+            )
+
+    def _note_aside(self, entry: RunEntry) -> None:
+        try:
+            self._ledger.set_aside(entry.key)
+        except OSError as error:
+            _log.debug("tracking: %s comes in its turn: %s", entry.name, error)
 
     def _words(self, what: str, error: Exception) -> tuple[str, str, str]:
         said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -209,15 +315,16 @@ class Shipper:
     def _adopt(self) -> None:
         """Take up what processes that died and failed contacts left."""
         for entry in self._ledger.pending():
-            try:
-                left = self._resolve(entry)
-            except (PipelineError, OSError) as error:
-                _log.debug("tracking: %s is left alone: %s", entry.name, error)
-                continue
-            with self._lock:
-                if left and entry.key not in self._entries:
-                    self._entries[entry.key] = left
-                    self._news[entry.key] = None
+            failure = _failure(partial(self._take_up, entry))
+            if failure is not None:
+                _log.debug("tracking: %s is left alone: %s", entry.name, failure)
+
+    def _take_up(self, entry: RunEntry) -> None:
+        left = self._resolve(entry)
+        with self._lock:
+            if left and entry.key not in self._entries:
+                self._entries[entry.key] = left
+                self._news[entry.key] = None
 
     def _meet(self) -> None:
         """Look who answers; another server than before has to be told everything."""
@@ -293,6 +400,14 @@ class Shipper:
             # Not the journal that was read before. Sending all of it doubles nothing.
             return self._history.records(entry.fingerprint, "", entry.generation)
 
+    def _upload(self, send: Callable[[], object]) -> None:
+        """Send files, which may take long."""
+        self._is_uploading = True
+        try:
+            send()
+        finally:
+            self._is_uploading = False
+
     def _send_state(self, entry: RunEntry, run_id: str) -> None:
         tags = {}
         if entry.output is not None:
@@ -302,50 +417,30 @@ class Shipper:
                 "output.uri": entry.output.uri,
             }
             if entry.output.kind == PROMOTION:
-                self._register(entry, run_id)
+                self._upload(partial(register, self._tracker, self._history, entry, run_id))
         for label, key in entry.stages.items():
             stage = self.find(key)
-            if stage is not None and (stage_id := self._run_ids.get(key) or stage.run_id):
+            if stage is None:
+                continue
+            stage_id = self._run_ids.get(key) or stage.run_id
+            if not stage_id and key not in self._aside:
+                stage_id = self._open(stage)  # another process left it behind, or we did
+            if stage_id:
                 tags[f"run.{label}"] = stage_id
         if entry.files is not None and entry.files.is_dir():
-            self._tracker.log_files(run_id, entry.files, "report")
+            self._upload(partial(self._tracker.log_files, run_id, entry.files, "report"))
         if entry.fingerprint and entry.state != "RUNNING":
             show_stage(self._tracker, self._history, entry, run_id)
         self._tracker.set_state(run_id, entry.state, tags, entry.metrics)
 
-    def _register(self, entry: RunEntry, run_id: str) -> None:
-        """A committed promotion is what registers a model, whoever sees it first.
 
-        The alias moves only from the incumbent that the model was compared with, if there is one:
-        a decision that is told late takes nothing from a later champion.
-        """
-        if entry.output is None or "model" not in entry.inputs:
-            return
-        decision = Decision.read(self._history.storage.local_copy(entry.output))
-        alias, model = decision.given_alias, entry.inputs["model"]
-        if not alias:
-            return
-        bearer = self._tracker.incumbent(decision.model_name, decision.alias)
-        if bearer is not None and bearer.artifact.digest == model.digest:
-            return
-        beaten = decision.comparison.incumbent_digest if decision.comparison else None
-        if decision.promoted and bearer is not None and bearer.artifact.digest != beaten:
-            alias = CHALLENGER
-            _log.warning(
-                "promote: version %s of %s became %s meanwhile; this model is registered as %s: "
-                "run the recipe again to compare it with that one",
-                *(bearer.version, decision.model_name, decision.alias, alias),
-            )
-        candidate = ModelCandidate(
-            name=decision.model_name,
-            alias=alias,
-            artifact=model,
-            directory=self._history.storage.local_copy(model),
-            run_id=run_id,
-            metrics=entry.metrics,
-            beat=entry.inputs.get(INCUMBENT) if alias == decision.alias else None,
-        )
-        self._tracker.register(candidate)
+def _failure(action: Callable[[], None]) -> Exception | None:
+    """What became of something that is done with a tracker; None: it went well."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  process boundary: a tracker's failure ends no run
+        return error
+    return None
 
 
 def _points(records: list[JournalRecord]) -> list[MetricPoint]:

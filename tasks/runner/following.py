@@ -2,16 +2,20 @@
 
 Promises: the stage's log alone says who works on the stage and that it is done; Ray's status and
 the job's beats only say whether it still makes sense to wait. Silence is time by this process's
-own clock in which it could read and write the channel. Leaving on a cancellation stops the job
-if nobody else waits for it; leaving for any other reason leaves it running, for the next run.
+own clock in which it could read and write the channel. A store that fails is asked again for
+`STORE_AWAY_S`, and told once. Leaving on a cancellation stops the job if nobody else is known to
+wait for it, the store being away or not; leaving for any other reason leaves it running, for the
+next run.
 """
 
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
+from typing import TypeVar
 
 from infra.errors import (
     EXIT_TERMINATED,
@@ -24,6 +28,7 @@ from infra.errors import (
 )
 from infra.ray.job_types import JobState
 from infra.ray.jobs import RayJobs
+from infra.redact import redact
 from infra.store.heartbeat import Beat, BeatWatch
 from infra.store.process_stamp import is_dead
 from infra.store.stage_log import LogEntry, latest_commit
@@ -31,6 +36,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord, read_journal
+from infra.waiting import when_it_answers
 from tasks.runner.cancellation import STOP_DEADLINE_S, run_is_cancelled
 from tasks.runner.memory_knobs import memory_knobs
 from tasks.runner.run_page import RunPage
@@ -45,6 +51,8 @@ START_GRACE_S = 300.0
 LOST_GRACE_S = 45.0
 """How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
 on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
+STORE_AWAY_S = 600.0
+"""How long the store may fail at a stretch before the run ends; the job goes on without it."""
 QUEUED_TOLD_S = 15.0
 EXIT_KILLED = {128 + signal.SIGKILL, -signal.SIGKILL}
 """As a shell tells it, and as Ray does."""
@@ -53,6 +61,9 @@ NUM_KNOBS = 4
 """Of those that are told in an error; `rlhf diagnose` tells all."""
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
+
+Value = TypeVar("Value")
+OnRecord = Callable[[JournalRecord], None]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +74,8 @@ class _Verdict(Enum):
     ALIVE = auto()
     ENDED = auto()
     SILENT = auto()
+    PASSED = auto()
+    """The log has an entry behind it: its commit, or an attempt of somebody else."""
 
 
 def _no_beat() -> BeatWatch:
@@ -82,6 +95,8 @@ class _Job:
     """Whether its cluster is ours: another's jobs are not unknown to Ray because they are lost."""
     lost: BeatWatch = field(default_factory=_no_beat)
     """How long Ray has not known it."""
+    judged_at: float = field(default_factory=time.monotonic)
+    """When Ray was asked last, on this process's monotonic clock."""
     queued: BeatWatch = field(default_factory=_no_beat)
     """How long it has waited for what it needs of the cluster."""
     is_told: bool = False
@@ -136,7 +151,7 @@ class JobFollower:
         self.others_wait = False
         """Whether a cancelled job goes on because someone else follows it."""
 
-    def follow(self, jobs: RayJobs, on_record: Callable[[JournalRecord], None]) -> CommitRecord:
+    def follow(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
         """Submit or attach, then wait for the commit.
 
         Args:
@@ -149,45 +164,70 @@ class JobFollower:
         Raises:
             ConfigError: the job refused its configuration or input.
             JobFailedError: the job ended, or fell silent, without a commit.
+            OSError: the store failed at the first question, or for `STORE_AWAY_S`.
         """
         self._storage.attempts.join(self._fingerprint, self._follower)
         try:
-            if not self._ours:
-                self._skip_history()
-            while True:
-                # A late starter may find that it is done: it must not begin another attempt.
-                record = self._storage.lookup(self._fingerprint, self._force)
-                job = self._stand(jobs) if record is None else None
-                if job is not None:
-                    record = self._wait(jobs, job, on_record)
-                if record is not None:
-                    self._pump(record.attempt, on_record)
-                    self._storage.attempts.leave(self._fingerprint, self._follower)
-                    return record
-                self._ours = False  # what comes now is a job of its own
+            record = self._to_commit(jobs, on_record)
         except BaseException as error:
-            num_others = self._storage.attempts.leave(self._fingerprint, self._follower)
+            num_others = self._leave()
             # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
             if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
                 self._cancel(jobs, num_others)
             raise
+        self._leave()
+        return record
+
+    def _to_commit(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
+        if not self._ours:
+            self._ask(self._skip_history)
+        while True:
+            # A late starter may find that it is done: it must not begin another attempt.
+            record = self._ask(self._lookup)
+            job = self._stand(jobs) if record is None else None
+            if job is not None:
+                record = self._wait(jobs, job, on_record)
+            if record is not None:
+                self._ask(partial(self._pump, record.attempt, on_record))
+                return record
+            self._ours = False  # what comes now is a job of its own
+
+    def _ask(self, ask: Callable[[], Value]) -> Value:
+        """Read or write the store, which may be away for a while."""
+        return when_it_answers(ask, f"{self._label}: {self._storage.uri}", STORE_AWAY_S)
+
+    def _lookup(self) -> CommitRecord | None:
+        return self._storage.lookup(self._fingerprint, self._force)
+
+    def _log(self) -> Sequence[LogEntry]:
+        return self._storage.attempts.entries(self._fingerprint)
+
+    def _leave(self) -> int:
+        """How many others wait, as far as is known: nothing here keeps a run from its end."""
+        try:
+            return self._storage.attempts.leave(self._fingerprint, self._follower)
+        except OSError as error:
+            _log.warning("%s: who else waits is not known: %s", self._label, redact(str(error)))
+            return 0
 
     def _stand(self, jobs: RayJobs) -> _Job | None:
         """The attempt that stands for the work now, or a new one of ours; None: it is done."""
         while True:
-            log = self._storage.attempts.entries(self._fingerprint)
+            log = self._ask(self._log)
             if latest_commit(log, self._force) is not None:
                 return None
             last = log[-1] if log else None
-            attached = last is not None and last.kind == "held" and not self._is_over(jobs, last)
-            attempt = last.number if last is not None and attached else len(log)
+            held = last if last is not None and last.kind == "held" else None
+            attached = held is not None and not self._ask(partial(self._is_over, jobs, held))
+            attempt = held.number if held is not None and attached else len(log)
             try:
                 if not attached:
                     self._ours = False
+                    # Once: each try is an attempt in the log.
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # someone was faster
-            holder = self._storage.attempts.entries(self._fingerprint)[attempt].holder
+            holder = self._ask(self._log)[attempt].holder
             self.ray_job = holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
             self._on_stand(attempt)
@@ -213,30 +253,34 @@ class JobFollower:
             return is_here and beat is None and is_dead(held.holder.process)
         return status.is_terminal
 
-    def _wait(
-        self, jobs: RayJobs, job: _Job, on_record: Callable[[JournalRecord], None]
-    ) -> CommitRecord | None:
+    def _wait(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
         """Wait for the commit; None if somebody has to stand for the work anew."""
-        status_at = time.monotonic() + STATUS_EVERY_S
         while True:
-            self._pump(job.attempt, on_record)
-            log = self._storage.attempts.entries(self._fingerprint)
-            if len(log) > job.attempt + 1:
-                return self._storage.lookup(self._fingerprint, self._force)
-            try:
-                job.watch.look()
-            except OSError as error:
-                _log.warning(
-                    "%s: the channel of %s cannot be used: %s", self._label, job.name, error
-                )
-            if time.monotonic() >= status_at:
-                status_at = time.monotonic() + STATUS_EVERY_S
-                verdict = self._judge(jobs, job)
-                if verdict is _Verdict.ENDED:
-                    return self._last_look(jobs, job, on_record)
-                if verdict is _Verdict.SILENT:
-                    return self._give_up(jobs, job)
+            verdict = self._ask(partial(self._turn, jobs, job, on_record))
+            if verdict is _Verdict.PASSED:
+                return self._ask(self._lookup)
+            if verdict is _Verdict.ENDED:
+                return self._ask(partial(self._last_look, jobs, job, on_record))
+            if verdict is _Verdict.SILENT:
+                return self._give_up(jobs, job)
             time.sleep(POLL_S)
+
+    def _turn(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> _Verdict:
+        """Look once at everything that says how the job is."""
+        try:
+            self._pump(job.attempt, on_record)
+            if len(self._log()) > job.attempt + 1:
+                return _Verdict.PASSED
+            job.watch.look()
+            if time.monotonic() < job.judged_at + STATUS_EVERY_S:
+                return _Verdict.ALIVE
+            verdict = self._judge(jobs, job)
+        except OSError:
+            for watch in (job.watch, job.lost, job.queued):
+                watch.skip()
+            raise
+        job.judged_at = time.monotonic()
+        return verdict
 
     def _watch(self, attempt: int) -> BeatWatch:
         """Listens to an attempt: who cannot write and read the channel does not hear it."""
@@ -303,7 +347,7 @@ class JobFollower:
         if steps:
             self._say(f"earlier attempts reached step {max(steps)}")
 
-    def _pump(self, attempt: int, on_record: Callable[[JournalRecord], None]) -> None:
+    def _pump(self, attempt: int, on_record: OnRecord) -> None:
         records, self._positions = read_journal(
             self._storage, self._fingerprint, self._positions, attempt
         )
@@ -311,15 +355,13 @@ class JobFollower:
             self._page.show(record)
             on_record(record)
 
-    def _last_look(
-        self, jobs: RayJobs, job: _Job, on_record: Callable[[JournalRecord], None]
-    ) -> CommitRecord | None:
+    def _last_look(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
         """The job has ended: its commit, or the reason why there is none."""
         deadline = time.monotonic() + COMMIT_GRACE_S
         problem = None
         while problem is None and time.monotonic() < deadline:
-            if len(self._storage.attempts.entries(self._fingerprint)) > job.attempt + 1:
-                return self._storage.lookup(self._fingerprint, self._force)
+            if len(self._log()) > job.attempt + 1:
+                return self._lookup()
             problem = self._channel.read_error(job.attempt)
             if problem is None:
                 time.sleep(POLL_S)
@@ -362,16 +404,23 @@ class JobFollower:
 
     def _cancel(self, jobs: RayJobs, num_others: int) -> None:
         """Stop the attempt that the log names, wherever in `follow` we were."""
-        log = self._storage.attempts.entries(self._fingerprint)
-        if not log or log[-1].kind != "held":
+        name = self._standing_job()
+        if not name:
             return
-        name = log[-1].holder.ray_job
         self.others_wait = num_others > 0
         if self.others_wait:
             self._say(f"cancelled; {name} goes on: {num_others} others wait for it")
             return
         self._say(f"cancelled; stopping {name}")
         self._stop(jobs, name)
+
+    def _standing_job(self) -> str:
+        """Name of the job that stands for the work; empty if none does."""
+        try:
+            log = self._log()
+        except OSError:
+            return self.ray_job  # the store is away: the one that was waited for last
+        return log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
 
     def _stop(self, jobs: RayJobs, name: str) -> None:
         try:

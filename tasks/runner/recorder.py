@@ -17,6 +17,10 @@ from infra.tracking.mirrors.fan_out import Teller
 from tasks.runner.identity import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
+"""For a run that succeeded; begins anew while a report or a model moves, `UPLOAD_DEADLINE_S` at
+most."""
+UPLOAD_DEADLINE_S = 3600.0
+"""In all: 2 GiB, the largest model that is uploaded, at 0.6 MB a second."""
 CLOSE_IN_HASTE_S = 5.0
 """For a run that somebody ended, or that failed: what is not told is told by the next."""
 
@@ -60,7 +64,7 @@ class Recorder:
         self._run = (self._before or new).model_copy(
             update={"owner": self._owner, "state": "RUNNING"}
         )
-        self._close_deadline_s = CLOSE_DEADLINE_S
+        self._close_deadline_s, self._upload_deadline_s = CLOSE_DEADLINE_S, UPLOAD_DEADLINE_S
         shipper.begin()
 
     @property
@@ -118,14 +122,14 @@ class Recorder:
 
     def run_ended(self, status: EndStatus) -> None:
         """The run ended without its results."""
-        self._close_deadline_s = CLOSE_IN_HASTE_S
+        self._close_deadline_s, self._upload_deadline_s = CLOSE_IN_HASTE_S, 0.0
         if self._run.stages:
             self._shipper.put(self._run.model_copy(update={"state": status}))
 
     def close(self) -> None:
         """Wait until everything is told, but not for ever; in haste once somebody ends it."""
         try:
-            self._shipper.close(self._close_deadline_s)
+            self._shipper.close(self._close_deadline_s, self._upload_deadline_s)
         except (KeyboardInterrupt, SystemExit):
             self._shipper.close(CLOSE_IN_HASTE_S)
             raise

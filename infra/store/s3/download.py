@@ -1,12 +1,11 @@
 """The files of a manifest, brought here in parts.
 
 Promises: goes on where an earlier call was cut; every byte was compared with the manifest when it
-returns, what an earlier call left too.
+returns, what an earlier call left too; once a file fails, no other is begun.
 """
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -14,9 +13,8 @@ from typing import IO
 from infra.errors import ArtifactCorruptError
 from infra.store.artifacts import FileEntry, Manifest, write_manifest
 from infra.store.s3 import objects
+from infra.store.s3.transfers import transfer
 from infra.waiting import when_there_is_room
-
-NUM_TRANSFERS = 4
 
 Read = Callable[[str, int, int], bytes]
 """A file's bytes from one place to before another, all of them."""
@@ -33,10 +31,7 @@ def download(directory: Path, manifest: Manifest, read: Read) -> None:
     Raises:
         ArtifactCorruptError: what is read is not what the manifest says.
     """
-    with ThreadPoolExecutor(NUM_TRANSFERS, "download") as pool:
-        loads = [pool.submit(_load, directory, *each, read) for each in manifest.files.items()]
-        for load in loads:
-            load.result()
+    transfer(partial(_load, directory, *each, read) for each in manifest.files.items())
     write_manifest(directory, manifest)
 
 

@@ -11,7 +11,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from infra import env
@@ -31,10 +31,10 @@ from infra.store.s3.address import S3Address
 from infra.store.s3.cache import ArtifactCache
 from infra.store.s3.channel import S3Channel
 from infra.store.s3.collecting import Collecting
-from infra.store.s3.download import NUM_TRANSFERS
 from infra.store.s3.inventory import S3Inventory
 from infra.store.s3.objects import Objects
 from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
+from infra.store.s3.transfers import transfer
 from infra.store.stage_log import StageLogs
 from infra.store.stage_spec import Artifact, check_fingerprint
 from infra.store.storage import (
@@ -123,13 +123,10 @@ class S3Storage(StageResults):
             for name, entry in manifest.files.items()
             if present.get(name) != entry.size_bytes
         }
-        with ThreadPoolExecutor(NUM_TRANSFERS, "upload") as pool:
-            done = [
-                pool.submit(self._objects.upload, source / name, f"{root}/{name}", entry)
-                for name, entry in missing.items()
-            ]
-            for each in done:
-                each.result()
+        transfer(
+            partial(self._objects.upload, source / name, f"{root}/{name}", entry)
+            for name, entry in missing.items()
+        )
         data, name = manifest.to_bytes(), f"{root}/{MANIFEST_NAME}"
         standing = self._objects.get(name) if MANIFEST_NAME in present else None
         if standing is None:

@@ -34,7 +34,11 @@ class Teller(Protocol):
         """A stage has new records."""
         ...
 
-    def close(self, deadline_s: float) -> None:
+    def finish(self) -> None:
+        """Tell the rest at once and then no more; nobody waits for it here."""
+        ...
+
+    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
         """Tell the rest, but not for ever."""
         ...
 
@@ -74,8 +78,15 @@ class FanOut:
         for teller in (self._first, *self._mirrors):
             teller.journal_grew(key)
 
-    def close(self, deadline_s: float) -> None:
-        """Of all of them together."""
-        ends_at = time.monotonic() + deadline_s
+    def finish(self) -> None:
+        """Each."""
         for teller in (self._first, *self._mirrors):
-            teller.close(max(0.0, ends_at - time.monotonic()))
+            teller.finish()
+
+    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
+        """Of all of them together, at the same time."""
+        self.finish()
+        began_at = time.monotonic()
+        for teller in (self._first, *self._mirrors):
+            waited_s = time.monotonic() - began_at
+            teller.close(max(0.0, deadline_s - waited_s), max(0.0, upload_s - waited_s))

@@ -15,7 +15,7 @@ from infra.store.inventory import LocalInventory
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import LocalStorage
-from infra.tracking.promotion import PROMOTION, Decision
+from infra.tracking.promotion import DECISION_NAME, PROMOTION, Decision
 
 
 class Store:
@@ -54,8 +54,8 @@ class Store:
         self.age(name, artifact, days)
         return artifact
 
-    def promote(self, name: str, model: Artifact, day: int) -> None:
-        """A gate that a model passed on a day."""
+    def promote(self, name: str, model: Artifact, day: int, text: str = "") -> None:
+        """A gate that a model passed on a day; `text`: its decision, of another version."""
         source = self.root / "out"
         source.mkdir()
         decision = Decision(
@@ -63,6 +63,8 @@ class Store:
             model_digest=model.digest, model_name="m", alias="champion",
         )  # fmt: skip
         decision.write(source)
+        if text:
+            (source / DECISION_NAME).write_text(text)
         artifact = self.storage.publish(source, PROMOTION)
         self._commit(name, artifact, f"2026-01-{day:02}T00:00:00Z")
         self.age(name, artifact, 40)
@@ -180,6 +182,14 @@ def test_the_model_that_an_alias_points_to_stays(store: Store) -> None:
         "last m@champion of a gate",
         "registered as m@champion",
     }
+
+
+def test_a_decision_of_another_version_ends_no_collection(store: Store) -> None:
+    first, last = (store.commit(name, 40) for name in ("first", "last"))
+    store.promote("gate 1", first, 1)
+    store.promote("gate 2", last, 2, text='{"verdict": "yes"}')
+    found = store.survey()
+    assert [stage.needed_by for stage in found.stays] == ["last m@champion of a gate"]
 
 
 def test_an_artifact_stays_while_a_stage_names_it(store: Store) -> None:

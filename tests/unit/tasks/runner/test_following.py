@@ -9,14 +9,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from followed_stage import HOLDER, REQUEST, Jobs, Stage, after
 
 from engines.config.stages.base import StageConfig
 from flows.recipe.recipe import load_recipe
-from infra import env
-from infra.errors import ConfigError, JobFailedError, JobSubmitError
+from infra import env, waiting
+from infra.errors import ConfigError, JobFailedError, JobSubmitError, StoreUnreachableError
 from infra.ray.job_types import JobState, JobStatus
 from infra.store.work_channel import FileChannel, JobProblem
 from tasks.runner import following
@@ -398,3 +401,112 @@ def test_a_follower_that_died_does_not_keep_a_job_alive(stage: Stage) -> None:
     attempts.join(REQUEST.fingerprint, "me")
     assert attempts.leave(REQUEST.fingerprint, "me") == 0
     assert attempts.followed_by("dead") == []
+
+
+@contextmanager
+def away(
+    owner: Any, name: str, calls: Callable[[int], bool], error: OSError | None = None
+) -> Iterator[list[int]]:
+    """A read or write of the store that fails at some of its calls, counted from 1."""
+    num_calls = [0]
+    real = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        num_calls[0] += 1
+        if calls(num_calls[0]):
+            raise error or StoreUnreachableError("503 SlowDown")
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        yield num_calls
+
+
+@pytest.mark.parametrize("name", ["entries", "join", "read_beat", "read_error", "lookup"])
+@pytest.mark.parametrize("error", [None, OSError(errno.ESTALE, "Stale file handle")])
+def test_a_store_that_is_away_for_a_moment_ends_no_run(
+    stage: Stage,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: OSError | None,
+) -> None:
+    monkeypatch.setattr(following, "STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr(waiting, "ANSWER_POLL_S", 0.05)
+    stage.hold()
+
+    def commit() -> JobState:
+        stage.commit()
+        return JobState.SUCCEEDED
+
+    owners: list[Any] = [stage.storage, stage.storage.attempts, FileChannel]
+    (owner,) = [each for each in owners if hasattr(each, name)]
+    first = 1 if name == "lookup" else 2  # who cannot join at all is told so
+    failing = {first, first + 1}
+    with stage.heartbeat(), away(owner, name, failing.__contains__, error) as num_calls:
+        assert stage.follow(Jobs(after(8, commit))).attempt == 0
+    assert num_calls[0] > first + 1
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
+def test_a_store_that_stays_away_ends_the_run_after_its_deadline_and_leaves_the_job(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "STORE_AWAY_S", 0.5)
+    stage.hold()
+    jobs = Jobs(lambda: JobState.RUNNING)
+    began = time.monotonic()
+    with (
+        stage.heartbeat(),
+        away(stage.storage.attempts, "entries", lambda number: number > 3),
+        pytest.raises(StoreUnreachableError),
+    ):
+        stage.follow(jobs)
+    assert 0.5 <= time.monotonic() - began < 10
+    assert jobs.stopped == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_time_in_which_the_store_was_away_is_no_silence(stage: Stage) -> None:
+    """The stage's log cannot be read for longer than a job may be silent."""
+    stage.hold()
+    until = [0.0]
+
+    def is_away(number: int) -> bool:
+        if number == 5:
+            until[0] = time.monotonic() + 1.0
+        return time.monotonic() < until[0]
+
+    def commit() -> JobState:
+        stage.commit()
+        return JobState.SUCCEEDED
+
+    jobs = Jobs(after(5, commit))
+    with stage.heartbeat(), away(stage.storage.attempts, "entries", is_away):
+        assert stage.follow(jobs).attempt == 0
+    assert jobs.stopped == []
+
+
+@pytest.mark.parametrize("log_too", [False, True])
+def test_ctrl_c_stops_the_job_though_the_store_is_away(stage: Stage, log_too: bool) -> None:
+    is_away = [False]
+
+    def interrupt() -> JobState:
+        is_away[0] = True
+        raise KeyboardInterrupt
+
+    jobs = Jobs(after(1, interrupt))
+    with (
+        away(stage.storage.attempts, "leave", lambda _: True),
+        away(stage.storage.attempts, "entries", lambda _: log_too and is_away[0]),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        stage.follow(jobs)
+    assert jobs.stopped == list(jobs.requests)
+
+
+def test_a_follower_that_cannot_leave_has_its_commit(stage: Stage) -> None:
+    stage.hold()
+    stage.commit()
+    with away(stage.storage.attempts, "leave", lambda _: True):
+        assert stage.follow(Jobs(lambda: None)).attempt == 0

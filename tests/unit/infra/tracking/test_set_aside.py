@@ -1,0 +1,219 @@
+"""An entry that a tracker cannot take, or takes long for: the others are told before it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracked_world import MINE, PARENT, STAGE, Away, World, finished, losses, told
+
+from infra.tracking import shipper as shipper_module
+from infra.tracking.ledger import RunEntry
+from infra.tracking.promotion import PROMOTION
+from infra.tracking.shipper import Shipper
+
+MIB = 2**20
+POISON = finished(RunEntry(key="0" * 64, name="poison", owner=MINE))
+OTHERS = [
+    finished(RunEntry(key=str(number) * 64, name=f"run{number}", owner=MINE))
+    for number in range(1, 4)
+]
+
+
+class Poisoned(Away):
+    """Answers, but cannot be told of one run; `how` is what it does then."""
+
+    how: Callable[[], None] | None = None
+    tried: list[str]
+
+    def set_state(
+        self, run_id: str, state: Any, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> None:
+        self.tried = [*getattr(self, "tried", []), run_id]
+        if self.how is not None and run_id == POISON.key:
+            self.how()
+        super().set_state(run_id, state, tags, metrics)
+
+    def log_files(self, run_id: str, directory: Path, path: str) -> None:
+        if self.how is not None:
+            self.how()
+        super().log_files(run_id, directory, path)
+
+
+def too_large() -> None:
+    raise RuntimeError("413 Request Entity Too Large")
+
+
+def settled(world: World, *entries: RunEntry) -> list[str]:
+    ledger = world.ledger()
+    return [entry.name for entry in entries if ledger.is_settled(entry.key)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def tracker(world: World) -> Poisoned:
+    tracker = Poisoned.__new__(Poisoned)
+    tracker.__dict__.update(world.tracker.__dict__)
+    world.tracker = tracker
+    return tracker
+
+
+@pytest.mark.parametrize("error", [RuntimeError("413"), KeyError("architectures"), OSError("EIO")])
+def test_what_the_tracker_cannot_take_keeps_no_other_back(
+    world: World, tracker: Poisoned, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    tracker.how = fail
+    shipper = world.shipper()
+    for entry in (POISON, *OTHERS):
+        shipper.put(entry)
+    time.sleep(0.5)
+    shipper.close(20)
+    assert settled(world, POISON, *OTHERS) == ["run1", "run2", "run3"]
+    (warning,) = warnings(caplog)
+    assert f"did not take poison ({type(error).__name__}: {error}); the others go on" in warning
+    tries = tracker.tried.count(POISON.key)
+    assert 2 <= tries <= 6, "it is tried again, more and more seldom"
+
+
+def test_a_damaged_journal_keeps_no_other_back(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.train(1, 2)
+    data = bytearray(world.journal.read_bytes())
+    data[3] ^= 1
+    world.journal.write_bytes(data)
+    told(world.shipper(), STAGE.committed(world.commit()), finished(PARENT), *OTHERS)
+    assert settled(world, STAGE, PARENT, *OTHERS) == ["run", "run1", "run2", "run3"]
+    (warning,) = warnings(caplog)
+    assert "JournalError" in warning
+
+
+def test_a_decision_of_another_version_keeps_no_other_back(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = world.publish("model")
+    record = world.commit(PROMOTION, decision_json=b'{"verdict": "yes"}')
+    stage = STAGE.model_copy(update={"inputs": {"model": model}}).committed(record)
+    told(world.shipper(), stage, *OTHERS)
+    assert settled(world, stage, *OTHERS) == ["run1", "run2", "run3"]
+    assert "did not take sft (ArtifactCorruptError: " in warnings(caplog)[0]
+
+
+def test_the_next_run_tries_it_after_the_others(world: World, tracker: Poisoned) -> None:
+    tracker.how = too_large
+    told(world.shipper(), POISON)
+    world.ledger().put(OTHERS[0])
+    tracker.tried, tracker.how = [], None
+    later = world.shipper()
+    later.begin()
+    later.close(20)
+    assert tracker.tried == [OTHERS[0].key, POISON.key]
+    assert settled(world, POISON) == ["poison"]
+    assert world.ledger().aside() == set()
+
+
+def test_news_of_what_was_set_aside_are_told(world: World, tracker: Poisoned) -> None:
+    tracker.how = too_large
+    shipper = world.shipper()
+    shipper.put(POISON.model_copy(update={"state": "RUNNING"}))
+    time.sleep(0.1)
+    tracker.how = None
+    told(shipper, POISON)
+    assert settled(world, POISON) == ["poison"]
+
+
+def test_a_tracker_that_went_away_meanwhile_is_away(
+    world: World, tracker: Poisoned, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go() -> None:
+        tracker.away = True
+        raise TimeoutError("no answer")
+
+    tracker.how = go
+    told(world.shipper(), POISON, *OTHERS)
+    assert world.ledger().aside() == set()
+    (warning,) = warnings(caplog)
+    assert "could not take poison (TimeoutError: no answer)" in warning
+
+
+def test_metrics_of_a_stage_arrive_though_they_failed_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the store was away for a moment: long before the stage ends."""
+    records, failed = world.history.records, [False]
+
+    def fail_once(*args: Any) -> Any:
+        if not failed[0]:
+            failed[0] = True
+            raise OSError("Input/output error")
+        return records(*args)
+
+    monkeypatch.setattr(world.history, "records", fail_once)
+    world.train(1, 2)
+    shipper = world.shipper()
+    shipper.put(PARENT)
+    shipper.put(STAGE)
+    deadline = time.monotonic() + 20
+    while not world.tracker.path.exists() or world.seen()["metrics"] != losses(1, 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shipper.close(20)
+
+
+@pytest.fixture
+def uploading(world: World, tracker: Poisoned, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
+    """A run whose report is on its way for 1.5 s."""
+    monkeypatch.setattr(shipper_module, "LOOK_EVERY_S", 0.05)
+    report = world.home / "report"
+    report.mkdir()
+    (report / "page").write_bytes(bytes(MIB))
+
+    def send() -> None:
+        for _ in range(15):
+            (report / "page").read_bytes()
+            time.sleep(0.1)
+
+    tracker.how = send
+    return finished(PARENT).model_copy(update={"files": report})
+
+
+def close(shipper: Shipper, entry: RunEntry, **seconds: float) -> float:
+    shipper.put(entry)
+    time.sleep(0.2)
+    began = time.monotonic()
+    shipper.close(0.5, **seconds)
+    return time.monotonic() - began
+
+
+def test_an_upload_whose_bytes_move_is_waited_for(
+    world: World, uploading: RunEntry, caplog: pytest.LogCaptureFixture
+) -> None:
+    close(world.shipper(), uploading, upload_s=20)
+    assert settled(world, PARENT) == ["run"]
+    (warning,) = warnings(caplog)
+    assert "waiting while they move, up to 20 s" in warning
+
+
+@pytest.mark.parametrize("upload_s", [0.0, 0.3])
+def test_an_upload_is_waited_for_no_longer_than_that(
+    world: World, uploading: RunEntry, upload_s: float
+) -> None:
+    assert close(world.shipper(), uploading, upload_s=upload_s) < 1.1
+    assert settled(world, PARENT) == []
+    assert world.ledger().aside() == {PARENT.key}, "the next run tells the others first"
+
+
+def test_an_upload_that_stands_still_is_left(
+    world: World, uploading: RunEntry, tracker: Poisoned
+) -> None:
+    tracker.how = lambda: time.sleep(5)
+    assert close(world.shipper(), uploading, upload_s=20) < 2
+    assert settled(world, PARENT) == []
