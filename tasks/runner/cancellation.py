@@ -51,12 +51,21 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
     Raises:
         JobError: Ray cannot be reached.
     """
-    attempts = storage.attempts
-    for fingerprint in attempts.followed_by(follower):
-        log = attempts.entries(fingerprint)
-        if attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
+    for fingerprint in storage.attempts.followed_by(follower):
+        try:
+            name = _left_alone(storage, fingerprint, follower)
+        except OSError as error:
+            # One that cannot be read keeps no other alive.
+            _log.warning("%s is not stopped: %s", fingerprint, error)
             continue
-        name = log[-1].holder.ray_job
-        status = jobs.look(name)
-        if status is not None and not status.is_terminal:
+        status = jobs.look(name) if name else None
+        if name and status is not None and not status.is_terminal:
             jobs.stop(name, STOP_DEADLINE_S)
+
+
+def _left_alone(storage: Storage, fingerprint: str, follower: str) -> str | None:
+    """Leave a stage: the job that makes it, if nobody else waits for it."""
+    log = storage.attempts.entries(fingerprint)
+    if storage.attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
+        return None
+    return log[-1].holder.ray_job

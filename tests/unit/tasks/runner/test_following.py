@@ -88,6 +88,26 @@ def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_
     assert jobs.stopped == ["sft-a0"]
 
 
+def test_a_stage_that_cannot_be_read_keeps_no_other_of_a_cancelled_run_alive(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.hold(ray_job="sft-a0")
+    attempts, unread = stage.storage.attempts, "0" * len(REQUEST.fingerprint)
+    for fingerprint in (unread, REQUEST.fingerprint):
+        attempts.join(fingerprint, "cancelled")
+    entries = attempts.entries
+
+    def failing(fingerprint: str) -> Any:
+        if fingerprint == unread:
+            raise StoreUnreachableError("no answer")
+        return entries(fingerprint)
+
+    monkeypatch.setattr(attempts, "entries", failing)
+    jobs = Jobs(lambda: JobState.RUNNING)
+    stop_followed(stage.storage, jobs, "cancelled")  # type: ignore[arg-type]
+    assert jobs.stopped == ["sft-a0"]
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_what_our_job_went_on_with_is_told_from_its_beginning(
     stage: Stage, committed: bool
