@@ -5,7 +5,8 @@ verifies; a process killed at any point leaves the older ones usable; rotation h
 publishing and always leaves the newest two or more; a damaged checkpoint is skipped with a
 warning, a read error is raised and never taken for damage; a step asked for by number is
 loaded or refused, never replaced by another.
-Does not promise: several writers at once. One process saves, whoever wrote the files.
+Does not promise: several writers at once. One process saves, whoever wrote the files;
+`before_publish` is where one that was replaced is stopped.
 
     <root>/step-00000050/checkpoint/...   what the engine wrote
                          trainer.json     `TrainerState`
@@ -73,21 +74,31 @@ class StepCheckpoints:
         root: shared by all attempts of a stage; created when the first one is saved.
         keep: how many to keep, at least 2.
         first_bytes: that the first one is expected to have.
+        before_publish: called when a checkpoint is written whole and has no name yet; what it
+            raises leaves those that are there as they are.
     """
 
-    def __init__(self, root: Path, keep: int, first_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        first_bytes: int = 0,
+        before_publish: Callable[[], None] = lambda: None,
+    ) -> None:
         if keep < _MIN_KEEP:
             raise ValueError(f"keep is {keep}: the newest may be damaged, so keep at least two")
         self._root = root
         self._keep = keep
         self._first_bytes = first_bytes
+        self._before_publish = before_publish
 
     def beside(self, name: str) -> "StepCheckpoints":
         """Checkpoints of their own below the same directory, which no resume finds.
 
         Before the first they wait for as much room as the newest one here has.
         """
-        return StepCheckpoints(self._root / name, self._keep, self._newest_bytes())
+        size_bytes, before = self._newest_bytes(), self._before_publish
+        return StepCheckpoints(self._root / name, self._keep, size_bytes, before)
 
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
         """Publish a checkpoint, then remove the oldest.
@@ -103,6 +114,7 @@ class StepCheckpoints:
         Raises:
             DeadlineError: the disk had no room for as much as the newest one takes.
             OSError: the disk fails, or became full meanwhile; what was there before is untouched.
+            PipelineError: what `before_publish` raises; the same.
         """
         if state.step != step:
             raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
@@ -117,6 +129,7 @@ class StepCheckpoints:
             (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
             manifest = build_manifest(tmp, STEP_KIND)
             write_manifest(tmp, manifest)
+            self._before_publish()
             final = self._publish(step, tmp, manifest.digest)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -129,8 +142,11 @@ class StepCheckpoints:
         """Numbers of the published checkpoints, ascending; whether they verify is not said."""
         return list(step_directories(self._root))
 
-    def latest_valid(self) -> StepCheckpoint | None:
+    def latest_valid(self, last: int | None = None) -> StepCheckpoint | None:
         """Find what to continue from.
+
+        Args:
+            last: those of later steps are left aside; None: there is no limit.
 
         Returns:
             The newest checkpoint that verifies; None when none was ever published.
@@ -140,7 +156,7 @@ class StepCheckpoints:
             OSError: one could not be read.
         """
         try:
-            newest = newest_valid(self._root)
+            newest = newest_valid(self._root, last)
         except ArtifactCorruptError as error:
             raise CheckpointError(str(error)) from error
         return _read(newest[1]) if newest else None

@@ -131,7 +131,8 @@ class RewardFunction(StrictModel):
     """A registered name (`exact`, `math`, ...) or `path/to/file.py:name`; without a name: the
     file's `compute_score`.
 
-    A file counts with the modules beside it that it imports, and runs from a copy in the store.
+    A file counts with what it imports: modules beside it, with which it runs from a copy in the
+    store, the versions of installed distributions, and the modules of what is installed editable.
     Data files that it opens are not copied: give their absolute paths in `kwargs`.
     """
     kwargs: dict[str, Any] = {}

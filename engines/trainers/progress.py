@@ -1,7 +1,8 @@
 """What a training loop tells the world after a step, and what it keeps for its next attempt.
 
-Promises: the metrics of a step are recorded before its checkpoint is published, so no step is
-ever without its metrics; the journal keeps each step once, however often it is repeated.
+Promises: the metrics of a step are recorded before its checkpoint is published, and none is loaded
+whose steps the journal does not have, so no step is ever without its metrics; the journal keeps
+each step once, however often it is repeated.
 """
 
 import logging
@@ -73,9 +74,12 @@ class StageProgress:
         self.clock = clock
 
     def resume(self, workers: WorkerGroup) -> TrainerState:
-        """Load the newest valid step checkpoint, if there is one; returns what it knew."""
+        """Load the newest valid step checkpoint, if there is one; returns what it knew.
+
+        One of a step that the journal lacks is another attempt's, whose later metrics do not count.
+        """
         self._heartbeat.enter("train", STEP_DEADLINE_S)
-        newest = self._newest = self._checkpoints.latest_valid()
+        newest = self._newest = self._checkpoints.latest_valid(self._journal.num_done)
         if newest is None:
             return TrainerState(step=0)
         with self.clock("load"):

@@ -277,6 +277,22 @@ def project_modules(script: Path) -> set[str]:
     return {name for name in names if (file := module_file(name)) and file.is_file()}
 
 
+def imported_modules(module: str, path: Path) -> tuple[str, ...]:
+    """Absolute names that a module may import.
+
+    Args:
+        module: its dotted name, from which relative imports start.
+        path: its file.
+
+    Returns:
+        Names, sorted; `a.b` of `from a import b` may turn out to be no module.
+
+    Raises:
+        ConfigError: it is not Python.
+    """
+    return _imported_names(_Source(module, path))
+
+
 def _own_sources_digest(module: str) -> str | None:
     try:
         return sha256_json(source_closure([module], packages=()))

@@ -15,7 +15,12 @@ from pathlib import Path
 
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
 from infra.store.artifacts import verify_directory
-from infra.store.atomic import make_directories, publish_directory, temporary_sibling
+from infra.store.atomic import (
+    make_directories,
+    publish_directory,
+    remove_directory,
+    temporary_sibling,
+)
 
 STEP_KIND = "step-checkpoint"
 _NAME = re.compile(r"step-(\d{8,})(?:-[0-9a-f]{12})?")
@@ -43,11 +48,12 @@ def step_directories(root: Path) -> dict[int, list[Path]]:
     return dict(sorted(steps.items()))
 
 
-def newest_valid(root: Path) -> tuple[int, Path, str] | None:
+def newest_valid(root: Path, last: int | None = None) -> tuple[int, Path, str] | None:
     """The newest checkpoint whose every byte is as it was written.
 
     Args:
         root: holds checkpoints.
+        last: those of later steps are left aside; None: there is no limit.
 
     Returns:
         Its step, directory and digest; None if none was ever published.
@@ -58,6 +64,8 @@ def newest_valid(root: Path) -> tuple[int, Path, str] | None:
     """
     damaged: list[str] = []
     for step in reversed(step_directories(root)):
+        if last is not None and step > last:
+            continue
         try:
             return step, *verify_step(root, step)
         except (ArtifactNotFoundError, ArtifactCorruptError) as error:
@@ -66,6 +74,14 @@ def newest_valid(root: Path) -> tuple[int, Path, str] | None:
     if damaged:
         raise ArtifactCorruptError(f"no valid step in {root}: {', '.join(damaged)}")
     return None
+
+
+def remove_steps_after(root: Path, last: int) -> None:
+    """Remove the checkpoints of later steps than one; they would push out those that count."""
+    for step, paths in step_directories(root).items():
+        for path in paths if step > last else ():
+            _log.warning("removing the checkpoint of step %d: the journal ends at %d", step, last)
+            remove_directory(path)
 
 
 def verify_step(root: Path, step: int) -> tuple[Path, str]:

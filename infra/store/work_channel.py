@@ -11,14 +11,15 @@ generation. It belongs to the store and not to a home, so whoever reaches the st
         followers/<name>                 see `infra.store.followers`
 
 Promises: nothing here is shared by two attempts but the step checkpoints, which are named by
-their content's manifest and appear whole; what a commit prunes, neither a reader of journals nor a
+their content's manifest and appear whole, and no attempt continues from one whose steps the
+counted journals do not have; what a commit prunes, neither a reader of journals nor a
 person who looks for the reason of something misses.
 Does not promise: that any of it is true of a living job. The stage's log is.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -31,7 +32,7 @@ from infra.store.atomic import atomic_write_bytes, make_directories, remove_dire
 from infra.store.canonical import canonical_json
 from infra.store.heartbeat import Beat, read_beat
 from infra.store.stage_spec import Adoption, StageSpec
-from infra.store.step_directories import step_directories
+from infra.store.step_directories import remove_steps_after, step_directories
 
 SAMPLES_DIR = "samples"
 
@@ -113,20 +114,28 @@ class WorkChannel(Protocol):
         """
         ...
 
-    def share_steps(self, attempt: int, steps: Path) -> None:
+    def share_steps(
+        self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
+    ) -> None:
         """Bring the newest valid step checkpoint here, and let others have those to come.
 
         Args:
-            attempt: that continues from it, and has opened its journal.
+            attempt: that continues from it, is held, and has opened its journal.
             steps: the place, as `steps_dir` named it.
+            last: step at which what counts of the journal ends. A checkpoint of a later one was
+                published by an attempt that was replaced, and is removed here.
+            before_publish: called before others can have one; `FencedError` ends the sharing.
 
         Raises:
             OSError: what is there cannot be known.
         """
         ...
 
-    def fetch_steps(self, steps: Path) -> None:
-        """Bring the newest valid step checkpoint of a place here; raises as `share_steps`."""
+    def fetch_steps(self, steps: Path, last: int) -> None:
+        """Bring the newest valid step checkpoint of a place here that is not of a later step.
+
+        Raises as `share_steps`.
+        """
         ...
 
     def ship_steps(self, steps: Path) -> None:
@@ -217,10 +226,13 @@ class FileChannel:
         """See `WorkChannel.steps_dir`."""
         return self._directory / steps_name(generation, adopted)
 
-    def share_steps(self, attempt: int, steps: Path) -> None:
-        """See `WorkChannel.share_steps`: the place is shared."""
+    def share_steps(
+        self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
+    ) -> None:
+        """See `WorkChannel.share_steps`: the place is shared, whoever saves there asks himself."""
+        remove_steps_after(steps, last)
 
-    def fetch_steps(self, steps: Path) -> None:
+    def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
 
     def ship_steps(self, steps: Path) -> None:

@@ -26,6 +26,7 @@ from infra.frozen_model import FrozenModel
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import journal_segments
+from infra.store.stage_spec import Adoption
 from infra.store.storage import Storage
 from infra.waiting import when_there_is_room
 
@@ -67,12 +68,20 @@ class Journal:
     Args:
         path: created, with its directory, if absent; otherwise its torn tail is cut.
         earlier: what counts of earlier segments; their steps are not recorded again.
+        adopted: what the generation adopted; its steps count as done.
 
     Raises:
         JournalError: the file is damaged before its last record.
     """
 
-    def __init__(self, path: Path, earlier: Iterable[JournalRecord] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        earlier: Iterable[JournalRecord] = (),
+        adopted: Adoption | None = None,
+    ) -> None:
+        self.num_done = num_done((), adopted)
+        """Of the stage's steps, those that are told in all that counts."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -168,11 +177,25 @@ class Journal:
 
     def _remember(self, record: JournalRecord) -> None:
         self._time_ms = max(self._time_ms, record.time_ms)
+        self.num_done = max(self.num_done, record.done or 0)
         if record.step is not None:
             self._recorded.setdefault(record.step, set()).update(record.values)
 
     def _now(self) -> int:
         return max(self._time_ms, time.time_ns() // 1_000_000)
+
+
+def num_done(records: Iterable[JournalRecord], adopted: Adoption | None) -> int:
+    """How many of a stage's steps its journal tells.
+
+    Args:
+        records: what counts of the segments of a generation.
+        adopted: what that adopted.
+
+    Returns:
+        The number of the last one.
+    """
+    return max([adopted.step if adopted else 0, *(each.done or 0 for each in records)])
 
 
 def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]:

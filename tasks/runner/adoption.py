@@ -24,7 +24,7 @@ from infra.store.stage_log import generation
 from infra.store.stage_spec import Adoption, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
-from infra.tracking.journal import Journal, read_journal
+from infra.tracking.journal import Journal, num_done, read_journal
 from tasks.runner.differences import DIGITS, UNNAMED, differences, specification
 from tasks.runner.identity import StageRequest
 
@@ -130,6 +130,8 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
 def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt: int) -> Adoption:
     """Put the work's newest valid checkpoint where an attempt that adopts it would look.
 
+    One of a step that the work's journal lacks is left aside: its metrics could not be told.
+
     Args:
         work: what is adopted.
         storage: where both are.
@@ -142,10 +144,13 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
     Raises:
         ArtifactError: no checkpoint of the work is valid any more.
     """
-    storage.channel(work.fingerprint).fetch_steps(work.root)
-    newest = newest_valid(work.root)
+    theirs, _ = read_journal(storage, work.fingerprint, attempt=work.generation)
+    log = storage.attempts.entries(work.fingerprint)
+    last = num_done(theirs, generation(log, work.generation)[0].adopted)
+    storage.channel(work.fingerprint).fetch_steps(work.root, last)
+    newest = newest_valid(work.root, last)
     if newest is None:
-        raise ArtifactNotFoundError(f"the checkpoints in {work.root} are gone")
+        raise ArtifactNotFoundError(f"the checkpoints in {work.root} up to step {last} are gone")
     step, path, digest = newest
     adopted = Adoption(
         fingerprint=work.fingerprint,

@@ -1,8 +1,8 @@
 """What makes a stage the stage it is: the request, and the fingerprint computed from it.
 
 Promises: two requests have one fingerprint exactly when stage, configuration, input digests,
-seed, reachable sources, installed libraries and installed plugins are the same; nothing else
-enters.
+seed, reachable sources, installed libraries, installed plugins and what a user's file imports are
+the same; nothing else enters.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from infra.identity.fingerprint import (
     project_modules,
     stage_identity,
 )
+from infra.identity.imported_code import ImportedCode, imported_code
 from infra.identity.scripts import SCRIPT_KIND, script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.canonical import sha256_json
@@ -31,9 +32,12 @@ STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
     "megatron-core", "mbridge", "liger-kernel", "transformer-engine", "jinja2",
-    "math-verify", "sympy", "latex2sympy2-extended",
+    "math-verify", "sympy", "latex2sympy2-extended", "pillow",
 )  # fmt: skip
-"""Libraries whose version can change what a job computes."""
+"""Libraries whose version can change what a job computes, whatever a recipe names.
+
+Images are decoded and resized with Pillow, and whether a dataset has some is not known before it
+is made: it counts for stages of text, too."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,25 @@ class StageRequest:
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """sha256 by module of our code that can change what the job yields."""
-        scripts = [Path(each.uri) for each in self.inputs.values() if each.kind == SCRIPT_KIND]
-        used = [module for script in scripts for module in project_modules(script)]
-        return numeric_sources([self.config.job_module, *self.config.plugin_modules(), *used])
+        """sha256 by module of our code, and of what scripts import, that can change the output."""
+        used = [module for script in self._scripts for module in project_modules(script)]
+        ours = numeric_sources([self.config.job_module, *self.config.plugin_modules(), *used])
+        return {**ours, **self._imported.sources}
+
+    @property
+    def _scripts(self) -> list[Path]:
+        return [Path(each.uri) for each in self.inputs.values() if each.kind == SCRIPT_KIND]
+
+    @cached_property
+    def _imported(self) -> ImportedCode:
+        """What scripts import of other people's; of a job environment all counts that is there."""
+        return imported_code(() if self.interpreter else self._scripts)
 
     @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change what the job yields."""
-        return installed_libraries(NUMERIC_DISTRIBUTIONS, self.interpreter)
+        distributions = (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions)
+        return installed_libraries(distributions, self.interpreter)
 
     @property
     def rollout_libraries(self) -> dict[str, str | None]:
@@ -85,7 +99,8 @@ class StageRequest:
     def environment(self) -> str:
         """Digest of the libraries and of other people's code that the job would run."""
         named, config = frozenset(self.config.plugins()), self.config
-        return environment_of(named, config.interpreter, config.rollout_interpreter)
+        imported = self._imported.distributions
+        return environment_of(named, config.interpreter, config.rollout_interpreter, imported)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -112,6 +127,7 @@ def environment_of(
     named: frozenset[tuple[PluginKind, str]],
     interpreter: Path | None,
     rollout_interpreter: Path | None = None,
+    imported: tuple[str, ...] = (),
 ) -> str:
     """Digest of what is installed, of which other people's parts count where they are named.
 
@@ -119,12 +135,13 @@ def environment_of(
         named: kind and name of parts.
         interpreter: of a job environment; None: this one.
         rollout_interpreter: of the rollout replicas' environment; None: they run in the job's.
+        imported: distributions that count beside those that count for every stage.
 
     Returns:
         64 hex digits; found out once per process.
     """
     outside = outside_code(named_rows(named))
-    job = environment_digest(NUMERIC_DISTRIBUTIONS, outside, interpreter)
+    job = environment_digest((*NUMERIC_DISTRIBUTIONS, *imported), outside, interpreter)
     if rollout_interpreter is None:
         return job
     return sha256_json([job, environment_digest((), None, rollout_interpreter)])

@@ -24,6 +24,7 @@ from tasks.runner.adoption import HalfTrained, copy_adopted_steps, link_adopted
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
+HOLDER_DIGITS = 8
 
 
 class Submission:
@@ -69,10 +70,20 @@ class Submission:
         """What Ray keeps free for the job's own process."""
         return self._request.config.driver_resources
 
-    def submission_id(self, attempt: int) -> str:
-        """Ray's name of an attempt's job: equal for whoever shares the store, and only for them."""
+    def submission_id(self, attempt: int, holder: str) -> str:
+        """Ray's name of an attempt's job; who follows it reads the name in the stage's log.
+
+        Args:
+            attempt: its number.
+            holder: id of who holds it. Numbers begin again with a log that was collected as
+                garbage, and a cluster keeps the names of finished jobs.
+
+        Returns:
+            A name that no other job ever has.
+        """
         stage, fingerprint = self._request.config.stage, self._request.fingerprint
-        return f"{stage}-{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
+        at = f"{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
+        return f"{stage}-{at}-{holder[:HOLDER_DIGITS]}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
         """Claim an attempt, and submit its job.
@@ -87,10 +98,9 @@ class Submission:
             JobSubmitError: Ray did not take the job; the attempt is over.
             ArtifactError: what is to be adopted does not verify.
         """
-        name, request = self.submission_id(attempt), self._request
-        holder = Holder(
-            id=uuid.uuid4().hex, process=own_stamp(), ray_job=name, cluster=jobs.cluster_id
-        )
+        holder_id, request = uuid.uuid4().hex, self._request
+        name = self.submission_id(attempt, holder_id)
+        holder = Holder(id=holder_id, process=own_stamp(), ray_job=name, cluster=jobs.cluster_id)
         adopted = None
         if self._adopts is not None and attempt == self._adopts_at:
             adopted = link_adopted(self._adopts, self._storage, request.fingerprint, attempt)

@@ -129,7 +129,9 @@ def stage_progress(
     return StageProgress(
         journal=context.journal,
         heartbeat=context.heartbeat,
-        checkpoints=StepCheckpoints(context.steps_dir, checkpoint.num_keep),
+        checkpoints=StepCheckpoints(
+            context.steps_dir, checkpoint.num_keep, before_publish=context.check_held
+        ),
         every_num_steps=checkpoint.every_num_steps,
         num_steps=num_steps,
         clock=context.clock,

@@ -3,10 +3,10 @@
     python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT
 
 Promises: the job itself publishes its files and commits the fingerprint, so a job whose flow
-died still finishes its stage; if another attempt took over, this one ends fenced and commits
-nothing; a job that fails, or whose phase made no progress within its deadline, leaves its error
-in the stage's channel, and its exit code: 2 with one line for a `ConfigError`, 143 after
-SIGTERM, 1 for anything else.
+died still finishes its stage; if another attempt took over, this one ends fenced, at its next step
+checkpoint at the latest, and publishes neither that nor a commit; a job that fails, or whose phase
+made no progress within its deadline, leaves its error in the stage's channel, and its exit code: 2
+with one line for a `ConfigError`, 143 after SIGTERM, 1 for anything else.
 A stage that waits for this one's output alone is claimed before that is committed, and run by
 this process afterwards: an attempt, an end and an error of its own, as from a process of its own.
 What cannot be claimed is left to such a process.
@@ -46,6 +46,7 @@ from infra.errors import (
     ConfigError,
     FencedError,
     PipelineError,
+    StoreError,
 )
 from infra.field_errors import to_config_error
 from infra.host.stacks import ask_for_stacks
@@ -124,6 +125,18 @@ class JobContext(Generic[Config]):
     def optional_input(self, name: str) -> Path | None:
         """As `input`, or None if the stage was given no such input."""
         return self.input(name) if name in self.spec.inputs else None
+
+    def check_held(self) -> None:
+        """Raise `FencedError` if another attempt took over; one listing of the stage's log.
+
+        A store elsewhere that does not answer is no reason to end: a checkpoint is published on
+        this machine then, and the thread that ships it asks again.
+        """
+        attempt = Attempt(self.spec.fingerprint, self.spec.attempt, self.spec.holder)
+        try:
+            self.storage.attempts.check(attempt)
+        except StoreError as error:
+            logger.warning("whether this attempt is still held is not known: %s", error)
 
     @property
     def output_dir(self) -> Path:
@@ -333,10 +346,12 @@ def _open_context(
     stack.enter_context(heartbeat).enter("load", LOAD_DEADLINE_S)
     entries = storage.attempts.entries(spec.fingerprint)
     earlier, _ = read_journal(storage, spec.fingerprint)
-    journal = Journal(directory / "journal.jsonl", earlier)
+    journal = Journal(directory / "journal.jsonl", earlier, spec.adopted)
     stack.callback(journal.close)
     steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
-    channel.share_steps(spec.attempt, steps_dir)
+    fence = partial(storage.attempts.check, Attempt(spec.fingerprint, spec.attempt, spec.holder))
+    fence()  # the journal that was read is what counts, so no step after it was another's
+    channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)
     context = JobContext(
         spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
     )

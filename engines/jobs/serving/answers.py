@@ -2,7 +2,8 @@
 
 What they depend on is a part of the stage's identity, so they have a fingerprint of their own:
 the model, the requests, how they are sampled and served, the code that does it. The reward with its
-code, the models that judge, k and the confidence are no part of it. They are an artifact of kind
+code, the models that judge, k and the confidence are no part of it, but for the distributions that
+a reward's file imports. They are an artifact of kind
 `answers`, one for each call, committed under that fingerprint as the output of a stage is.
 Promises: what was asked of an equal model is found, by any stage over the same store, a
 repetition of one that was killed included; answers that are not there, or damaged, are sampled; a

@@ -14,9 +14,8 @@ It has to lie, whole, in the directory of the machine that shares it.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from infra import env
@@ -30,6 +29,7 @@ from infra.store.s3.mirror import JournalChunks
 from infra.store.s3.objects import Objects
 from infra.store.s3.steps import SharedSteps, StepsShipper
 from infra.store.stage_spec import Adoption, StageSpec
+from infra.store.step_directories import remove_steps_after
 from infra.store.work_channel import (
     SAMPLES_DIR,
     JobProblem,
@@ -130,16 +130,23 @@ class S3Channel:
         self._leave_what_was()
         return self._directory / steps_name(generation, adopted)
 
-    def share_steps(self, attempt: int, steps: Path) -> None:
+    def share_steps(
+        self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
+    ) -> None:
         """See `WorkChannel.share_steps`. A thread ships them while the job goes on."""
-        self.fetch_steps(steps)
+        remove_steps_after(steps, last)
+        self.fetch_steps(steps, last)
         self._mark_steps()
-        journal = partial(mirror.ship, self._local_path(attempt))
-        self._shippers.append(StepsShipper(self._shared(steps), journal))
 
-    def fetch_steps(self, steps: Path) -> None:
+        def before_manifest() -> None:
+            mirror.ship(self._local_path(attempt))
+            before_publish()
+
+        self._shippers.append(StepsShipper(self._shared(steps), before_manifest))
+
+    def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
-        self._shared(steps).fetch()
+        self._shared(steps).fetch(last)
 
     def ship_steps(self, steps: Path) -> None:
         """See `WorkChannel.ship_steps`."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from infra.errors import (
     ArtifactCorruptError,
     ArtifactNotFoundError,
+    FencedError,
     PipelineError,
 )
 from infra.store.artifacts import (
@@ -63,7 +64,8 @@ class SharedSteps:
         """Ship what is published here; what is older there, and not here any more, goes then.
 
         Args:
-            before_manifest: called before a checkpoint can be seen.
+            before_manifest: called before a checkpoint can be seen; what it raises leaves all as
+                it is.
 
         Raises:
             StoreError: the service refused or failed.
@@ -82,17 +84,22 @@ class SharedSteps:
                     if each not in here and each[0] < max(here)[0]:
                         self._remove(each)
 
-    def fetch(self) -> None:
+    def fetch(self, last: int) -> None:
         """Bring the newest valid checkpoint here, unless what is here is as new.
+
+        Args:
+            last: those of later steps are left where they are.
 
         Raises:
             StoreError: the service refused or failed.
         """
         try:
-            own = newest_valid(self._root)
+            own = newest_valid(self._root, last)
         except ArtifactCorruptError:
             own = None
         for each in reversed(self._visible()):
+            if each[0] > last:
+                continue
             if own is not None and own[0] >= each[0]:
                 return
             try:
@@ -160,7 +167,7 @@ class SharedSteps:
 
 
 class StepsShipper:
-    """Ships a directory's checkpoints from a thread, as they are published.
+    """Ships a directory's checkpoints from a thread, as they are published, until one is fenced.
 
     Args:
         steps: the directory.
@@ -182,6 +189,9 @@ class StepsShipper:
         while not self._ended.wait(SHIP_EVERY_S):
             try:
                 self._steps.ship(self._before_manifest)
+            except FencedError as error:
+                _log.warning("no more checkpoints go to the store: %s", error)
+                return
             except (PipelineError, OSError) as error:
                 _log.warning("the newest checkpoint does not reach the store yet: %s", error)
 

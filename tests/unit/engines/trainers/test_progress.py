@@ -83,7 +83,9 @@ def test_values_come_back_to_the_next_attempt_bit_for_bit(tmp_path: Path) -> Non
     values = {"loss_average": 0.1 + 0.2, "smallest": 5e-324}
     with closing(Journal(tmp_path / "journal.jsonl")) as journal:
         assert progress_in(tmp_path, journal).resume(FileWorkers()).step == 0
-        progress_in(tmp_path, journal).checkpoint_when_due(2, FileWorkers(), values=values)
+        progress = progress_in(tmp_path, journal)
+        progress.record(2, 2, {"loss": 1.0}, PhaseClock())
+        progress.checkpoint_when_due(2, FileWorkers(), values=values)
         workers = FileWorkers()
         state = progress_in(tmp_path, journal).resume(workers)
     assert (state.step, dict(state.values)) == (2, values)

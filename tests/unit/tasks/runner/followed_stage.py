@@ -23,7 +23,7 @@ REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, s
 
 
 class Jobs:
-    """A job server that answers what the test wants."""
+    """A job server that answers what the test wants; a name is taken for as long as it lives."""
 
     cluster_id = HOLDER.cluster
 
@@ -33,6 +33,8 @@ class Jobs:
         self.stopped: list[str] = []
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
+        if submission_id in self.requests:
+            return False
         self.requests[submission_id] = request
         return True
 

@@ -252,6 +252,21 @@ def test_a_damaged_checkpoint_is_passed_over(work: Work, edit: Callable[[], None
     assert work.steps(request()) == [1]
 
 
+def test_a_checkpoint_behind_the_journal_is_passed_over(
+    work: Work, edit: Callable[[], None]
+) -> None:
+    """An owner that was replaced may have published it: its metrics do not count."""
+    old = request()
+    half_train(work, old, 1, 2)
+    work.checkpoints(old).save(5, lambda path: (path / "w").write_text("5"), TrainerState(5))
+    edit()
+    work.submit(request(), find_adoptable(work.storage, request()))
+    assert work.steps(request()) == [1, 2]
+    newest = work.checkpoints(request()).latest_valid()
+    assert newest is not None
+    assert newest.step == 2
+
+
 def test_committed_work_is_reused_or_not_there(
     work: Work, edit: Callable[[], None], tmp_path: Path
 ) -> None:

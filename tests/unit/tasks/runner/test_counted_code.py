@@ -86,7 +86,9 @@ def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) ->
     assert changed == [False, False, True, False]
 
 
-@pytest.mark.parametrize("library", ["math-verify", "latex2sympy2-extended", "sympy", "torch"])
+@pytest.mark.parametrize(
+    "library", ["math-verify", "latex2sympy2-extended", "sympy", "torch", "pillow"]
+)
 def test_another_version_of_what_computes_or_judges_is_another_stage(
     library: str, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

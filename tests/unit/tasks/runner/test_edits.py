@@ -75,6 +75,8 @@ STAGES = {
     "engines/jobs/evaluate.py": MEASURE,
     "engines/jobs/promote.py": {"promote"},
     "engines/trainers/evaluation/paired.py": {"promote"},
+    "infra/tracking/promotion.py": {"promote"},
+    "infra/tracking/comparison.py": {"promote", "sft"},
     "engines/trainers/evaluation/evaluator.py": MEASURE,
     "engines/jobs/preprocess.py": {"preprocess"},
     "engines/data/prepare/preprocessors/gsm8k.py": set(),  # the quickstart names none

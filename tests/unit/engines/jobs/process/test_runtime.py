@@ -14,6 +14,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
+from infra.tracking.journal import Journal
 
 HOLDER = Holder(id="test", process="test")
 
@@ -95,6 +96,8 @@ def test_a_committed_job_removes_what_only_its_retry_would_need(spec: StageSpec)
     step = channel.steps_dir(0) / "step-00000001"
     step.mkdir(parents=True)
     (step / "weights").write_bytes(b"x")
+    with Journal(channel.local_dir(0) / "journal.jsonl") as journal:
+        journal.progress(1, 2)
     (channel.local_dir(0) / "hf").mkdir()
     failed = run(spec, {"RLHF_FAULTS": "storage.before_commit=raise"})
     assert failed.returncode == 1

@@ -8,13 +8,14 @@ import pytest
 from rlhf.testing.fault_proxy import FaultProxy
 
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
-from infra.errors import StoreUnreachableError
+from infra.errors import FencedError, StoreUnreachableError
 from infra.store.s3 import objects as objects_module
 from infra.store.s3 import steps as steps_module
 from infra.store.s3.address import S3Address
 from infra.store.s3.channel import S3Channel
 from infra.store.s3.objects import Objects
 from infra.store.s3.storage import S3Storage
+from infra.store.stage_log import Holder
 from infra.store.stage_spec import Adoption
 from infra.store.step_directories import newest_valid, step_directories
 from infra.tracking.journal import Journal
@@ -22,6 +23,8 @@ from tasks.runner.adoption import HalfTrained, link_adopted
 
 FINGERPRINT = "f" * 64
 PLACE = f"work/{FINGERPRINT}/steps-0"
+LAST = 1000
+"""A step behind all of them."""
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_another_machine_continues_from_the_newest(
     assert not other.steps_dir(0).exists()
     assert other.step_numbers(other.steps_dir(0)) == [2, 3]
     assert S3Storage(uri).with_steps() == [FINGERPRINT]
-    other.fetch_steps(other.steps_dir(0))
+    other.fetch_steps(other.steps_dir(0), LAST)
     found = StepCheckpoints(other.steps_dir(0), 2).latest_valid()
     assert found is not None
     assert (found.step, (found.path / "w").read_text()) == (3, "weights of 3")
@@ -85,7 +88,7 @@ def test_what_is_here_and_as_new_is_not_fetched(channel: S3Channel, proxy: Fault
     save(steps, 1, 2)
     channel.ship_steps(steps)
     proxy.requests.clear()
-    channel.fetch_steps(steps)
+    channel.fetch_steps(steps, LAST)
     assert not [each for each in proxy.requests if "checkpoint/w" in each.path]
 
 
@@ -110,7 +113,7 @@ def test_a_damaged_one_is_skipped_for_the_one_before(
     else:
         objects.put(f"{PLACE}/{newest}/manifest.json", b"{}")
     other = elsewhere(monkeypatch, tmp_path, uri)
-    other.fetch_steps(other.steps_dir(0))
+    other.fetch_steps(other.steps_dir(0), LAST)
     found = newest_valid(other.steps_dir(0))
     assert found is not None
     assert found[0] == 1
@@ -122,7 +125,7 @@ def test_a_damaged_one_here_is_replaced_by_the_sound_one_there(channel: S3Channe
     save(steps, 1)
     channel.ship_steps(steps)
     (steps / "step-00000001/checkpoint/w").write_text("damaged!!!!!")
-    channel.fetch_steps(steps)
+    channel.fetch_steps(steps, LAST)
     found = newest_valid(steps)
     assert found is not None
     assert (found[1] / "checkpoint/w").read_text() == "weights of 1"
@@ -159,7 +162,7 @@ def test_other_content_of_a_step_is_another_checkpoint(
     other.ship_steps(other.steps_dir(0))
     assert shipped(objects) == [1, 1]
     third = elsewhere(monkeypatch, tmp_path, uri)
-    third.fetch_steps(third.steps_dir(0))
+    third.fetch_steps(third.steps_dir(0), LAST)
     found = newest_valid(third.steps_dir(0))
     assert found is not None
     assert (found[1] / "checkpoint/w").read_text().endswith("weights of 1")
@@ -171,7 +174,7 @@ def test_a_job_ships_as_it_saves_and_its_journal_first(
     monkeypatch.setattr(steps_module, "SHIP_EVERY_S", 0.05)
     steps = channel.steps_dir(0)
     with Journal(channel.local_dir(0) / "journal.jsonl") as journal:
-        channel.share_steps(0, steps)
+        channel.share_steps(0, steps, LAST, lambda: None)
         journal.metrics(1, {"loss": 1.0})
         save(steps, 1)
         ends_at = time.monotonic() + 60
@@ -197,19 +200,70 @@ def test_a_job_ships_as_it_saves_and_its_journal_first(
 def test_what_is_adopted_on_one_machine_is_continued_on_a_third(
     uri: str, channel: S3Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(channel.steps_dir(0), 1, 2)
+    owner = S3Storage(uri)
+    owner.attempts.hold(FINGERPRINT, Holder(id="owner", process="here"), 0)
+    with Journal(channel.local_dir(0) / "journal.jsonl") as journal:
+        for step in (1, 2):
+            journal.metrics(step, {"loss": 1.0})
+            journal.progress(step, 3)
+    save(channel.steps_dir(0), 1, 2, 3)
     channel.ship_steps(channel.steps_dir(0))
+    assert channel.journal_bytes(0)
     elsewhere(monkeypatch, tmp_path, uri)
     submitter = S3Storage(uri)
     root = submitter.channel(FINGERPRINT).steps_dir(0)
-    work = HalfTrained(FINGERPRINT, 0, root, 2, ("a.module",), ())
+    work = HalfTrained(FINGERPRINT, 0, root, 3, ("a.module",), ())
     adopted = link_adopted(work, submitter, "e" * 64, 0)
-    assert adopted.step == 2
+    assert adopted.step == 2, "the metrics of step 3 are not there"
     elsewhere(monkeypatch, tmp_path, uri)
     heir = S3Storage(uri).channel("e" * 64)
     steps = heir.steps_dir(0, adopted)
-    heir.share_steps(0, steps)
+    heir.share_steps(0, steps, adopted.step, lambda: None)
     found = newest_valid(steps)
     assert found is not None
     assert (found[0], found[2]) == (2, adopted.digest)
     heir.prune([], steps)
+
+
+def test_what_the_journal_does_not_tell_is_not_fetched_and_goes_here(
+    uri: str, channel: S3Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was slower to ship its journal than to save, or another's that was fenced."""
+    steps = channel.steps_dir(0)
+    save(steps, 5, 10)
+    channel.ship_steps(steps)
+    channel.share_steps(1, steps, 7, lambda: None)
+    assert list(step_directories(steps)) == [5]
+    other = elsewhere(monkeypatch, tmp_path, uri)
+    other.fetch_steps(other.steps_dir(0), 7)
+    assert list(step_directories(other.steps_dir(0))) == [5]
+    for each in (channel, other):
+        each.prune([], each.steps_dir(0))
+
+
+def test_an_owner_that_was_replaced_ships_nothing_and_removes_nothing(
+    uri: str,
+    objects: Objects,
+    channel: S3Channel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(steps_module, "SHIP_EVERY_S", 0.05)
+    asked: list[int] = []
+
+    def refused() -> None:
+        asked.append(1)
+        raise FencedError("another took over")
+
+    channel.share_steps(0, channel.steps_dir(0), LAST, refused)
+    other = elsewhere(monkeypatch, tmp_path, uri)
+    save(other.steps_dir(0), 6, 7)
+    other.ship_steps(other.steps_dir(0))
+    save(channel.steps_dir(0), 10)
+    ends_at = time.monotonic() + 60
+    while "no more checkpoints go to the store: another took over" not in caplog.text:
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert (shipped(objects), len(asked)) == ([6, 7], 1)

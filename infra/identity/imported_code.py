@@ -1,0 +1,140 @@
+"""What a user's Python file imports that is neither of this project nor beside it.
+
+Promises: of an installed distribution the version counts. Of a package that is read where it is
+edited (`pip install -e`, a `.pth` file, `PYTHONPATH`, or of no distribution at all) every module
+counts by its bytes that the file reaches, and what those import counts in the same way. Nothing is
+imported for that.
+Does not promise: an edit below `site-packages` by hand, data files of a package, the dependencies
+of an installed distribution, or what is imported by a name that is made at run time.
+"""
+
+import json
+import site
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from infra.errors import ConfigError
+from infra.identity.fingerprint import (
+    OUR_PACKAGES,
+    imported_modules,
+    module_file,
+    script_files,
+    source_closure,
+)
+from infra.store.canonical import sha256_file
+
+
+@dataclass(frozen=True)
+class ImportedCode:
+    """Other people's code that a script runs.
+
+    Attributes:
+        sources: sha256 by module of what is read where it is edited, sorted.
+        distributions: names of what is installed, sorted; their versions count.
+    """
+
+    sources: dict[str, str]
+    distributions: tuple[str, ...]
+
+
+def imported_code(scripts: Iterable[Path]) -> ImportedCode:
+    """What some scripts import, by way of the modules beside them too.
+
+    Args:
+        scripts: Python files.
+
+    Returns:
+        What this process would import for them. A module that is not found counts as absent.
+
+    Raises:
+        ConfigError: a script, or a module beside it, is not Python.
+    """
+    sources: dict[str, str] = {}
+    distributions: set[str] = set()
+    pending = {name for script in scripts for name in _imports_of(script)}
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in seen or not _is_outside(name):
+            continue
+        seen.add(name)
+        installed = _distributions(name)
+        distributions.update(installed)
+        if installed and not _is_edited(name):
+            continue
+        for module, digest in _own_sources(name).items():
+            sources[module] = digest
+            file = module_file(module)
+            if file is not None:
+                pending.update(_parsed(module, file))
+    return ImportedCode(dict(sorted(sources.items())), tuple(sorted(distributions)))
+
+
+def _imports_of(script: Path) -> set[str]:
+    """What a script imports that does not lie beside it, by way of what does."""
+    files = script_files(script)
+    beside = {Path(name).parts[0].removesuffix(".py") for name in files}
+    names = {name for path in files.values() for name in imported_modules(path.stem, path)}
+    return {name for name in names if name.partition(".")[0] not in beside}
+
+
+def _is_outside(name: str) -> bool:
+    return name.partition(".")[0] not in {*OUR_PACKAGES, *sys.stdlib_module_names}
+
+
+def _own_sources(name: str) -> dict[str, str]:
+    """Modules of its own package that an import executes; empty if there is no source of it."""
+    root, file = name, module_file(name)
+    while file is None and "." in root:  # `b` of `from a import b` may be no module
+        root = root.rpartition(".")[0]
+        file = module_file(root)
+    if file is None:
+        return {}
+    try:
+        return source_closure([root], packages=())
+    except ConfigError:  # a file that it may reach is of another Python: nobody imports that
+        return {root: sha256_file(file)} if file.is_file() else {}
+
+
+def _parsed(module: str, file: Path) -> tuple[str, ...]:
+    try:
+        return imported_modules(module, file)
+    except ConfigError:
+        return ()
+
+
+def _distributions(name: str) -> list[str]:
+    """Installed ones that a top-level package is of, but for those that are edited in place."""
+    found = _by_package().get(name.partition(".")[0], ())
+    return [each for each in found if not _is_editable(each)]
+
+
+def _is_edited(name: str) -> bool:
+    """Whether a package, or a part of it, is read from where it is edited."""
+    top = name.partition(".")[0]
+    if any(map(_is_editable, _by_package().get(top, ()))):
+        return True
+    file = module_file(top)
+    return file is not None and not any(file.is_relative_to(each) for each in _site_directories())
+
+
+@cache
+def _by_package() -> dict[str, frozenset[str]]:
+    """Distributions by top-level package; found out once per process."""
+    return {name: frozenset(found) for name, found in metadata.packages_distributions().items()}
+
+
+@cache
+def _is_editable(distribution: str) -> bool:
+    text = metadata.distribution(distribution).read_text("direct_url.json")
+    return bool(text and json.loads(text).get("dir_info", {}).get("editable"))
+
+
+@cache
+def _site_directories() -> tuple[Path, ...]:
+    places = {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(path for place in sorted(places) for path in {Path(place), Path(place).resolve()})
