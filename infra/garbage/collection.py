@@ -7,12 +7,15 @@ somebody needs it, which is when whoever came in between has said so (`infra.sto
 Promises: a kill at any point leaves a store that works, and the rest to the next collection.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from infra.errors import ArtifactError
-from infra.garbage.survey import YOUNG_S, Survey, SurveyedStage, is_done
+from infra.garbage.needs import YOUNG_S, is_done
+from infra.garbage.survey import Survey, SurveyedStage
 from infra.store.inventory import Inventory, Stored
+from infra.store.runs import KnownRun
 from infra.store.storage import Storage
 
 
@@ -32,11 +35,11 @@ class Collected:
 
 
 def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
-    """Take away what may go.
+    """Take away what may go, unless somebody began to need it after the survey.
 
     Args:
         storage: that was surveyed.
-        inventory: of the same store.
+        inventory: of the same store, which is the caller's (`Inventory.exclusively`).
         found: by the survey.
 
     Returns:
@@ -59,17 +62,20 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
         freed_bytes += stored.size_bytes
         return True
 
+    spoke = _who_spoke(storage, inventory, found)
     for stage in found.goes:
-        if take(stage.log, lambda _, stage=stage: _is_used(storage, stage)):
+        if take(stage.log, lambda at, stage=stage: _is_used(stage, at, spoke())):
             take(
                 stage.work, lambda _, stage=stage: bool(storage.attempts.entries(stage.fingerprint))
             )
-    named = _named(storage, inventory)
+    named = _named(storage)
     for digest, stored in found.artifacts:
         take(
             stored,
             lambda touched_at, digest=digest, stored=stored: (
-                digest in named or touched_at > stored.touched_at
+                digest in named
+                or touched_at > stored.touched_at
+                or any(digest in run.read_at for run in spoke())
             ),
         )
     for stored in found.rests:
@@ -78,15 +84,26 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
     return Collected(freed_bytes, tuple(spared), tuple(problems))
 
 
-def _is_used(storage: Storage, stage: SurveyedStage) -> bool:
-    """Whether a run asked for a stage, or asked to keep it, after the survey.
+def _who_spoke(
+    storage: Storage, inventory: Inventory, found: Survey
+) -> Callable[[], Collection[KnownRun]]:
+    """Asks which runs said anything after the survey: they need all that is theirs.
 
-    The store's own times are compared with each other: its clock may be behind this machine's.
+    Records are compared, and no times: the store's clock may be behind this machine's, or slow.
     """
-    return any(
-        run.kept or run.used_at[stage.fingerprint] > stage.used_at
-        for run in storage.runs.known()
-        if stage.fingerprint in run.used_at
+    before = {run.key: run for run in found.runs}
+
+    def ask() -> Collection[KnownRun]:
+        return [run for run in storage.runs.known() if run != before.get(run.key)]
+
+    return functools.cache(ask) if inventory.others_wait else ask
+
+
+def _is_used(stage: SurveyedStage, touched_at: float, spoke: Collection[KnownRun]) -> bool:
+    """Whether a stage is one of a run that spoke, or somebody wrote to its log meanwhile."""
+    return touched_at > stage.log.touched_at or any(
+        stage.fingerprint in run.used_at or not stage.digests.isdisjoint(run.read_at)
+        for run in spoke
     )
 
 
@@ -101,22 +118,20 @@ def _is_at_work(storage: Storage, place: str) -> bool:
         return True
 
 
-def _named(storage: Storage, inventory: Inventory) -> set[str]:
-    """Digests that logs name now; of a damaged log nothing is known, and nothing of it went."""
-    found: set[str] = set()
-    for fingerprint in inventory.stages():
-        try:
-            entries = storage.attempts.entries(fingerprint)
-        except ArtifactError:
-            continue
-        found |= {entry.record.artifact.digest for entry in entries if entry.record is not None}
-    return found
+def _named(storage: Storage) -> set[str]:
+    """Digests that logs name by now; of a damaged log nothing is known, and nothing of it went."""
+    return {
+        entry.record.artifact.digest
+        for log in storage.attempts.logs().values()
+        for entry in log or ()
+        if entry.record is not None
+    }
 
 
 def _forget(storage: Storage, inventory: Inventory, found: Survey) -> None:
     """Runs of which no stage is left, and that are not just about to compute one."""
     left = set(inventory.stages())
     for run in storage.runs.known():
-        recent = found.at - max(run.used_at.values(), default=0.0) < YOUNG_S
+        recent = found.at - run.spoke_at < YOUNG_S
         if not (run.kept or recent or left & run.used_at.keys()):
             storage.runs.forget(run.key)
