@@ -1,10 +1,12 @@
 """Taking away what a survey found, while others use the store.
 
 A stage loses its log first, so that nobody finds it done; then what its attempts left; then the
-artifacts that no log names any more. Before each is removed for good it is asked once more whether
-somebody needs it, which is when whoever came in between has said so (`infra.store.runs`).
+artifacts that no other log names; then it is the next one's turn. Before each is removed for good
+it is asked once more whether somebody needs it, which is when whoever came in between has said so
+(`infra.store.runs`).
 
-Promises: a kill at any point leaves a store that works, and the rest to the next collection.
+Promises: a kill at any point leaves a store that works, and the rest to the next collection;
+what was done before it has made room.
 """
 
 import functools
@@ -48,40 +50,70 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
     Raises:
         NotExclusiveError: as of `Inventory.exclusively`, which lasts no more.
     """
-    freed_bytes, spared, problems = 0, list[str](), list[str]()
+    removal = _Removal(storage, inventory, found)
+    for stage in found.goes:
+        removal.take_stage(stage)
+    for digest in list(removal.copies):
+        removal.take_artifact(digest)
+    for stored in found.rests:
+        removal.take(stored, lambda _, place=stored.place: _is_at_work(storage, place))
+    _forget(storage, inventory, found)
+    return Collected(removal.freed_bytes, tuple(removal.spared), tuple(removal.problems))
 
-    def take(stored: Stored, is_needed: Callable[[float], bool]) -> bool:
-        nonlocal freed_bytes
+
+class _Removal:
+    """A collection, and what it did so far.
+
+    Args:
+        storage: as of `collect`; likewise the others.
+    """
+
+    def __init__(self, storage: Storage, inventory: Inventory, found: Survey) -> None:
+        self._storage, self._inventory = storage, inventory
+        self._spoke = _who_spoke(storage, inventory, found)
+        self._naming = _naming(storage)
+        self.freed_bytes = 0
+        self.spared: list[str] = []
+        self.problems: list[str] = []
+        self.copies: dict[str, list[Stored]] = {}
+        """Artifacts that nobody tried to take yet, by digest."""
+        for digest, stored in found.artifacts:
+            self.copies.setdefault(digest, []).append(stored)
+
+    def take(self, stored: Stored, is_needed: Callable[[float], bool]) -> bool:
+        """Whether it is gone; what could not be removed stops nothing else."""
         try:
-            if not inventory.take(stored.place, is_needed):
-                spared.append(stored.place)
+            if not self._inventory.take(stored.place, is_needed):
+                self.spared.append(stored.place)
                 return False
         except OSError as error:
-            problems.append(f"{stored.place}: {error}")
+            self.problems.append(f"{stored.place}: {error}")
             return False
-        freed_bytes += stored.size_bytes
+        self.freed_bytes += stored.size_bytes
         return True
 
-    spoke = _who_spoke(storage, inventory, found)
-    for stage in found.goes:
-        if take(stage.log, lambda at, stage=stage: _is_used(stage, at, spoke())):
-            take(
-                stage.work, lambda _, stage=stage: bool(storage.attempts.entries(stage.fingerprint))
+    def take_stage(self, stage: SurveyedStage) -> None:
+        """Its log, its work, and what it was the last to name: so each stage makes room."""
+        name, attempts = stage.fingerprint, self._storage.attempts
+        if not self.take(stage.log, lambda at: _is_used(stage, at, self._spoke())):
+            return
+        self.take(stage.work, lambda _: bool(attempts.entries(name)))
+        for digest in stage.digests:
+            self._naming.get(digest, set[str]()).discard(name)
+            if not self._naming.get(digest):
+                self.take_artifact(digest)
+
+    def take_artifact(self, digest: str) -> None:
+        """All that is of this content, unless a log names it or somebody reads or published it."""
+        for stored in self.copies.pop(digest, ()):
+            self.take(
+                stored,
+                lambda touched_at, before=stored.touched_at: (
+                    bool(self._naming.get(digest))
+                    or touched_at > before
+                    or any(digest in run.read_at for run in self._spoke())
+                ),
             )
-    named = _named(storage)
-    for digest, stored in found.artifacts:
-        take(
-            stored,
-            lambda touched_at, digest=digest, stored=stored: (
-                digest in named
-                or touched_at > stored.touched_at
-                or any(digest in run.read_at for run in spoke())
-            ),
-        )
-    for stored in found.rests:
-        take(stored, lambda _, place=stored.place: _is_at_work(storage, place))
-    _forget(storage, inventory, found)
-    return Collected(freed_bytes, tuple(spared), tuple(problems))
 
 
 def _who_spoke(
@@ -118,14 +150,18 @@ def _is_at_work(storage: Storage, place: str) -> bool:
         return True
 
 
-def _named(storage: Storage) -> set[str]:
-    """Digests that logs name by now; of a damaged log nothing is known, and nothing of it went."""
-    return {
-        entry.record.artifact.digest
-        for log in storage.attempts.logs().values()
-        for entry in log or ()
-        if entry.record is not None
-    }
+def _naming(storage: Storage) -> dict[str, set[str]]:
+    """Fingerprints of the stages whose logs name an artifact by now, by its digest.
+
+    Of a damaged log nothing is known, and nothing of it went. Who commits one that is there
+    already has published it anew, which shows.
+    """
+    found: dict[str, set[str]] = {}
+    for fingerprint, log in storage.attempts.logs().items():
+        for entry in log or ():
+            if entry.record is not None:
+                found.setdefault(entry.record.artifact.digest, set()).add(fingerprint)
+    return found
 
 
 def _forget(storage: Storage, inventory: Inventory, found: Survey) -> None:

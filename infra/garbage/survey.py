@@ -16,14 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infra.garbage.needs import (
-    DAY_S,
-    YOUNG_S,
-    Log,
-    Needs,
-    is_done,
-    needs_of,
-)
+from infra.garbage.needs import DAY_S, YOUNG_S, Log, Needs, is_done, needs_of
 from infra.store.inventory import Inventory, Stored, StoredStage
 from infra.store.runs import KnownRun
 from infra.store.storage import Storage

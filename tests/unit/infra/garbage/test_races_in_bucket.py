@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
 
 from flows.commands import gc
 from flows.commands.cli import main
+from infra.errors import NotExclusiveError
 from infra.garbage.collection import collect
 from infra.garbage.survey import Limits, Survey
 from infra.store.process_stamp import own_stamp
+from infra.store.s3 import collecting
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.storage import open_storage
@@ -127,3 +130,32 @@ def test_a_run_says_what_it_reads(store: Store) -> None:
     [run] = open_storage(store.uri).runs.known()
     assert (run.name, {*run.read_at}, run.used_at) == ("a run", {"0f" * 32}, {})
     assert run.spoke_at == run.read_at["0f" * 32]
+
+
+def test_a_collection_that_is_cut_has_made_room_and_the_next_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        store.commit(f"stage {number}")
+    store.later(40)
+    storage = store.open()
+    found = store.survey(storage)
+    check, checks = storage._collecting.check, count()
+
+    def end_after_a_while() -> None:
+        monkeypatch.setattr(collecting, "MAX_HOLD_S", 1500.0 if next(checks) < 14 else -1.0)
+        check()
+
+    storage.inventory._collecting.check = end_after_a_while
+    with (
+        storage.inventory.exclusively(),
+        pytest.raises(NotExclusiveError, match="run again for what is left"),
+    ):
+        collect(storage, storage.inventory, found)
+    monkeypatch.setattr(collecting, "MAX_HOLD_S", 1500.0)
+    done = [not store.has(f"stage {number}") for number in range(4)]
+    assert 0 < sum(done) < 4
+    num_artifacts = len(store.open().inventory.artifacts())
+    assert num_artifacts <= 4 - sum(done) + 1
+    assert store.collect().problems == ()
+    assert store.names() == set()
