@@ -65,7 +65,9 @@ class _Removal:
     """A collection, and what it did so far.
 
     Args:
-        storage: as of `collect`; likewise the others.
+        storage: that was surveyed.
+        inventory: of the same store.
+        found: by the survey.
     """
 
     def __init__(self, storage: Storage, inventory: Inventory, found: Survey) -> None:
