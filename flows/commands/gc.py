@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 from engines.config.plugins import TRACKERS
@@ -36,9 +35,11 @@ def main(arguments: argparse.Namespace) -> int:
     for names, kept in ((arguments.keep, True), (arguments.release, False)):
         for name in names:
             keep(storage.runs, name, kept=kept)
-    with storage.inventory.exclusively() if arguments.delete else nullcontext():
-        found = survey(storage, storage.inventory, aliased(home), limits)
-        done = collect(storage, storage.inventory, found) if arguments.delete else None
+    found, done = survey(storage, storage.inventory, aliased(home), limits), None
+    if arguments.delete:
+        # Only here: a look at a large store takes long, and others wait while this lasts.
+        with storage.inventory.exclusively():
+            done = collect(storage, storage.inventory, found)
     lines = [json.dumps(as_json(found, done))] if arguments.json else as_text(found, done)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 1 if done is not None and done.problems else 0

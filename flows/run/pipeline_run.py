@@ -24,6 +24,7 @@ from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.lazy_cluster import LazyCluster
+from flows.run.registered_models import stored_models
 from flows.run.registry import Registry, open_mirrors, open_tracker
 from flows.run.round_gate import RoundGate
 from infra.errors import PipelineError
@@ -222,6 +223,8 @@ def _begun(
         run_key=recorder.run_key,
     )
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
+    for digest in stored_models(recipe):  # else an alias that moves on leaves them to `rlhf gc`
+        history.storage.runs.read(recorder.run_key, digest)
     return PipelineRun(
         recipe, history, stages, recorder, observer, flow_run is not None, run_directory(recipe)
     )

@@ -1,9 +1,10 @@
 """What of a store may go, and why the rest stays.
 
-A stage stays while something needs it: a run that somebody keeps, a model that an alias points to,
-an attempt that lives and what it reads. What nothing needs goes once it was not used for a time;
-beyond a limit of bytes the least recently used goes earlier, unless it is half-trained: its
-checkpoints may be adopted. An artifact goes with the last stage that names it.
+A stage stays while something needs it (`infra.garbage.needs`): a run that somebody keeps or that
+may be at work, a model that an alias points to, an attempt that reads it. What nothing needs goes
+once it was not used for a time; beyond a limit of bytes the least recently used goes earlier,
+unless it is half-trained: its checkpoints may be adopted. An artifact goes with the last stage
+that names it.
 
 Promises: nothing is changed here; nothing whose log is damaged is called garbage.
 Does not promise: to know runs of a time before stores recorded them. Their stages count as used
@@ -15,16 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infra.errors import ArtifactError, ConfigError
-from infra.store.inventory import Inventory, Stored
+from infra.garbage.needs import DAY_S, YOUNG_S, Log, Needs, is_done, needs_of
+from infra.store.inventory import Inventory, Stored, StoredStage
 from infra.store.runs import KnownRun
-from infra.store.stage_log import LogEntry
 from infra.store.storage import Storage
-from infra.tracking.promotion import PROMOTION, Decision
-
-DAY_S = 24 * 3600.0
-YOUNG_S = DAY_S
-"""What was used since then stays, whatever the limits: its user may just be at work."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class SurveyedStage:
         digests: of the artifacts that its log names; none of a stage that is not done.
         log: of the stage.
         work: of its attempts.
-        used_at: when it was last asked for or written to; seconds since the epoch.
+        used_at: when it was last asked for, read or written to; seconds since the epoch.
         needed_by: why it stays however old it is; empty: nothing needs it.
     """
 
@@ -74,6 +69,7 @@ class Survey:
         artifacts: that go, with their digests: with those stages, or since no stage names them.
         rests: that go: of writers that died, and steps of stages that are done.
         total_bytes: of everything in the store but its logs of runs.
+        runs: as they were before anything else was looked at.
         at: when the store was looked at; seconds since the epoch.
     """
 
@@ -82,6 +78,7 @@ class Survey:
     artifacts: tuple[tuple[str, Stored], ...]
     rests: tuple[Stored, ...]
     total_bytes: int
+    runs: tuple[KnownRun, ...]
     at: float
 
     @property
@@ -114,19 +111,18 @@ def survey(
         OSError: the store cannot be read.
     """
     now = time.time()
-    logs = {name: _log(storage, name) for name in inventory.stages()}
-    needed = {
-        **_promoted(storage, logs.values()),
-        **aliased,
-        **_being_read(storage, inventory, logs, now),
-    }
+    # First: whoever says later that he needs something is seen by whoever takes it away.
     runs = storage.runs.known()
+    known, read = inventory.stages(), storage.attempts.logs()
+    logs: dict[str, Log] = {name: read.get(name, ()) for name in known}
+    needs = needs_of(storage, runs, known, logs, now)
+    needed = {**needs.of_artifacts, **aliased}
     stages = sorted(
-        (_stage(name, log, inventory, runs, needed) for name, log in logs.items()),
+        (_stage(name, logs[name], stored, needs, needed) for name, stored in known.items()),
         key=lambda stage: (stage.used_at, stage.fingerprint),
     )
     artifacts, leftovers = inventory.artifacts(), inventory.leftovers()
-    steps = {name: inventory.steps(name) for name, log in logs.items() if is_done(log)}
+    steps = {name: stored.steps for name, stored in known.items() if is_done(logs[name])}
     total = sum(stored.size_bytes for stored in _all(artifacts, leftovers, stages))
     old_s = max(limits.unused_s, YOUNG_S)
     goes = {stage.fingerprint: stage for stage in stages if _is_old(stage, now, old_s)}
@@ -134,7 +130,7 @@ def survey(
         # Steps of stages that are done go first: nobody misses them.
         free = (*leftovers, *(stored for each in steps.values() for stored in each))
         excess = total - limits.max_bytes - sum(stored.size_bytes for stored in free)
-        adoptable = {n for n, log in logs.items() if not is_done(log) and inventory.steps(n)}
+        adoptable = {n for n, log in logs.items() if not is_done(log) and known[n].steps}
         spare = [stage for stage in stages if stage.fingerprint not in adoptable]
         goes |= _beyond(spare, goes, artifacts, needed, excess, now)
     stays = tuple(stage for stage in stages if stage.fingerprint not in goes)
@@ -150,28 +146,14 @@ def survey(
             for digest, copies in artifacts.items()
             for stored in copies
             if digest not in named
-            and now - stored.touched_at > (YOUNG_S if digest in left else orphan_s)
+            and now - max(stored.touched_at, needs.read_at.get(digest, 0.0))
+            > (YOUNG_S if digest in left else orphan_s)
         ),
         rests=(*leftovers, *(each for stage in stays for each in steps.get(stage.fingerprint, ()))),
         total_bytes=total,
+        runs=tuple(runs),
         at=now,
     )
-
-
-Log = Sequence[LogEntry] | None
-"""None of a stage whose log is damaged."""
-
-
-def _log(storage: Storage, fingerprint: str) -> Log:
-    try:
-        return storage.attempts.entries(fingerprint)
-    except ArtifactError:
-        return None
-
-
-def is_done(log: Log) -> bool:
-    """Whether a stage is committed, and nobody works on it anew."""
-    return bool(log) and log[-1].kind == "committed"
 
 
 def _is_old(stage: SurveyedStage, now: float, old_s: float) -> bool:
@@ -193,27 +175,29 @@ def _all(
 def _stage(
     fingerprint: str,
     log: Log,
-    inventory: Inventory,
-    runs: Iterable[KnownRun],
+    stored: StoredStage,
+    needs: Needs,
     needed: Mapping[str, str],
 ) -> SurveyedStage:
     records = [entry.record for entry in log or () if entry.record is not None]
     digests = frozenset(record.artifact.digest for record in records)
-    of_log, work = inventory.log(fingerprint), inventory.work(fingerprint)
-    users = [run for run in runs if fingerprint in run.used_at]
+    users = [run for run in needs.runs if fingerprint in run.used_at]
     reasons = [
         *(["its log is damaged"] if log is None else []),
-        *(f"run {run.name} is kept" for run in users if run.kept),
+        *(needs.of_runs[run.key] for run in users if run.key in needs.of_runs),
         *(needed[digest] for digest in sorted(digests) if digest in needed),
     ]
     return SurveyedStage(
         fingerprint=fingerprint,
         name=records[-1].stage if records else "",
         digests=digests,
-        log=of_log,
-        work=work,
+        log=stored.log,
+        work=stored.work,
         used_at=max(
-            of_log.touched_at, work.touched_at, *(run.used_at[fingerprint] for run in users)
+            stored.log.touched_at,
+            stored.work.touched_at,
+            *(run.used_at[fingerprint] for run in users),
+            *(needs.read_at.get(digest, 0.0) for digest in digests),
         ),
         needed_by=reasons[0] if reasons else "",
     )
@@ -241,39 +225,4 @@ def _beyond(
         excess -= sum(stored.size_bytes for stored in freed)
         if not already:
             found[stage.fingerprint] = stage
-    return found
-
-
-def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
-    """Last champions and challengers, by digest: a registry elsewhere may still offer them."""
-    records = [
-        entry.record
-        for log in logs
-        for entry in log or ()
-        if entry.record is not None and entry.record.artifact.kind == PROMOTION
-    ]
-    newest: dict[str, str] = {}
-    for record in sorted(records, key=lambda record: record.committed_at):
-        try:
-            decision = Decision.read(storage.local_copy(record.artifact))
-        except ArtifactError:
-            continue  # then it is not known which model it was
-        if decision.given_alias:
-            newest[f"{decision.model_name}@{decision.given_alias}"] = decision.model_digest
-    return {digest: f"last {alias} of a gate" for alias, digest in newest.items()}
-
-
-def _being_read(
-    storage: Storage, inventory: Inventory, logs: Mapping[str, Log], now: float
-) -> dict[str, str]:
-    """What stages read that may be at work, by digest."""
-    found: dict[str, str] = {}
-    for fingerprint, log in logs.items():
-        if not log or is_done(log) or now - inventory.work(fingerprint).touched_at > YOUNG_S:
-            continue
-        try:
-            spec = storage.channel(fingerprint).read_specification(log[-1].number)
-        except ConfigError:
-            continue  # nothing was submitted
-        found |= {one.digest: f"{spec.stage} reads it" for one in spec.inputs.values()}
     return found

@@ -21,7 +21,7 @@ def held_stages(store: str | Path) -> Iterator[str]:
         str: a line for each stage that is held by an attempt of which nothing says that it ended.
     """
     storage = open_storage(str(store))
-    for fingerprint in storage.inventory.stages():
+    for fingerprint, stored in storage.inventory.stages().items():
         log, channel = storage.attempts.entries(fingerprint), storage.channel(fingerprint)
         if not log or log[-1].kind == "committed" or channel.read_error(log[-1].number):
             continue
@@ -32,7 +32,7 @@ def held_stages(store: str | Path) -> Iterator[str]:
         by = " ".join([held.host or "another host", *(f"pid {number}" for number in pid)])
         gone = ", which is gone" if is_dead(held.holder.process) else ""
         at = "" if beat is None else f", {beat.phase} step {beat.step or 0}"
-        silence_s = max(0.0, time.time() - storage.inventory.work(fingerprint).touched_at)
+        silence_s = max(0.0, time.time() - stored.work.touched_at)
         yield (
             f"{fingerprint[:12]} is held by {by} since {held.made_at}{gone}: {held.holder.ray_job}"
             f"{at} (last sign of life {silence_s:.0f} s ago)"

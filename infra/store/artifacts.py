@@ -11,6 +11,7 @@ The digest covers (schema, kind, files), so nothing that varies between equal ru
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from infra.store.stage_spec import Artifact
 MANIFEST_NAME = "manifest.json"
 MANIFEST_SCHEMA = 1
 EXTERNAL_KIND = "external"
+_STORED = re.compile(r"/artifacts/[a-z][a-z0-9_-]*/(?P<digest>[0-9a-f]{64})(?:/|$)")
 NUM_HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Level = Literal["manifest", "size", "bytes"]
@@ -286,6 +288,19 @@ def external_artifact(path: Path, field: str | None = None) -> Artifact:
         raise ConfigError(where, f"{path} holds no file; give another path")
     digest = sha256_json({"schema": MANIFEST_SCHEMA, "kind": EXTERNAL_KIND, "files": files})
     return Artifact(kind=EXTERNAL_KIND, uri=str(path), digest=digest)
+
+
+def digest_in_path(path: str) -> str | None:
+    """The digest of the artifact whose files a path names: in a store, or a copy of it here.
+
+    Args:
+        path: of a directory `artifacts/<kind>/<digest>` of whatever root, or of something in it.
+
+    Returns:
+        The digest; None if the path is no such one.
+    """
+    found = _STORED.search(path)
+    return found["digest"] if found else None
 
 
 def _external_files(directory: Path, where: str) -> Iterator[tuple[str, Path]]:

@@ -32,38 +32,54 @@ class Stored:
     touched_at: float
 
 
+@dataclass(frozen=True)
+class StoredStage:
+    """What a store has of a stage.
+
+    Attributes:
+        log: of no bytes where it has none.
+        work: what its attempts left; of no bytes where nothing is there.
+        steps: step checkpoints by generation, which are a part of the work.
+    """
+
+    log: Stored
+    work: Stored
+    steps: tuple[Stored, ...]
+
+    @property
+    def touched_at(self) -> float:
+        """When somebody last wrote to it; seconds since the epoch."""
+        return max(self.log.touched_at, self.work.touched_at)
+
+
 class Inventory(Protocol):
     """A store as its garbage collector sees it, wherever its bytes are."""
 
-    def stages(self) -> list[str]:
-        """Fingerprints that have a log or work, sorted."""
+    @property
+    def others_wait(self) -> bool:
+        """Whether who begins to need something while `exclusively` lasts looks again after it.
+
+        Then all that counts was said before it began.
+        """
+        ...
+
+    def stages(self) -> dict[str, StoredStage]:
+        """All that have a log or work, by fingerprint, sorted; one look for all of them."""
         ...
 
     def artifacts(self) -> dict[str, list[Stored]]:
         """By digest; equal content may have several kinds."""
         ...
 
-    def log(self, fingerprint: str) -> Stored:
-        """The log of a stage; of no bytes where it has none."""
-        ...
-
-    def work(self, fingerprint: str) -> Stored:
-        """What its attempts left; of no bytes where nothing is there."""
-        ...
-
     def leftovers(self) -> list[Stored]:
         """What writers that are dead, or long silent, had not finished, and damaged copies."""
         ...
 
-    def steps(self, fingerprint: str) -> list[Stored]:
-        """Step checkpoints of a stage, by generation."""
-        ...
-
     def exclusively(self) -> AbstractContextManager[None]:
-        """For whoever looks at a store and then takes things away.
+        """For whoever takes things away; others may have to wait for its end.
 
         Returns:
-            The time that both last.
+            The time that it lasts.
 
         Raises:
             StoreError: another collector is at work there.
@@ -95,13 +111,16 @@ class LocalInventory:
         root: of the store.
     """
 
+    others_wait = False
+
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def stages(self) -> list[str]:
+    def stages(self) -> dict[str, StoredStage]:
         """See `Inventory.stages`."""
         found = [*self._root.glob("stages/*"), *self._root.glob("work/*")]
-        return sorted({path.name for path in found if not path.name.startswith(".")})
+        names = sorted({path.name for path in found if not path.name.startswith(".")})
+        return {name: self._stage(name) for name in names}
 
     def artifacts(self) -> dict[str, list[Stored]]:
         """See `Inventory.artifacts`."""
@@ -111,14 +130,6 @@ class LocalInventory:
                 found.setdefault(path.name, []).append(self._stored(path, own_time=True))
         return found
 
-    def log(self, fingerprint: str) -> Stored:
-        """See `Inventory.log`."""
-        return self._stored(self._root / "stages" / fingerprint)
-
-    def work(self, fingerprint: str) -> Stored:
-        """See `Inventory.work`."""
-        return self._stored(self._root / "work" / fingerprint)
-
     def leftovers(self) -> list[Stored]:
         """See `Inventory.leftovers`."""
         hidden = [
@@ -127,10 +138,6 @@ class LocalInventory:
             for path in self._root.glob(pattern)
         ]
         return [self._stored(path) for path in sorted(hidden) if is_abandoned(path)]
-
-    def steps(self, fingerprint: str) -> list[Stored]:
-        """See `Inventory.steps`."""
-        return [self._stored(path) for path in self._root.glob(f"work/{fingerprint}/steps-*")]
 
     def exclusively(self) -> AbstractContextManager[None]:
         """See `Inventory.exclusively`. A name goes in one step, so that nobody has to wait."""
@@ -156,6 +163,12 @@ class LocalInventory:
         else:
             trash.unlink(missing_ok=True)
         return True
+
+    def _stage(self, fingerprint: str) -> StoredStage:
+        work = self._root / "work" / fingerprint
+        steps = tuple(self._stored(path) for path in sorted(work.glob("steps-*")))
+        log = self._stored(self._root / "stages" / fingerprint)
+        return StoredStage(log, self._stored(work), steps)
 
     def _stored(self, path: Path, *, own_time: bool = False) -> Stored:
         size_bytes, touched_at = 0, 0.0

@@ -1,11 +1,13 @@
-"""Which pipeline runs use which stages: `runs/<key>/` of the store, a directory for each run.
+"""Which pipeline runs use which stages and read what: `runs/<key>/`, a directory for each run.
 
     runs/<key>/name                    what people call it
     runs/<key>/stages/<fingerprint>    touched whenever the run asks for the stage
+    runs/<key>/artifacts/<digest>      of the store, which the run reads as if it lay elsewhere
     runs/<key>/kept                    a person wants to keep what the run used
 
 Promises: a run says that it uses a stage before it looks whether the stage is done; so whoever
 takes the stage away and looks here afterwards sees the use, or the run sees that it is gone.
+The same of what it reads.
 Does not promise: that a use outlives a power loss that came with it.
 """
 
@@ -19,7 +21,7 @@ from typing import Protocol
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.stage_spec import check_fingerprint
 
-_NAME, _KEPT, _STAGES = "name", "kept", "stages"
+_NAME, _KEPT, _STAGES, _ARTIFACTS = "name", "kept", "stages", "artifacts"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,20 @@ class KnownRun:
         name: for people.
         kept: somebody asked to keep what it used.
         used_at: by fingerprint, when it last asked for the stage; seconds since the epoch.
+        read_at: by digest, when it last said that it reads an artifact that no stage of it made;
+            seconds since the epoch.
     """
 
     key: str
     name: str
     kept: bool
     used_at: Mapping[str, float]
+    read_at: Mapping[str, float]
+
+    @property
+    def spoke_at(self) -> float:
+        """When it last said that it needs something; seconds since the epoch."""
+        return max((*self.used_at.values(), *self.read_at.values()), default=0.0)
 
 
 class Runs(Protocol):
@@ -55,8 +65,12 @@ class Runs(Protocol):
         """Say that a run uses a stage, before the stage is looked up."""
         ...
 
+    def read(self, key: str, digest: str) -> None:
+        """Say that a run reads an artifact of the store that no stage of it made."""
+        ...
+
     def keep(self, key: str, kept: bool) -> None:
-        """Keep what a run used, however long ago, or keep it no longer."""
+        """Keep what a run used and read, however long ago, or keep it no longer."""
         ...
 
     def known(self) -> list[KnownRun]:
@@ -87,9 +101,11 @@ class LocalRuns:
 
     def use(self, key: str, fingerprint: str) -> None:
         """See `Runs.use`."""
-        path = self._directory(key) / _STAGES / check_fingerprint(fingerprint)
-        make_directories(path.parent)
-        path.touch()
+        self._touch(key, _STAGES, fingerprint)
+
+    def read(self, key: str, digest: str) -> None:
+        """See `Runs.read`."""
+        self._touch(key, _ARTIFACTS, digest)
 
     def keep(self, key: str, kept: bool) -> None:
         """See `Runs.keep`."""
@@ -101,12 +117,17 @@ class LocalRuns:
 
     def known(self) -> list[KnownRun]:
         """See `Runs.known`."""
-        found = [_read(path.parent) for path in self._runs.glob(f"*/{_STAGES}")]
-        return sorted(found, key=lambda run: (run.name, run.key))
+        found = {p.parent for what in (_STAGES, _ARTIFACTS) for p in self._runs.glob(f"*/{what}")}
+        return sorted(map(_read, found), key=lambda run: (run.name, run.key))
 
     def forget(self, key: str) -> None:
         """See `Runs.forget`."""
         shutil.rmtree(self._directory(key), ignore_errors=True)
+
+    def _touch(self, key: str, what: str, name: str) -> None:
+        path = self._directory(key) / what / check_fingerprint(name)
+        make_directories(path.parent)
+        path.touch()
 
     def _directory(self, key: str) -> Path:
         return self._runs / check_fingerprint(key)
@@ -114,12 +135,17 @@ class LocalRuns:
 
 def _read(directory: Path) -> KnownRun:
     """What a directory says; of a run that is just being forgotten perhaps the half."""
-    used_at: dict[str, float] = {}
-    with suppress(FileNotFoundError):
-        for path in (directory / _STAGES).iterdir():
-            used_at[path.name] = path.stat().st_mtime
+    used_at, read_at = _touched_at(directory / _STAGES), _touched_at(directory / _ARTIFACTS)
     try:
         name = (directory / _NAME).read_text(encoding="utf-8")
     except FileNotFoundError:
         name = directory.name[:12]
-    return KnownRun(directory.name, name, (directory / _KEPT).exists(), used_at)
+    return KnownRun(directory.name, name, (directory / _KEPT).exists(), used_at, read_at)
+
+
+def _touched_at(directory: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            found[path.name] = path.stat().st_mtime
+    return found

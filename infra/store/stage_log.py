@@ -12,7 +12,8 @@ Does not promise: to know who is alive. Whoever makes the next *held* has to.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,9 @@ from infra.store.atomic import create_exclusively, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.followers import Followers
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
+
+NUM_READERS = 8
+"""Logs that are read at a time where all of them are."""
 
 
 class Holder(FrozenModel):
@@ -102,6 +106,10 @@ class Attempts(Protocol):
         Raises:
             ArtifactCorruptError: an entry is missing in the middle, or does not parse.
         """
+        ...
+
+    def logs(self) -> Mapping[str, Sequence[LogEntry] | None]:
+        """All logs by fingerprint, sorted, as `entries`; None of one that is damaged."""
         ...
 
     def hold(
@@ -188,6 +196,10 @@ class LogFiles(Protocol):
         """Those that are taken, sorted; none if nobody ever asked for the stage."""
         ...
 
+    def all_numbers(self) -> dict[str, list[int]]:
+        """Those that are taken, sorted, by fingerprint: of every log, by one look."""
+        ...
+
     def read(self, fingerprint: str, number: int) -> bytes:
         """An entry that is there."""
         ...
@@ -218,6 +230,11 @@ class LocalLogFiles:
             return sorted(int(path.name) for path in found if path.name.isdigit())
         except FileNotFoundError:
             return []
+
+    def all_numbers(self) -> dict[str, list[int]]:
+        """See `LogFiles.all_numbers`."""
+        names = (path.name for path in self._stages.glob("*") if not path.name.startswith("."))
+        return {name: self.numbers(name) for name in names}
 
     def read(self, fingerprint: str, number: int) -> bytes:
         """See `LogFiles.read`."""
@@ -255,8 +272,23 @@ class StageLogs:
 
     def entries(self, fingerprint: str) -> list[LogEntry]:
         """See `Attempts.entries`."""
-        numbers = self._files.numbers(fingerprint)
-        if numbers != list(range(len(numbers))):
+        return self._entries(fingerprint, self._files.numbers(fingerprint))
+
+    def logs(self) -> dict[str, list[LogEntry] | None]:
+        """See `Attempts.logs`. What this process has read before is not read again."""
+
+        def log(found: tuple[str, Sequence[int]]) -> list[LogEntry] | None:
+            try:
+                return self._entries(*found)
+            except ArtifactCorruptError:
+                return None
+
+        numbers = self._files.all_numbers()
+        with ThreadPoolExecutor(NUM_READERS, "logs") as pool:
+            return dict(sorted(zip(numbers, pool.map(log, numbers.items()), strict=True)))
+
+    def _entries(self, fingerprint: str, numbers: Sequence[int]) -> list[LogEntry]:
+        if list(numbers) != list(range(len(numbers))):
             place = self._files.place(fingerprint)
             raise ArtifactCorruptError(f"{place} has entries {numbers}; restore the others")
         return [self._entry(fingerprint, number) for number in numbers]

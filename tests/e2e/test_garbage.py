@@ -45,7 +45,7 @@ def test_all_but_the_promoted_model_goes_and_comes_again(tmp_path: Path) -> None
     went = gc(home, "--delete")
     assert went["freed_bytes"] == shown["freed_bytes"] > 0.5 * young["total_bytes"]
     assert {stage["name"] for stage in went["stages"]} == {
-        "preprocess", "sft", "rl_round", "evaluate", "promote",
+        "preprocess", "sft", "rl_round", "answers", "evaluate", "promote",
     }  # fmt: skip
     assert gc(home)["total_bytes"] == went["total_bytes"] - went["freed_bytes"]
     second = home.run()

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 34_553
+MAX_STATEMENTS = 34_677
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing,
@@ -86,7 +86,8 @@ which are left out and counted, and pairs that go to the disk as they are made; 
 which less is better, problems that rows repeat, and settings of an evaluation that nothing reads;
 186 with runs that a tracker cannot take, which keep no others back, uploads that are waited for
 while they move, and a store that is away for minutes; 117 with checkpoints of an owner who lost
-his stage, and what a reward file imports.
+his stage, and what a reward file imports; 124 with what runs at work need of a store, models that
+they read by path, and a look at a bucket that holds nobody up.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

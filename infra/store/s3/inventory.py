@@ -6,12 +6,12 @@ Does not promise: sizes of old versions, where the bucket keeps them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from infra.faults import fault
 from infra.store.artifacts import MANIFEST_NAME
-from infra.store.inventory import Stored
+from infra.store.inventory import Stored, StoredStage
 from infra.store.s3.collecting import Collecting
 from infra.store.s3.objects import MAX_DELETED, Found, Objects, Unfinished
 
@@ -27,33 +27,40 @@ class S3Inventory:
         collecting: in the same store.
     """
 
+    others_wait = True
+
     def __init__(self, objects: Objects, collecting: Collecting) -> None:
         self._objects, self._collecting = objects, collecting
         self._unfinished: dict[str, Unfinished] = {}
         self.exclusively: Callable[[], AbstractContextManager[None]] = collecting.hold
 
-    def stages(self) -> list[str]:
-        """See `Inventory.stages`."""
-        return sorted({*self._objects.children("stages/"), *self._objects.children("work/")})
+    def stages(self) -> dict[str, StoredStage]:
+        """See `Inventory.stages`. Two listings, however many stages there are."""
+        of_work = self._objects.listed("work/")
+        logs, works = _by_place(self._objects.listed("stages/"), 2), _by_place(of_work, 2)
+        steps: dict[str, list[Stored]] = {}
+        for place, files in _by_place(of_work, 3).items():
+            fingerprint, _, part = place.removeprefix("work/").partition("/")
+            if part.startswith("steps-"):
+                steps.setdefault(fingerprint, []).append(_stored(place, files))
+
+        def stage(name: str) -> StoredStage:
+            log, work = f"stages/{name}", f"work/{name}"
+            return StoredStage(
+                _stored(log, logs.get(log, ())),
+                _stored(work, works.get(work, ())),
+                tuple(steps.get(name, ())),
+            )
+
+        names = sorted({place.split("/")[1] for place in (*logs, *works)})
+        return {name: stage(name) for name in names}
 
     def artifacts(self) -> dict[str, list[Stored]]:
         """See `Inventory.artifacts`. A publisher writes the manifest anew, so it is young again."""
-        of_place: dict[str, list[Found]] = {}
-        for each in self._objects.listed("artifacts/"):
-            of_place.setdefault("/".join(each.name.split("/")[:3]), []).append(each)
         found: dict[str, list[Stored]] = {}
-        for place, files in of_place.items():
-            stored = Stored(place, _size_bytes(files), _touched_at(files))
-            found.setdefault(place.rpartition("/")[2], []).append(stored)
+        for place, files in _by_place(self._objects.listed("artifacts/"), 3).items():
+            found.setdefault(place.rpartition("/")[2], []).append(_stored(place, files))
         return found
-
-    def log(self, fingerprint: str) -> Stored:
-        """See `Inventory.log`."""
-        return self._stored(f"stages/{fingerprint}")
-
-    def work(self, fingerprint: str) -> Stored:
-        """See `Inventory.work`."""
-        return self._stored(f"work/{fingerprint}")
 
     def leftovers(self) -> list[Stored]:
         """See `Inventory.leftovers`."""
@@ -66,15 +73,6 @@ class S3Inventory:
         return [
             *(Stored(place, e.size_bytes, e.begun_at) for place, e in self._unfinished.items()),
             *(Stored(each.name, each.size_bytes, each.changed_at) for each in probes),
-        ]
-
-    def steps(self, fingerprint: str) -> list[Stored]:
-        """See `Inventory.steps`."""
-        names = self._objects.children(f"work/{fingerprint}/")
-        return [
-            self._stored(f"work/{fingerprint}/{name}")
-            for name in names
-            if name.startswith("steps-")
         ]
 
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
@@ -108,12 +106,10 @@ class S3Inventory:
     def _marks(self, place: str, fingerprint: str, names: Sequence[str]) -> list[str]:
         """What leads to work that goes, from elsewhere in the store."""
         followed = [_followed(name) for name in names if "/followers/" in name]
-        others = [e for e in self.steps(fingerprint) if not f"{e.place}/".startswith(f"{place}/")]
+        work = f"work/{fingerprint}/"
+        steps = [f"{work}{n}/" for n in self._objects.children(work) if n.startswith("steps-")]
+        others = [each for each in steps if not each.startswith(f"{place}/")]
         return followed if others else [f"with-steps/{fingerprint}", *followed]
-
-    def _stored(self, place: str) -> Stored:
-        found = self._files(place)
-        return Stored(place, _size_bytes(found), _touched_at(found))
 
     def _files(self, place: str) -> list[Found]:
         return [
@@ -121,6 +117,18 @@ class S3Inventory:
             for each in self._objects.listed(place)
             if each.name == place or each.name.startswith(f"{place}/")
         ]
+
+
+def _by_place(found: Iterable[Found], num_parts: int) -> dict[str, list[Found]]:
+    """Objects by the first parts of their names."""
+    of_place: dict[str, list[Found]] = {}
+    for each in found:
+        of_place.setdefault("/".join(each.name.split("/")[:num_parts]), []).append(each)
+    return of_place
+
+
+def _stored(place: str, found: Sequence[Found]) -> Stored:
+    return Stored(place, sum(each.size_bytes for each in found), _touched_at(found))
 
 
 def _number(entry: str) -> int:
@@ -132,10 +140,6 @@ def _followed(follower: str) -> str:
     """The name by which a follower of `work/<fingerprint>/followers/<name>` finds it."""
     _, fingerprint, _, name = follower.split("/")
     return f"followed/{name}/{fingerprint}"
-
-
-def _size_bytes(found: Sequence[Found]) -> int:
-    return sum(each.size_bytes for each in found)
 
 
 def _touched_at(found: Sequence[Found]) -> float:

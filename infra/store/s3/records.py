@@ -3,7 +3,7 @@
     stages/<fingerprint>/<n>                   entries of a log
     work/<fingerprint>/followers/<name>        who waits, touched while he does
     followed/<name>/<fingerprint>              the same by name
-    runs/<key>/name, kept, stages/<fingerprint>
+    runs/<key>/name, kept, stages/<fingerprint>, artifacts/<digest>
 
 Promises: as of the local form (`infra.store.stage_log`, `followers`, `runs`). Silence of a follower
 is measured by the service's clock alone.
@@ -34,10 +34,19 @@ class S3LogFiles:
 
     def numbers(self, fingerprint: str) -> list[int]:
         """See `LogFiles.numbers`."""
-        found = (
-            each.name.rpartition("/")[2] for each in self._objects.listed(f"{_log(fingerprint)}/")
-        )
-        return sorted(int(name) for name in found if name.isdigit())
+        return self._numbers(f"{_log(fingerprint)}/").get(fingerprint, [])
+
+    def all_numbers(self) -> dict[str, list[int]]:
+        """See `LogFiles.all_numbers`."""
+        return self._numbers("stages/")
+
+    def _numbers(self, prefix: str) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for each in self._objects.listed(prefix):
+            log, _, name = each.name.rpartition("/")
+            if name.isdigit():
+                found.setdefault(log.rpartition("/")[2], []).append(int(name))
+        return {fingerprint: sorted(numbers) for fingerprint, numbers in found.items()}
 
     def read(self, fingerprint: str, number: int) -> bytes:
         """See `LogFiles.read`."""
@@ -112,6 +121,10 @@ class S3Runs:
         """See `Runs.use`. Waits while garbage is collected: what is looked at next is left."""
         self._say(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
 
+    def read(self, key: str, digest: str) -> None:
+        """See `Runs.read`; waits as `use`."""
+        self._say(f"{_run(key)}/artifacts/{check_fingerprint(digest)}")
+
     def keep(self, key: str, kept: bool) -> None:
         """See `Runs.keep`."""
         if kept:
@@ -121,15 +134,20 @@ class S3Runs:
 
     def known(self) -> list[KnownRun]:
         """See `Runs.known`."""
-        used_at: dict[str, dict[str, float]] = {}
+        at: dict[str, dict[str, dict[str, float]]] = {}
         kept: set[str] = set()
         for each in self._objects.listed("runs/"):
-            _, key, what, *stage = each.name.split("/")
+            _, key, what, *name = each.name.split("/")
             if what == "kept":
                 kept.add(key)
-            elif stage:
-                used_at.setdefault(key, {})[stage[0]] = each.changed_at
-        runs = [KnownRun(key, self._name(key), key in kept, used) for key, used in used_at.items()]
+            elif name:
+                at.setdefault(key, {}).setdefault(what, {})[name[0]] = each.changed_at
+        runs = [
+            KnownRun(
+                key, self._name(key), key in kept, of.get("stages", {}), of.get("artifacts", {})
+            )
+            for key, of in at.items()
+        ]
         return sorted(runs, key=lambda run: (run.name, run.key))
 
     def forget(self, key: str) -> None:

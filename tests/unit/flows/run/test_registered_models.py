@@ -9,7 +9,7 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 from engines.config.plugins import register_plugin
 from flows.recipe.model_paths import SETTINGS, model_paths
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.run.registered_models import with_registered_models
+from flows.run.registered_models import stored_models, with_registered_models
 from flows.run.registry import open_tracker
 from infra.errors import ConfigError, ServiceError
 from infra.store.stage_spec import Artifact
@@ -46,6 +46,8 @@ def test_an_alias_is_the_directory_of_what_bears_it(tmp_path: Path) -> None:
     [given] = found.rl_round_stage(1).external_inputs(["policy"]).items()
     assert (given[0], str(given[1].path)) == ("teacher", found.rl.distillation.path)
     assert found.rl.distillation.identity_values()["path"] is None, "its bytes count"
+    assert list(stored_models(found)) == [artifact.digest]
+    assert list(stored_models(taught(tmp_path, "org/model"))) == []
     assert found.rl.model_copy(update={"distillation": None}) == recipe.rl.model_copy(
         update={"distillation": None}
     )

@@ -61,8 +61,8 @@ class Store:
 
     def collect(self, storage: S3Storage | None = None) -> Collected:
         storage = storage or self.open()
+        found = self.survey(storage)
         with storage.inventory.exclusively():
-            found = self.survey(storage)
             return collect(storage, storage.inventory, found)
 
     def survey(self, storage: S3Storage) -> Survey:
