@@ -25,6 +25,9 @@ class MathOptions(StrictModel):
     `any` takes a box before anything else that can be parsed."""
     num_decimals: int = 6
     """Decimals to which two floating-point numbers must agree."""
+    max_cpu_s: float = Field(default=3.0, gt=0)
+    """Processor time for reading and comparing an answer; one that takes longer is wrong, where
+    `rl.reward.timeout_s`, by the clock, does not end it before."""
 
 
 class ModelOptions(StrictModel):
