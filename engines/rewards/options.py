@@ -40,8 +40,9 @@ class ModelOptions(StrictModel):
 class JudgeOptions(StrictModel):
     """Of `judge`."""
 
-    pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """A regular expression whose first group is the number; its last match counts."""
+    pattern: str | None = None
+    """A regular expression whose first group is the number; its last match counts. Null takes the
+    last number: 7 of `7/10` and `7 out of 10`; a range, as `4-5`, leaves the sample unscored."""
     scale: float = 1.0
     """The score is the number times it."""
     threshold: float = 0.5
@@ -49,6 +50,8 @@ class JudgeOptions(StrictModel):
 
     @model_validator(mode="after")
     def _check_pattern(self) -> "JudgeOptions":
+        if self.pattern is None:
+            return self
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:

@@ -43,7 +43,9 @@ def max_num_digits(expression: Any) -> float:
             factor, *ranges = expression.args
             ends = [max_num_digits(end) for each in ranges for end in each.args[1:]]
             return _times(max_num_digits(factor) + sum(ends), sum(map(_value, ends)))
-    parts = getattr(expression, "args", ()) if isinstance(expression, Basic) else _entries(expression)
+    parts = (
+        getattr(expression, "args", ()) if isinstance(expression, Basic) else _entries(expression)
+    )
     return sum(map(max_num_digits, parts))
 
 

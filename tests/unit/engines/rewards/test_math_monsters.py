@@ -103,6 +103,7 @@ def test_large_right_answers_stay_right(answer: str, truth: str) -> None:
 
 def texts(inner: st.SearchStrategy[tuple[str, int]]) -> st.SearchStrategy[tuple[str, int]]:
     """LaTeX and value, as long as the value has few digits."""
+
     def power(base: tuple[str, int], exponent: tuple[str, int]) -> tuple[str, int]:
         return f"({base[0]})^{{{exponent[0]}}}", base[1] ** exponent[1]
 

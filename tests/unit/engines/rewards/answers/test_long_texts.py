@@ -9,11 +9,13 @@ from engines.rewards import exact
 from engines.rewards.answers import gsm8k, math_boxed, math_dapo
 from engines.rewards.answers.extraction import EXTRACTIONS
 from engines.rewards.form import format as form
+from engines.rewards.judges.judgement import last_rating
 
 LENGTH = 100_000
 PARTS = [
     "{", "}", "\\", "\\boxed{", "\\boxed ", "\\fbox", "\\frac", "\\sqrt", "\\text{ ", "answer",
     "answer :\n", " ", "\n", "-", "1", "1,", "1,234", ".", "#### ", "=", "$", "<think>",
+    "1-", "1/", "1 to ", "1 of ", "scale 1", "1)", "/(", "1e",
 ]  # fmt: skip
 REPEATED = [part * (LENGTH // len(part)) for part in PARTS]
 TEXTS = [
@@ -27,8 +29,11 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "gsm8k, flexible": lambda text: gsm8k.compute_score("d", text, "5", method="flexible"),
     "math_boxed": lambda text: math_boxed.compute_score("d", text, "5"),
     "math_dapo": lambda text: math_dapo.compute_score("d", text, "5"),
-    "math_dapo, boxed": lambda text: math_dapo.compute_score("d", text, "5", strict_box_verify=True),
+    "math_dapo, boxed": lambda text: math_dapo.compute_score(
+        "d", text, "5", strict_box_verify=True
+    ),
     "exact": lambda text: exact.compute_score("d", text, "5"),
+    "judge": last_rating,
     "format": lambda text: form.compute_score("d", text, "5"),
 }
 
