@@ -7,7 +7,9 @@
 `text` and `lists` are those of verl's reward managers (`naive` and `batch`), so that such functions
 run unchanged; `sample` sees what was sampled, token by token.
 Promises: whatever its form, a function judges one sample a call, under that sample's deadline; one
-of `lists` gets lists of one.
+of `lists` gets lists of one. What is awaited runs on one event loop, the same for every sample of
+the process: a client with open connections may be kept from one to the next.
+Does not promise: that a task which a sample leaves behind goes on between two samples.
 """
 
 import asyncio
@@ -18,6 +20,9 @@ from typing import Any, Literal
 from engines.rewards.base import Score, ScoreRequest, Unscored, interpret
 
 Form = Literal["text", "sample", "lists"]
+
+EVENT_LOOP = asyncio.Runner()
+"""Of this process; its loop is made when it is first used or entered, and ends with `close`."""
 
 NUM_TURNS = "num_turns"
 """What `extra_info` tells beside what the row says, as verl's does."""
@@ -89,7 +94,7 @@ def judge(
     """
     returned = function(**arguments(form, request), **kwargs)
     if inspect.isawaitable(returned):
-        returned = asyncio.run(_wait_for(returned))
+        returned = EVENT_LOOP.run(_wait_for(returned))
     return result(form, returned)
 
 

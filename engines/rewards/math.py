@@ -1,9 +1,11 @@
 """Reward `math`: 1 if the final answer equals the ground truth as mathematics, else 0.
 
 Parsing and comparison are math-verify's (LaTeX, plain expressions, sets, intervals, matrices); a
-boxed answer comes before any other. Its own time limits are off, since they need the main
-thread's signals and turn a timeout into "wrong": this function runs in a scoring process, which
-is killed at the sample's deadline.
+boxed answer comes before any other. Its own time limits are off, since they go by the clock, which
+a busy machine changes.
+Promises: once the ground truth is read, an answer that cannot be compared with it for its size (a
+number of more than 100,000 digits in another writing, memory, depth) or within `max_cpu_s` of
+processor time is wrong, and not unscored: the policy wrote it.
 Not promised: that a clever wrong text is never taken for right; equality is undecidable.
 """
 
@@ -16,9 +18,14 @@ from math_verify import parse, verify
 
 from engines.rewards.answers.extraction import ANSWER, EXTRACTIONS, Extraction, truth_text
 from engines.rewards.answers.normal_forms import math_form
+from engines.rewards.answers.size import max_num_digits
+from engines.rewards.cpu_limit import CpuLimitError, cpu_limit
 
 # It warns once per process that its time limits are off, which is what we want.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_MAX_NUM_DIGITS = 100_000
+"""A longer number is compared as it is written."""
 
 
 def compute_score(
@@ -29,6 +36,7 @@ def compute_score(
     *,
     extraction: Extraction = "any",
     num_decimals: int = 6,
+    max_cpu_s: float = 3.0,
 ) -> dict[str, Any]:
     """Compare the completion's final answer with the ground truth.
 
@@ -40,6 +48,7 @@ def compute_score(
         extraction: where the answer stands: in a box, behind `####`, behind `Answer:`, the last
             number; `any` takes a box before anything else that can be parsed.
         num_decimals: decimals to which two floating-point numbers must agree.
+        max_cpu_s: processor time for reading and comparing the answer, in seconds.
 
     Returns:
         The score, 1.0 or 0.0; `pred`, the answer as MATH writes it: equal mathematics in other
@@ -50,9 +59,24 @@ def compute_score(
         Exception: what a comparison raised, when no other comparison found the answer right.
     """
     truths = _parse_ground_truth(ground_truth)
-    answers = _answers(solution_str, extraction)
+    answers: list[Any] = []
+    try:
+        with cpu_limit(max_cpu_s):
+            answers = _answers(solution_str, extraction)
+            right = _is_right(truths, answers, num_decimals)
+    except (CpuLimitError, MemoryError, RecursionError, OverflowError):
+        right = False
+    return {"score": float(right), ANSWER: _text(answers)}
+
+
+def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
+    """Whether a reading of the truth equals one of the answer.
+
+    Raises:
+        Exception: what a comparison raised, when no other one found them equal.
+    """
     failure: Exception | None = None
-    for truth, answer in product(truths, answers):
+    for truth, answer in product(*map(_comparable, (truths, answers))):
         try:
             right = verify(
                 truth,
@@ -65,10 +89,15 @@ def compute_score(
             failure = error
             continue
         if right:
-            return {"score": 1.0, ANSWER: _text(answers)}
+            return True
     if failure is not None:
         raise failure
-    return {"score": 0.0, ANSWER: _text(answers)}
+    return False
+
+
+def _comparable(readings: list[Any]) -> list[Any]:
+    """Without those that would have to be written out to be compared, and are too long for it."""
+    return [each for each in readings if max_num_digits(each) <= _MAX_NUM_DIGITS]
 
 
 def _answers(solution_str: str, extraction: Extraction) -> list[Any]:

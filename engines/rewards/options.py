@@ -25,6 +25,9 @@ class MathOptions(StrictModel):
     `any` takes a box before anything else that can be parsed."""
     num_decimals: int = 6
     """Decimals to which two floating-point numbers must agree."""
+    max_cpu_s: float = Field(default=3.0, gt=0)
+    """Processor time for reading and comparing an answer; one that takes longer is wrong, where
+    `rl.reward.timeout_s`, by the clock, does not end it before."""
 
 
 class ModelOptions(StrictModel):
@@ -37,8 +40,9 @@ class ModelOptions(StrictModel):
 class JudgeOptions(StrictModel):
     """Of `judge`."""
 
-    pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """A regular expression whose first group is the number; its last match counts."""
+    pattern: str | None = None
+    """A regular expression whose first group is the number; its last match counts. Null takes the
+    last number: 7 of `7/10` and `7 out of 10`; a range, as `4-5`, leaves the sample unscored."""
     scale: float = 1.0
     """The score is the number times it."""
     threshold: float = 0.5
@@ -46,6 +50,8 @@ class JudgeOptions(StrictModel):
 
     @model_validator(mode="after")
     def _check_pattern(self) -> "JudgeOptions":
+        if self.pattern is None:
+            return self
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from engines.rewards.base import ComputeScore, SampledTokens, ScoreRequest, Unscored, describe
-from engines.rewards.forms import Form, arguments, form_of, judge
+from engines.rewards.forms import EVENT_LOOP, Form, arguments, form_of, judge
 from engines.rewards.resolve import load
 
 GRACE_S = 2.0
@@ -27,6 +27,16 @@ GRACE_S = 2.0
 def main() -> int:
     """Serve until the input ends."""
     requests, replies = _take_over_pipes()
+    # Around the function's module, too: a loop that it asks for while it is loaded is this one.
+    with EVENT_LOOP:
+        code = _serve(requests, replies)
+        # A task that will not be cancelled, or a thread that hangs, shall not outlive the parent.
+        faulthandler.dump_traceback_later(GRACE_S, exit=True)
+    return code
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO) -> int:
+    """Load the function and answer every request; the process's exit code."""
     setup = json.loads(requests.readline())
     limit = setup["memory_limit_bytes"]
     try:

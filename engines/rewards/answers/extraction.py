@@ -17,7 +17,7 @@ ANSWER = "pred"
 _BOX = re.compile(r"\\(boxed|fbox)\s*(\{)?")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_NUMBER = re.compile(r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![^\W_])(?<![)\]}])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 
 
 def boxed(text: str) -> str | None:
@@ -59,7 +59,10 @@ def after_answer(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last decimal number; commas between groups of three digits belong to it."""
+    """The last decimal number; commas between groups of three digits belong to it.
+
+    A minus behind a letter, a digit or a closing bracket is that of a subtraction: 5 of `10-5`.
+    """
     found = _NUMBER.findall(text)
     return found[-1] if found else None
 

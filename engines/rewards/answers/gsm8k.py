@@ -1,6 +1,7 @@
 """Reward `gsm8k`: verl's rule for `openai/gsm8k`, the number as text.
 
-Promises: the scores that users of verl know, their strictness included: `#### 5.` is not 5.
+Promises: the scores that users of verl know, their strictness included: `#### 5.` is not 5, and the
+flexible last number of `10-5` is -5.
 Does not promise: to see equal numbers in other spellings; reward `math` does.
 """
 
