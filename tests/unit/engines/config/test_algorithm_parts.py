@@ -232,8 +232,8 @@ def test_gdpo_compares_the_mixture_by_its_weights() -> None:
         (MIXTURE, {"gdpo_reward_keys": ["right"]}, "got 'right', which does not judge data_source"),
         (
             {**MIXTURE, "routes": {"*": ["right"]}},
-            {"gdpo_reward_keys": ["rigth"]},
-            "got 'rigth', which does not judge data_source '*'; need one of right, score, acc",
+            {"gdpo_reward_keys": ["taste"]},
+            "got 'taste', which does not judge data_source '*'; need one of right, score, acc",
         ),
         ({"function": "math"}, {}, "gdpo_reward_keys: got null with rl.reward.function math"),
         (MIXTURE, {"gdpo_reward_weights": [1.0]}, "need gdpo_reward_keys, which they are of"),
