@@ -210,6 +210,7 @@ OVERRIDES = [
             "rl.num_rounds=1",
             "rl.num_steps_per_round=4",
             "rl.algorithm.adv_estimator=gae",
+            "rl.optimizer.num_warmup_steps=0",
             "rl.critic={optimizer: {num_warmup_steps: 4}}",
         ],
         "rl.critic.optimizer.num_warmup_steps: got 4; need less than the 4 optimizer steps of the "

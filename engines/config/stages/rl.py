@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field
 
-from engines.config.base import Change
+from engines.config.base import Change, StrictModel
 from engines.config.distillation import TOPK
 from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import (
@@ -41,9 +41,10 @@ class RLRoundStageConfig(TrainingStageConfig):
         values = super().identity_values()
         return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
 
-    def changes(self, before: Self, path: str = "") -> Iterator[Change]:
+    def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
         """And the deadline, under another one of which a half-trained round goes on."""
         yield from super().changes(before, path)
+        assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
         old, new = before.rollout.timeout_s, self.rollout.timeout_s
         if old != new:
             yield Change(f"{path}rollout.timeout_s", old, new, is_execution=True)
