@@ -41,13 +41,19 @@ class GdpoOptions(StrictModel):
     """Of `gdpo`."""
 
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """Components of the score that count; null: all that the reward gives."""
+    """Components of the score that count, which every sample has to have; null: all of a mixture
+    whose routes have the same. `score` and `acc` may be named too."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """One for each of them; null: 1 each."""
+    """One for each key; null: that of the mixture, and 1 for what is no component of it."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> "GdpoOptions":
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if weights is not None and keys is None:
+            raise ValueError(
+                f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys, which they are "
+                "of; set both"
+            )
         if keys is not None and weights is not None and len(keys) != len(weights):
             raise ValueError(
                 f"gdpo_reward_weights: got {len(weights)}; need {len(keys)}, one for each of "

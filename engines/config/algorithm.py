@@ -189,7 +189,7 @@ class RewardConfig(RewardFunction):
     may see; every other one is withheld from it."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
-    stage's identity, as no other deadline does: what is unscored does not train."""
+    stage's identity, as other deadlines do not: what is unscored does not train."""
     max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
     """Share of unscored samples in a step above which the run stops."""
     num_workers: Annotated[int, NotIdentity] = Field(default=1, ge=1)

@@ -9,7 +9,7 @@ Does not promise: anything about files, devices or plugins; that is preflight's 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -76,7 +76,7 @@ class StrictModel(BaseModel):
             if NotIdentity not in field.metadata
         }
 
-    def changes(self, before: Self, path: str = "") -> Iterator[Change]:
+    def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
         """What counts and is not as it was.
 
         Args:

@@ -83,7 +83,9 @@ class RolloutConfig(StrictModel):
     """How weights reach engines beside the ranks: through memory of the machine, or by broadcast;
     `auto` broadcasts where an engine is on another machine than the rank that sends."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
-    """After which the unfinished samples of one batch of requests are aborted."""
+    """After which the unfinished samples of one batch of requests are aborted. It counts for the
+    identity of a round of RL, where what is unfinished does not train; elsewhere that is an error.
+    """
     silence_s: Annotated[float, NotIdentity] = Field(default=120.0, gt=0)
     """An engine beside the ranks that answers nothing for so long while it samples is ended."""
     max_num_restarts: Annotated[int, NotIdentity] = Field(default=3, ge=0)

@@ -120,7 +120,8 @@ class CriticConfig(StrictModel):
     `rl.reward.model` with its head (arXiv:2203.02155 app. C.4), which needs the policy's tokens."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     num_warmup_steps: int = Field(default=0, ge=0)
-    """RL steps, over all rounds, in which the critic alone is trained."""
+    """RL steps in which the critic alone is trained: its own first ones, over all rounds. A critic
+    that begins anew, since the round before it was rejected, warms up anew."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
     """How far a value may move from that of before the step and still count; null: any."""
     num_epochs: int | None = Field(default=None, ge=1)
@@ -167,6 +168,9 @@ class RLConfig(StrictModel):
     keep_samples: Annotated[KeepSamplesConfig, NotIdentity] = KeepSamplesConfig()
     max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
     """Steps in a row that may have nothing to train on; one more stops the run."""
+    max_aborted_frac: Annotated[float, NotIdentity] = Field(default=0.1, ge=0, le=1)
+    """Share of the samples of one generation that may be unfinished at `rollout.timeout_s`; a
+    larger one stops the run, for what is left is the short answers."""
     max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
     """Optimizer steps of a round, of any role, that may be left out since their loss or gradient
     was no finite number; each is counted and its samples are named. One more stops the run."""
@@ -184,6 +188,12 @@ class RLConfig(StrictModel):
     def num_steps_before(self, number: int) -> int:
         """Steps of the rounds before round `number`, which is counted from 1."""
         return (number - 1) * self.num_steps_per_round
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """Of every role that a round trains, by its setting in a recipe."""
+        critic = {"rl.critic.optimizer": self.critic.optimizer} if self.critic else {}
+        return {"rl.optimizer": self.optimizer, **critic}
 
     @property
     def learns_from_rewards(self) -> bool:

@@ -197,7 +197,6 @@ def _launch(
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     """The policy, and what the recipe asks for beside it: critic, reward, reference, teacher."""
     config, rl = context.config, context.config.rl
-    num_steps = config.round * rl.num_steps_per_round
     before = context.optional_input("policy")
     # After a rejected round it may be SFT's policy, whose optimizer is none of RL.
     restore = before is not None and trained_steps(before).stage == "rl_round"
@@ -208,7 +207,6 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
             training=config.training,
             optimizer=rl.optimizer,
             restore_optimizer=restore,
-            total_num_steps=num_steps,
         )
     }
     reward = reward_role(context, rl.reward.model, config.training)
@@ -247,7 +245,6 @@ def _critic(
         optimizer=critic.optimizer,
         model_type="value_model",
         restore_optimizer=policy.restore_optimizer,
-        total_num_steps=policy.total_num_steps,
     )
 
 

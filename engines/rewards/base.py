@@ -100,7 +100,7 @@ def interpret(returned: object) -> Score | Unscored:
 
     Args:
         returned: a number (bool and array scalars included), or a mapping with `score`; its `pred`
-            counts as text.
+            counts as text, and is no number beside the score.
 
     Returns:
         The score, or why there is none.
@@ -112,7 +112,9 @@ def interpret(returned: object) -> Score | Unscored:
             return Unscored("returned a mapping without 'score'")
         for name, value in returned.items():
             number = _number(value)
-            if name != "score" and number is not None and math.isfinite(number):
+            if name in ("score", ANSWER):
+                continue
+            if number is not None and math.isfinite(number):
                 extras[str(name)] = number
         answer = _answer(returned)
         returned = returned["score"]

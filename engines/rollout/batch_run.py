@@ -155,7 +155,7 @@ class SampleRun(BatchRun[RolloutRequest]):
             self._settle(task)
         self._samples.abort_missing()
         if not self._samples.num_completed:
-            raise DeadlineError("one sample to be finished", self._timeout_s)
+            raise DeadlineError("one sample to be finished (rollout.timeout_s)", self._timeout_s)
 
 
 async def _quietly(call: Coroutine[Any, Any, None]) -> None:

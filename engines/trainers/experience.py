@@ -9,6 +9,7 @@ Letters: B samples, K of them kept, T tokens, G groups (prompts).
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from engines.algorithms.filtering import informative_samples
 from engines.algorithms.reward_kl import reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.config.rules.components import KEYS, compared_components
+from engines.errors import RewardError
 from engines.images import ImagePatches
 from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.samples import ScoredBatch, ScoredSample
@@ -92,32 +95,47 @@ class Experience:
         correct_B = torch.tensor([sample.correct for sample in self.samples]).float()
         return correct_B[self.batch.sequence_index_T] * self.batch.columns["loss_mask"]
 
-    @property
+    @cached_property
     def components(self) -> tuple[str, ...]:
         """Names of what the reward gave every sample: the score, then the others, sorted."""
         others = [set(sample.extras) for sample in self.samples]
         return (SCORE, *sorted(set.intersection(*others) - {SCORE} if others else ()))
 
-    @property
+    @cached_property
     def scores_BR(self) -> Tensor:
         """(B, R) float64 of the `components`."""
+        names = self.components[1:]
         rows = [
-            [sample.score, *(sample.extras[name] for name in self.components[1:])]
-            for sample in self.samples
+            [sample.score, *(extras[name] for name in names)]
+            for sample, extras in ((each, each.extras) for each in self.samples)
         ]
         return torch.tensor(rows, dtype=torch.float64)
+
+    def _check_components(self, names: Sequence[str]) -> None:
+        """Refuse a step in which an estimator would compare less than it is to."""
+        absent = {*names} - {*self.components}
+        for place, sample in enumerate(self.samples if absent else ()):
+            for name in sorted(absent - {*sample.extras}):
+                raise RewardError(
+                    f"{self.name_of(place)}: the reward gave no finite number called {name!r}, "
+                    f"which {KEYS} compares; have it give one to every sample, or name others"
+                )
 
     def with_advantages(self, algorithm: AlgorithmConfig, kl_coef: float = 0.0) -> "Experience":
         """Add the column `advantages`, 0 on the prompt, and `returns` where there is a critic.
 
         Args:
-            algorithm: names the estimator.
+            algorithm: names the estimator; see `resolved_algorithm` for what it compares.
             kl_coef: of the KL in the reward, where there is one.
 
         Returns:
             The same samples, with those that the estimator keeps; `metrics` has what it says, and
             `KL_IN_REWARD`.
+
+        Raises:
+            RewardError: a sample lacks a component that the estimator compares.
         """
+        self._check_components(compared_components(algorithm))
         mask_T = self.batch.columns["loss_mask"] > 0
         rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
         kl_metrics: dict[str, float] = {}

@@ -22,12 +22,14 @@ from engines.algorithms.distillation.objective import round_loss_fn
 from engines.algorithms.reward_kl import next_coefficient
 from engines.algorithms.reweighting import resample
 from engines.algorithms.value_objective import ValueObjective
+from engines.config.rules.components import resolved_algorithm
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
 from engines.trainers.experience import KL_IN_REWARD, Collector, Experience
+from engines.trainers.guards.aborted import check_aborted
 from engines.trainers.guards.mismatch import (
     MeasuredObjective,
     MismatchGate,
@@ -83,6 +85,8 @@ class RLTrainer:
         teacher: Teacher | None = None,
     ) -> None:
         self.config, self.workers, self.rollout = config.rl, workers, rollout
+        self.algorithm = resolved_algorithm(config.rl)
+        self.timeout_s = config.rollout.timeout_s
         self.prompts = prompts
         self.see = prompts.images.processor.of_sequences if prompts.images else None
         self.scorer, self.progress = scorer, progress
@@ -105,6 +109,7 @@ class RLTrainer:
         self.previous_steps = config.rl.num_steps_before(config.round)
         self.version = self.previous_steps
         self.num_skipped = before.num_skipped if before else 0
+        self.num_critic_steps = before.num_critic_steps if before else 0
         carried = before.kl_coef if before else None
         first = config.rl.algorithm.kl_ctrl.kl_coef
         self.kl_coef = first if carried is None else carried
@@ -117,6 +122,8 @@ class RLTrainer:
         state = self.progress.resume(self.workers)
         self.version = int(state.values.get("version", self.previous_steps + state.step))
         self.num_skipped = int(state.values.get("num_skipped", self.num_skipped))
+        counted = self.num_critic_steps + state.step
+        self.num_critic_steps = int(state.values.get("num_critic_steps", counted))
         self.kl_coef = float(state.values.get("kl_coef", self.kl_coef))
         self.guard.num_poisoned = int(state.values.get("num_poisoned", 0))
         with self.progress.clock("train"):
@@ -132,6 +139,8 @@ class RLTrainer:
             step: 1-based within the round.
 
         Raises:
+            RolloutError: more samples than `max_aborted_frac` were unfinished at the deadline.
+            RewardError: a sample lacks a component that the estimator compares.
             WeightSyncError: the sampler does not sample from the distribution that is trained.
             NothingToTrainOnError: one step more than `max_num_skipped_steps` in a row is skipped.
         """
@@ -169,6 +178,7 @@ class RLTrainer:
                 "version": self.version,
                 "num_skipped": self.num_skipped,
                 "num_poisoned": self.guard.num_poisoned,
+                "num_critic_steps": self.num_critic_steps,
                 "kl_coef": self.kl_coef,
             },
         )
@@ -182,6 +192,7 @@ class RLTrainer:
             with clock("gen"):
                 completions = self.rollout.generate(prompts.all_requests)
             check_versions(completions, self.version)
+            check_aborted(completions, self.config.max_aborted_frac, self.timeout_s)
             with clock("reward"):
                 scored = self.scorer.score(prompts, completions)
             collector.add(scored)
@@ -198,7 +209,7 @@ class RLTrainer:
             self.rollout.sleep()
         experience = self.columns.fill(experience, clock, global_step)
         with clock("adv"):
-            experience = experience.with_advantages(config.algorithm, self.kl_coef)
+            experience = experience.with_advantages(self.algorithm, self.kl_coef)
             experience = self._drawn_again(experience, global_step)
             if config.algorithm.use_kl_in_reward:
                 kl, num_samples = experience.metrics[KL_IN_REWARD], len(experience.samples)
@@ -211,7 +222,9 @@ class RLTrainer:
             with clock("update_critic"):
                 self._update(CRITIC, experience, loss_fn, num_epochs, updates)
             fault("rl.critic_updated")
-            if global_step <= config.critic.num_warmup_steps:
+            # Its own steps: a critic may begin anew in any round.
+            self.num_critic_steps += 1
+            if self.num_critic_steps <= config.critic.num_warmup_steps:
                 return experience, updates
         with clock("update_actor"):
             self._update(POLICY, experience, self.loss_fn, config.num_epochs, updates)
@@ -259,7 +272,11 @@ class RLTrainer:
         num_steps = self.previous_steps + self.config.num_steps_per_round
         kl_coef = self.kl_coef if self.config.algorithm.use_kl_in_reward else None
         return TrainedSteps(
-            stage="rl_round", num_steps=num_steps, num_skipped=self.num_skipped, kl_coef=kl_coef
+            stage="rl_round",
+            num_steps=num_steps,
+            num_skipped=self.num_skipped,
+            kl_coef=kl_coef,
+            num_critic_steps=self.num_critic_steps,
         )
 
     def _check_skipped(self, step: int) -> None:

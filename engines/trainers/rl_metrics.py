@@ -106,10 +106,12 @@ def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
 
 
 def _extra_scores(experience: Experience) -> dict[str, float]:
-    """Means of what the reward reported beside the score."""
-    means = experience.scores_BR.mean(dim=0).tolist()
-    names = experience.components
-    return {f"reward/{name}/mean": mean for name, mean in zip(names[1:], means[1:], strict=True)}
+    """Means of what the reward reported beside the score, each over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for sample in experience.samples:
+        for name, value in sample.extras.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(values.items())}
 
 
 def update_metrics(prefix: str, updates: Sequence[TrainMetrics]) -> dict[str, float]:

@@ -15,3 +15,5 @@ class TrainedSteps(FrozenModel):
     """The last steps in a row that trained on nothing."""
     kl_coef: float | None = None
     """Of the KL in the reward, for the next step; null where there is none."""
+    num_critic_steps: int = 0
+    """Steps that trained the critic beside it, since that began; 0 where there is none."""

@@ -55,7 +55,7 @@ class RoleSpec:
         optimizer: None for a frozen model.
         model_type: `value_model` has a head of one number per token; the source may lack it.
         restore_optimizer: continue the optimizer of the source's checkpoint.
-        total_num_steps: optimizer steps the schedule spans.
+        total_num_steps: optimizer steps the schedule spans; a constant one needs none.
     """
 
     source: ModelSource

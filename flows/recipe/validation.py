@@ -119,8 +119,12 @@ def _check_plugins(recipe: Recipe) -> None:
 def _check_warmup(recipe: Recipe) -> None:
     """A warm-up as long as the training never reaches its learning rate."""
     rl = recipe.rl
-    per_step = rl.num_epochs * (rl.batch_size_prompts // rl.prompts_per_update)
-    trainings = [("rl", rl.optimizer, rl.num_rounds * rl.num_steps_per_round * per_step)]
+    num_steps = rl.num_rounds * rl.num_steps_per_round
+    num_batches = num_steps * (rl.batch_size_prompts // rl.prompts_per_update)
+    trainings = [("rl", rl.optimizer, num_batches * rl.num_epochs)]
+    if rl.critic is not None:
+        num_epochs = rl.critic.num_epochs or rl.num_epochs
+        trainings.append(("rl.critic", rl.critic.optimizer, num_batches * num_epochs))
     sections = (("sft", recipe.sft), ("reward_model", recipe.reward_model),
                 ("preference", recipe.preference))  # fmt: skip
     trainings += [(name, each.optimizer, each.num_steps) for name, each in sections if each]

@@ -213,6 +213,17 @@ OVERRIDES = [
         "training, or the rate never reaches lr; lower it",
     ),
     (
+        [
+            "rl.num_rounds=1",
+            "rl.num_steps_per_round=4",
+            "rl.algorithm.adv_estimator=gae",
+            "rl.optimizer.num_warmup_steps=0",
+            "rl.critic={optimizer: {num_warmup_steps: 4}}",
+        ],
+        "rl.critic.optimizer.num_warmup_steps: got 4; need less than the 4 optimizer steps of the "
+        "training, or the rate never reaches lr; lower it",
+    ),
+    (
         ["promote.min_value=90"],
         "promote.min_value: got 90; accuracy is at most 1; use 0.9 for 90 %",
     ),

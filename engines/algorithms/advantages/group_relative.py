@@ -152,26 +152,25 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
     component and does not count here.
 
     Args:
-        inputs: components of the scores, the score first; options `gdpo_reward_keys`, by default
-            what is reported beside the score and `acc`, or the score alone, and
-            `gdpo_reward_weights`.
+        inputs: components of the scores; options `gdpo_reward_keys`, by default the only
+            component, and `gdpo_reward_weights`, by default 1 each. A round names both, see
+            `engines.config.rules.components`.
 
     Returns:
         Mean 0 and variance 1 over the trained tokens.
 
     Raises:
-        ValueError: the reward gives no such component, or not as many as there are weights.
+        ValueError: the reward gives no such component, or several of which none is named.
     """
     options = options_as(GdpoOptions, inputs.options)
-    # The score is the sum of what is beside it, and `acc` the verdict of one of them.
-    parts = tuple(name for name in inputs.components if name not in ("score", "acc"))
-    keys = options.gdpo_reward_keys or parts or inputs.components[:1]
+    # What a step's samples happen to have in common must not decide what is compared.
+    keys = options.gdpo_reward_keys or inputs.components
     weights = options.gdpo_reward_weights or (1.0,) * len(keys)
-    missing = sorted(set(keys) - set(inputs.components))
-    if missing or len(weights) != len(keys):
+    is_open = options.gdpo_reward_keys is None and len(inputs.components) > 1
+    if is_open or not {*keys} <= {*inputs.components}:
         raise ValueError(
-            f"gdpo: {len(weights)} weights for the components {list(keys)}; the reward gives "
-            f"{list(inputs.components)}"
+            f"gdpo: got gdpo_reward_keys {options.gdpo_reward_keys}; need some of the components "
+            f"that the reward gives, {list(inputs.components)}"
         )
     columns = [inputs.scores_BR[:, inputs.components.index(key)] for key in keys]
     total_B = torch.zeros_like(inputs.scores_BR[:, 0])

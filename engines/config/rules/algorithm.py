@@ -6,6 +6,7 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.plugins import REWARDS
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
+from engines.config.rules.components import GDPO, resolved_algorithm
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 
@@ -24,11 +25,12 @@ def check_sampling(rl: RLConfig) -> None:
         raise ConfigError(
             "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
         )
-    if rl.optimizer.schedule != "constant":
-        raise ConfigError(
-            "rl.optimizer.schedule",
-            f"got {rl.optimizer.schedule!r}; need 'constant', for the number of rounds is open",
-        )
+    for path, optimizer in rl.optimizers.items():
+        if optimizer.schedule != "constant":
+            raise ConfigError(
+                f"{path}.schedule",
+                f"got {optimizer.schedule!r}; need 'constant', for the number of rounds is open",
+            )
     _check_whole_distribution(rl)
 
 
@@ -147,8 +149,9 @@ def _check_needs(rl: RLConfig) -> None:
             "got true, and nothing reads a reference; need false; or set "
             "rl.algorithm.use_kl_loss or use_kl_in_reward",
         )
-    if algorithm.adv_estimator == "gdpo":
+    if algorithm.adv_estimator == GDPO:
         _check_components(algorithm)
+        resolved_algorithm(rl)
     if algorithm.positive_nll_coef > 0 and rl.reward.file is None:
         judged_by = REWARDS.find(rl.reward.function)
         if not judged_by.is_verdict:

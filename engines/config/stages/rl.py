@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
+from engines.config.base import Change, StrictModel
 from engines.config.distillation import TOPK
 from engines.config.lora_sync import adapter_travels
 from engines.config.plugins import (
@@ -33,6 +35,19 @@ class RLRoundStageConfig(TrainingStageConfig):
     round: int = Field(ge=1)
     rollout: RolloutConfig
     rl: RLConfig
+
+    def identity_values(self) -> dict[str, Any]:
+        """And the deadline of sampling: a sample that misses it does not train."""
+        values = super().identity_values()
+        return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
+
+    def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
+        """And the deadline, under another one of which a half-trained round goes on."""
+        yield from super().changes(before, path)
+        assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
+        old, new = before.rollout.timeout_s, self.rollout.timeout_s
+        if old != new:
+            yield Change(f"{path}rollout.timeout_s", old, new, is_execution=True)
 
     @property
     def label(self) -> str:
@@ -94,9 +109,8 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_critic(self.rl)
         check_distillation(self.rl)
         check_served_teacher(self.rl, self.rollout, self.model.max_length)
-        check_average("rl.optimizer", self.rl.optimizer, self.training)
-        if self.rl.critic is not None:
-            check_average("rl.critic.optimizer", self.rl.critic.optimizer, self.training)
+        for path, optimizer in self.rl.optimizers.items():
+            check_average(path, optimizer, self.training)
         check_value_models(self.rl, self.training)
         check_reward_models(self.rl.reward)
         check_judge(self.rl.reward, self.rollout)

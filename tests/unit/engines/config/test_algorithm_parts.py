@@ -1,11 +1,15 @@
 """What a bad algorithm configuration gets, before anything is loaded."""
 
+import re
+from typing import Any
+
 import pytest
 
 from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.options import check_parts
 from engines.config.rollout import RolloutConfig
-from engines.config.rules.algorithm import check_algorithm, check_critic
+from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
+from engines.config.rules.components import resolved_algorithm
 from engines.config.rules.models import check_judge, check_reward_models, check_value_models
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
@@ -192,3 +196,57 @@ def test_groups_of_one_leave_nothing_to_a_filter_of_uniform_groups() -> None:
     check_algorithm(RLConfig(algorithm=algorithm, group_size=2))
     with pytest.raises(ConfigError, match=r"filter_groups.enable: got true with rl.group_size 1"):
         check_algorithm(RLConfig(algorithm=algorithm, group_size=1))
+
+
+RIGHT, SHORT, TESTS = {"function": "math"}, {"function": "length", "weight": -0.9}, "exact"
+MIXTURE = {
+    "function": "mixture",
+    "components": {"right": RIGHT, "short": SHORT, "tests": {"function": TESTS}},
+    "accuracy": ["right", "tests"],
+    "routes": {"math": ["right", "short"], "code": ["tests", "short"]},
+}
+
+
+def compared(reward: dict[str, Any], **options: Any) -> dict[str, float]:
+    algorithm = {"adv_estimator": "gdpo", "options": options}
+    rl = RLConfig.model_validate({"algorithm": algorithm, "reward": reward})
+    check_algorithm(rl)
+    found = resolved_algorithm(rl).options
+    return dict(zip(found["gdpo_reward_keys"], found["gdpo_reward_weights"], strict=True))
+
+
+def test_gdpo_compares_the_mixture_by_its_weights() -> None:
+    one = {**MIXTURE, "routes": {"math": ["right", "short"], "*": ["short", "right"]}}
+    assert compared(one) == {"right": 1.0, "short": -0.9}
+    assert compared(one, gdpo_reward_keys=["short", "acc"]) == {"short": -0.9, "acc": 1.0}
+    own = {"gdpo_reward_keys": ["short"], "gdpo_reward_weights": [2.0]}
+    assert compared(one, **own) == {"short": 2.0}
+    assert compared(MIXTURE, gdpo_reward_keys=["short"]) == {"short": -0.9}
+    assert compared({"function": "math"}, gdpo_reward_keys=["score"]) == {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "words"),
+    [
+        (MIXTURE, {}, "gdpo_reward_keys: got null, and routes of different components"),
+        (MIXTURE, {"gdpo_reward_keys": ["right"]}, "got 'right', which does not judge data_source"),
+        (
+            {**MIXTURE, "routes": {"*": ["right"]}},
+            {"gdpo_reward_keys": ["taste"]},
+            "got 'taste', which does not judge data_source '*'; need one of right, score, acc",
+        ),
+        ({"function": "math"}, {}, "gdpo_reward_keys: got null with rl.reward.function math"),
+        (MIXTURE, {"gdpo_reward_weights": [1.0]}, "need gdpo_reward_keys, which they are of"),
+    ],
+)
+def test_gdpo_is_refused_where_what_it_compares_is_open(reward, options, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compared(reward, **options)
+
+
+@pytest.mark.parametrize("path", ["rl.optimizer", "rl.critic.optimizer"])
+def test_no_optimizer_of_a_round_has_a_schedule_that_ends(path: str) -> None:
+    optimizer = {"optimizer": {"schedule": "cosine"}}
+    rl = RLConfig.model_validate({"critic": optimizer} if "critic" in path else optimizer)
+    with pytest.raises(ConfigError, match=f"^{path}.schedule: got 'cosine'; need 'constant'"):
+        check_sampling(rl)

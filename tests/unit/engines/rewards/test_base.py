@@ -47,7 +47,7 @@ def test_anything_else_is_unscored_and_not_zero(returned: object, reason: str) -
 
 
 def test_extras_are_the_other_finite_numbers() -> None:
-    returned = {"score": 1.0, "acc": True, "length": 3, "bad": math.nan, "pred": "42", 5: 6}
+    returned = {"score": 1.0, "acc": True, "length": 3, "bad": math.nan, "pred": 42, 5: 6}
     assert interpret(returned) == Score(1.0, {"acc": 1.0, "length": 3.0, "5": 6.0})
 
 

@@ -128,6 +128,9 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
         max_unscored_frac: float = 1.0,
         num_skipped: int = 0,
         kl_coef: float | None = None,
+        number: int = 1,
+        every: int = 100,
+        num_critic_steps: int = 0,
         training: Mapping[str, Any] = MappingProxyType({}),
         work: str = ".",
         prompts: tuple[Path, Path] | None = None,
@@ -136,7 +139,7 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
     ) -> list[dict[str, float]]:
         config = RLRoundStageConfig.model_validate(
             {
-                "round": 1,
+                "round": number,
                 "model": {"init": "random", "max_length": 32},
                 "training": {"num_threads": 1, **training},
                 "rollout": {},
@@ -153,11 +156,15 @@ def run_round(tiny_model: Path, tmp_path: Path) -> Callable[..., list[dict[str, 
                     "max_num_skipped_steps": 2,
                     **changes,
                 },
-                "checkpoint": {},
+                "checkpoint": {"every_num_steps": every},
             }
         )
         before = TrainedSteps(
-            stage="rl_round", num_steps=0, num_skipped=num_skipped, kl_coef=kl_coef
+            stage="rl_round",
+            num_steps=config.num_previous_steps,
+            num_skipped=num_skipped,
+            kl_coef=kl_coef,
+            num_critic_steps=num_critic_steps,
         )
         directory = tmp_path / work
         directory.mkdir(exist_ok=True)
@@ -241,7 +248,7 @@ def _run(
             journal,
             Heartbeat(work / "heartbeat.json", 60.0),
             StepCheckpoints(work / "checkpoints", 2),
-            100,
+            config.checkpoint.every_num_steps,
             config.rl.num_steps_per_round,
             PhaseClock(),
         )

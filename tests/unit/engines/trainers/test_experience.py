@@ -1,10 +1,18 @@
 """From scored samples to the packed batch, on hand-worked numbers."""
 
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.config.rules.components import resolved_algorithm
+from engines.config.sections import RLConfig
+from engines.errors import RewardError
 from engines.trainers.experience import Collector, Experience
+from engines.trainers.rl_metrics import experience_metrics
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import Completion
 
@@ -137,3 +145,78 @@ def test_only_what_an_estimator_keeps_is_trained_on_and_the_rest_is_still_looked
     assert last_tokens == [[10], [15]]
     assert [chosen.trains, chosen.take([1, 5]).trains, chosen.take([1, 2]).trains] == [1, 1, 0]
     assert list(chosen.take([1, 2]).mini_batches(1, 1)) == []
+
+
+class Watched(ScoredSample):
+    """A sample that counts who looks at what its reward reported."""
+
+    looks: ClassVar[list[str]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "extras":
+            Watched.looks.append(name)
+        return super().__getattribute__(name)
+
+
+def num_looks(size: int) -> int:
+    """Of the advantages and the metrics of a step."""
+    made = Watched(0, (1,), sample(0, 1.0).completion, 1.0, 1.0, {"acc": 1.0, "length": 3.0})
+    experience = collect(*[made] * size)
+    Watched.looks.clear()
+    experience_metrics(experience.with_advantages(AlgorithmConfig()))
+    return len(Watched.looks)
+
+
+def test_the_work_on_a_step_grows_as_its_samples_do() -> None:
+    assert num_looks(64) == 2 * num_looks(32)
+
+
+def test_a_metric_is_the_mean_over_the_samples_that_report_it() -> None:
+    """Those of another route, or with a number that was not finite, do not hide the others'."""
+    given = [{"form": 1.0, "tests": 4.0}, {"form": 0.0}, {"tests": 0.0}]
+    experience = collect(*[replace(sample(0, 1.0), extras=extras) for extras in given])
+    metrics = experience_metrics(experience.with_advantages(AlgorithmConfig()))
+    means = {name: metrics[name] for name in metrics if name.startswith("reward/")}
+    assert means == {"reward/form/mean": 0.5, "reward/tests/mean": 2.0}
+
+
+MIXTURE = {
+    "function": "mixture",
+    "components": {
+        "correct": {"function": "math"},
+        "verbosity": {"function": "length", "weight": -0.9},
+    },
+    "accuracy": ["correct"],
+}
+
+
+def gdpo_of(**reward: Any) -> AlgorithmConfig:
+    """As a round makes it of its mixture."""
+    return resolved_algorithm(
+        RLConfig.model_validate(
+            {"algorithm": {"adv_estimator": "gdpo"}, "reward": {**MIXTURE, **reward}}
+        )
+    )
+
+
+def answer(correct: float, verbosity: float) -> ScoredSample:
+    extras = {"correct": correct, "verbosity": verbosity, "acc": correct}
+    return replace(sample(0, correct - 0.9 * verbosity), extras=extras)
+
+
+def test_gdpo_holds_a_penalty_of_a_mixture_for_a_penalty() -> None:
+    """Components +-u each; u(1 - 0.9), u(1 + 0.9), -u(1 + 0.9), -u(1 - 0.9), whitened."""
+    step = collect(answer(1, 1), answer(1, 0), answer(0, 1), answer(0, 0))
+    found = step.with_advantages(gdpo_of()).batch.columns["advantages"][3::4]
+    std = math.sqrt(2 * (0.1**2 + 1.9**2) / 3)
+    expected = [value / std for value in (0.1, 1.9, -1.9, -0.1)]
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_gdpo_refuses_a_sample_without_a_component_that_it_compares() -> None:
+    lacks = replace(answer(0, 0), extras={"correct": 0.0})
+    with pytest.raises(
+        RewardError,
+        match=r"prompt=0 sample 0: the reward gave no finite number called 'verbosity', which",
+    ):
+        collect(answer(1, 1), lacks).with_advantages(gdpo_of())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Experience
 from engines.types import TokenBatch
+from infra.tracking.journal import Journal
 
 Round = Callable[..., list[dict[str, float]]]
 GAE = {"adv_estimator": "gae", "options": {"gamma": 0.9, "lam": 0.8, "whiten": False}}
@@ -112,6 +114,50 @@ def test_a_warm_up_leaves_the_policy_and_its_version(
     assert "actor/num_updates" not in first
     # No update measured how far the sampler is off, so it was asked for.
     assert first["mismatch/logprob_abs_max"] <= 1e-4
+
+
+@pytest.mark.parametrize(("num_critic_steps", "of_policy"), [(0, [0, 1]), (1, [1, 1])])
+def test_a_warm_up_is_of_the_critic_and_not_of_the_run(
+    run_round: Round, num_critic_steps: int, of_policy: list[int]
+) -> None:
+    """After a rejected round the run has steps behind it, and the critic none."""
+    steps = run_round(
+        "odd_length",
+        algorithm=GAE,
+        critic={"num_warmup_steps": 1, "optimizer": {"lr": 1e-2}},
+        number=2,
+        num_critic_steps=num_critic_steps,
+    )
+    assert [step["training/global_step"] for step in steps] == [3, 4]
+    assert [step.get("actor/num_updates", 0) for step in steps] == of_policy
+
+
+def test_a_resumed_round_knows_the_steps_of_its_critic(
+    run_round: Round, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {
+        "algorithm": GAE,
+        "critic": {"num_warmup_steps": 3, "optimizer": {"lr": 1e-2}},
+        "number": 2,
+        "num_critic_steps": 1,
+    }
+    whole = run_round("odd_length", work="whole", num_steps_per_round=3, **settings)
+    write, killed = Journal.metrics, RuntimeError("killed")
+
+    def dying(journal: Journal, step: int, values: Any) -> None:
+        if step == 6:
+            raise killed
+        write(journal, step, values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "metrics", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_round("odd_length", work="cut", num_steps_per_round=3, every=1, **settings)
+    cut = run_round("odd_length", work="cut", num_steps_per_round=3, every=1, **settings)
+    assert [step.get("actor/num_updates", 0) for step in whole] == [0, 0, 1]
+    assert [step["training/policy_version"] for step in cut] == [3, 3, 6]
+    assert cut[-1]["actor/loss"] == whole[-1]["actor/loss"]
+    assert cut[-1]["critic/loss"] == whole[-1]["critic/loss"]
 
 
 def test_an_update_spoiled_by_a_sample_is_left_out_and_named(

@@ -134,6 +134,29 @@ def test_a_broken_reward_stops_the_round(run_round) -> None:
         run_round("often_broken", max_unscored_frac=0.0)
 
 
+def test_a_round_stops_rather_than_train_on_its_shortest_answers(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of each group is unfinished at the deadline; the probe's requests ask for one sample."""
+    generate = ServedRollout.generate
+
+    def late(rollout: ServedRollout, requests):
+        rows = generate(rollout, requests)
+        return [
+            [
+                replace(each, finish_reason="abort") if place > 1 else each
+                for place, each in enumerate(row)
+            ]
+            for row in rows
+        ]
+
+    monkeypatch.setattr(ServedRollout, "generate", late)
+    with pytest.raises(RolloutError, match=r"rollout.timeout_s: got 1800; 8 of 16 samples"):
+        run_round("odd_length")
+    for metrics in run_round("odd_length", work="allowed", max_aborted_frac=0.5):
+        assert metrics["response/aborted_ratio"] == 0.5
+
+
 def test_a_sampler_of_another_distribution_stops_the_round(run_round) -> None:
     """top_k truncates what is sampled from and not what is trained."""
     with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.0001"):

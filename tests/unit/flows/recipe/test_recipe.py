@@ -83,6 +83,18 @@ def test_rounds_do_not_know_how_many_they_are() -> None:
     assert few.rl_round_stage(1) != few.rl_round_stage(2)
 
 
+def test_the_deadline_of_sampling_counts_where_it_decides_what_trains() -> None:
+    slow, quick = load_recipe("quickstart"), load_recipe("quickstart", ["rollout.timeout_s=9"])
+    first, second = slow.rl_round_stage(1), quick.rl_round_stage(1)
+    assert first.identity_values() != second.identity_values()
+    # A half-trained round goes on under another one.
+    (change,) = second.changes(first)
+    assert str(change) == "rollout.timeout_s 1800.0 -> 9.0"
+    assert change.is_execution
+    measured = [each.evaluate_stage("").identity_values() for each in (slow, quick)]
+    assert measured[0] == measured[1], "an evaluation with an unfinished answer is an error"
+
+
 def test_defaults_that_depend_on_others_are_spelled_out_for_the_jobs() -> None:
     recipe = load_recipe("quickstart", ["rl.batch_size_prompts=8"])
     stage = recipe.rl_round_stage(1)
