@@ -3,7 +3,7 @@
 from functools import partial
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
-from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
+from engines.config.stages.data import HELD_OUT, SOURCE, PreprocessStageConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
@@ -16,7 +16,19 @@ PREPROCESS_DEADLINE_S = 6 * 3600.0
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
-    """Generate or read the rows, check them, and write the dataset's files."""
+    """Generate or read the rows, check them, and write the dataset's files.
+
+    Args:
+        context: of the job.
+
+    Returns:
+        A `dataset`.
+
+    Raises:
+        ArtifactCorruptError: a source's files are others than were planned, or changed while they
+            were read.
+        ConfigError: the data or the model cannot be used.
+    """
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
     tokenizer = image_length = None
@@ -29,7 +41,8 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
                 image_length = partial(find_image_length, model_dir)
-    with context.clock("preprocess"):
+    sources = [name for name in spec.inputs if name.startswith(SOURCE)]
+    with context.clock("preprocess"), context.reading(sources):
         summary = build_dataset(
             config.data,
             model,
