@@ -3,8 +3,10 @@
 from functools import partial
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
+from engines.config.data import SOURCE_SPLITS
 from engines.config.stages.data import HELD_OUT, SOURCE, PreprocessStageConfig
-from engines.data.prepare.dataset import build_dataset
+from engines.data.prepare.dataset import DatasetSummary, build_dataset
+from engines.data.prepare.files import some_of
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -62,8 +64,20 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             counts[f"num_{name}"] = pairs.num_rows
     if summary.num_decontaminated is not None:
         counts["num_decontaminated"] = sum(summary.num_decontaminated.values())
+    _tell_passed_over(context, summary)
     context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
     return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
+
+
+def _tell_passed_over(context: JobContext[PreprocessStageConfig], summary: DatasetSummary) -> None:
+    """A file that somebody meant to be read is not missed in silence."""
+    for split in SOURCE_SPLITS:
+        part = getattr(summary, split)
+        for place, report in enumerate(part.sources if part else ()):
+            if report.passed_over:
+                context.journal.log(
+                    f"{SOURCE}{split}.{place}: not read: {some_of(report.passed_over)}"
+                )
 
 
 def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:

@@ -86,7 +86,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    if path.suffix != PACKED_SUFFIX:
+    if path.suffix.lower() != PACKED_SUFFIX:
         with path.open("rb") as file:
             yield file
         return

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,13 @@ from tasks.runner.identity import stage_request
 
 
 class Silent:
-    """A heartbeat and a journal that keep nothing."""
+    """A heartbeat and a journal that keep nothing but what was logged."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
 
     def enter(self, phase: str, deadline_s: float) -> None:
         pass
@@ -74,6 +80,13 @@ def test_planned_files_make_a_data_set(file: Path, tmp_path: Path, whole: bool) 
     preprocess(context)
     [row] = load_dataset(context.output_dir).sft_rows()
     assert row.messages[-1].content == "as planned"
+
+
+def test_files_that_are_passed_over_are_told(file: Path, tmp_path: Path) -> None:
+    write(file.with_name("more.jsonl"), "more")
+    context = planned(file.parent, tmp_path)
+    preprocess(context)
+    assert cast(Any, context.journal).said == ["data.sft.0: not read: more.jsonl"]
 
 
 def test_a_file_that_was_changed_after_the_plan_is_refused(file: Path, tmp_path: Path) -> None:
