@@ -91,7 +91,7 @@ class DecontaminationConfig(StrictModel):
     (arXiv:2005.14165, appendix C)."""
     min_words: int = Field(default=8, ge=1)
     """A held-out prompt of fewer than `num_words` words is looked for inside training rows if it
-    has so many; a shorter one only counts where a text equals it."""
+    has so many; a shorter one only counts where a prompt equals it."""
     action: Literal["remove", "refuse"] = "remove"
     """Leave such training rows out and count them, or stop with the first."""
 
