@@ -433,6 +433,9 @@ def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manife
 def check_unchanged(artifact: Artifact) -> None:
     """Refuse an external input whose bytes are others than when it was planned.
 
+    Args:
+        artifact: of `external_artifact`.
+
     Raises:
         ArtifactCorruptError: they are.
         ConfigError: nothing is there.

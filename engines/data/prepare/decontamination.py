@@ -197,9 +197,7 @@ class EvaluationIndex:
             is_answer: it is no prompt, so that few words which equal a prompt are chance.
 
         Yields:
-            tuple[Literal['exact', 'run'], str, tuple[Place, ...]]: kind, shared words, and the
-                texts that hold them: all words first, then runs from the longest, in the order of
-                the text.
+            Shared: all words first, then runs from the longest, in the order of the text.
         """
         prompt = _prompt(text)
         for words in prompt.forms:
@@ -293,7 +291,7 @@ class _Without(dict[int, int | None]):
     """A table of `str.translate` that drops the characters of some categories of Unicode.
 
     Args:
-        categories: of which a character is dropped.
+        *categories: of which a character is dropped.
         others: what further characters become.
     """
 
