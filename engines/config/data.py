@@ -25,8 +25,8 @@ SOURCE_SPLITS = ("sft", "rl", "evaluation", "preference", "preference_evaluation
 
 
 def unpacked_suffix(path: Path) -> str:
-    """What a file's name says that it holds (`.jsonl` of `train.jsonl.gz`)."""
-    return Path(path.name.removesuffix(PACKED_SUFFIX)).suffix
+    """What a file's name says that it holds (`.jsonl` of `train.JSONL.gz`)."""
+    return Path(path.name.lower().removesuffix(PACKED_SUFFIX)).suffix
 
 
 class ArithmeticConfig(StrictModel):
@@ -63,9 +63,11 @@ class SourceConfig(StrictModel):
     path: str
     """A .parquet, .json, .jsonl, .csv or .tsv file, perhaps packed (.gz), a directory of such
     files, or a hub id. The .csv and .tsv files of a directory are read where its split has none of
-    the others."""
+    the others. Files in another form among those of the split are refused."""
     split: str = "train"
-    """Split to read where file or folder names tell splits apart; ignored for a single file."""
+    """Split to read where file or folder names tell splits apart, by a word of theirs (`Train`,
+    `train2016`, `trainset`, `training`); ignored for a single file. Names that hold such a word
+    within another (`mytrain`) are refused where no other tells splits apart: set that word."""
     subset: str | None = None
     """Folder inside a directory or hub data set (`main` of GSM8K); null reads all of it."""
     revision: str | None = None
@@ -89,7 +91,7 @@ class DecontaminationConfig(StrictModel):
     (arXiv:2005.14165, appendix C)."""
     min_words: int = Field(default=8, ge=1)
     """A held-out prompt of fewer than `num_words` words is looked for inside training rows if it
-    has so many; a shorter one only counts where a text equals it."""
+    has so many; a shorter one only counts where a prompt equals it."""
     action: Literal["remove", "refuse"] = "remove"
     """Leave such training rows out and count them, or stop with the first."""
 

@@ -3,8 +3,10 @@
 from functools import partial
 
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
-from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
-from engines.data.prepare.dataset import build_dataset
+from engines.config.data import SOURCE_SPLITS
+from engines.config.stages.data import HELD_OUT, SOURCE, PreprocessStageConfig
+from engines.data.prepare.dataset import DatasetSummary, build_dataset
+from engines.data.prepare.files import some_of
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -16,7 +18,19 @@ PREPROCESS_DEADLINE_S = 6 * 3600.0
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
-    """Generate or read the rows, check them, and write the dataset's files."""
+    """Generate or read the rows, check them, and write the dataset's files.
+
+    Args:
+        context: of the job.
+
+    Returns:
+        A `dataset`.
+
+    Raises:
+        ArtifactCorruptError: a source's files are others than were planned, or changed while they
+            were read.
+        ConfigError: the data or the model cannot be used.
+    """
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
     tokenizer = image_length = None
@@ -29,7 +43,8 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
                 image_length = partial(find_image_length, model_dir)
-    with context.clock("preprocess"):
+    sources = [name for name in spec.inputs if name.startswith(SOURCE)]
+    with context.clock("preprocess"), context.reading(sources):
         summary = build_dataset(
             config.data,
             model,
@@ -49,8 +64,20 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             counts[f"num_{name}"] = pairs.num_rows
     if summary.num_decontaminated is not None:
         counts["num_decontaminated"] = sum(summary.num_decontaminated.values())
+    _tell_passed_over(context, summary)
     context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
     return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
+
+
+def _tell_passed_over(context: JobContext[PreprocessStageConfig], summary: DatasetSummary) -> None:
+    """A file that somebody meant to be read is not missed in silence."""
+    for split in SOURCE_SPLITS:
+        part = getattr(summary, split)
+        for place, report in enumerate(part.sources if part else ()):
+            if report.passed_over:
+                context.journal.log(
+                    f"{SOURCE}{split}.{place}: not read: {some_of(report.passed_over)}"
+                )
 
 
 def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:

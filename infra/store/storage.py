@@ -431,12 +431,20 @@ def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manife
 
 
 def check_unchanged(artifact: Artifact) -> None:
-    """Refuse an external input whose bytes are others than when it was planned."""
+    """Refuse an external input whose bytes are others than when it was planned.
+
+    Args:
+        artifact: of `external_artifact`.
+
+    Raises:
+        ArtifactCorruptError: they are.
+        ConfigError: nothing is there.
+    """
     found = external_artifact(Path(artifact.uri))
     if found.digest != artifact.digest:
         raise ArtifactCorruptError(
             f"{artifact.uri} changed after it was planned: "
-            f"digest {found.digest} != {artifact.digest}"
+            f"digest {found.digest} != {artifact.digest}; run again once nobody writes to it"
         )
 
 

@@ -15,6 +15,8 @@ from engines.config.stages.inputs import ExternalInput, model_input
 
 HELD_OUT = "held_out."
 """In front of a suite's name: the input that is its dataset."""
+SOURCE = "data."
+"""In front of a split and a number: the input that is a local source."""
 
 
 class PreprocessStageConfig(StageConfig):
@@ -45,7 +47,7 @@ class PreprocessStageConfig(StageConfig):
         del given
         section = f"suites.{self.of}.data" if self.of else "data"
         sources = {
-            f"data.{split}.{index}": ExternalInput(path, f"{section}.{split}.{index}.path")
+            f"{SOURCE}{split}.{index}": ExternalInput(path, f"{section}.{split}.{index}.path")
             for split in SOURCE_SPLITS
             for index, source in enumerate(getattr(self.data, split))
             if (path := local_path(source.path))

@@ -2,22 +2,23 @@
 
 Compared are texts, as `engines.data.prepare.decontamination` compares them. Of a held-out row its
 prompt; of a training row its prompt, and each later message or answer. System messages are left
-out, and so is the template of a prompt: the words that all prompts of one `data_source` begin or
-end with, where it has at least `MIN_TEMPLATE_ROWS` different ones, for problems with one
-instruction would all look alike.
+out. The template of a prompt are the words that all prompts of one `data_source` begin or end with,
+where it has at least `MIN_TEMPLATE_ROWS` different ones. Prompts equal each other with it or
+without; it alone is nothing that rows share, for problems with one instruction would all look
+alike. An answer of few words that equals a prompt without its template is no leak.
 Promises: equal rows give equal reports; one entry per training row, so a report is no larger than
 the training splits.
 Does not promise: to look into ground truths, or into the answers of held-out rows.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 from engines.config.data import DecontaminationConfig
-from engines.data.prepare.decontamination import EvaluationIndex, words_of
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.prepare.decontamination import EvaluationIndex, Prompt, words_of
+from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 MIN_TEMPLATE_ROWS = 8
@@ -104,7 +105,7 @@ def find_leaks(
         ConfigError: rows share words, and `data.decontamination.action` is `refuse`; or every row
             of a split does.
     """
-    prompts = {split: [text for _, text in _prompts(rows)] for split, rows in held_out.items()}
+    prompts = {split: (prompt for _, prompt in _prompts(rows)) for split, rows in held_out.items()}
     index = EvaluationIndex(prompts, config.num_words, config.min_words)
     leaks = tuple(
         leak for split, rows in training.items() for leak in _leaks_of(split, rows, index)
@@ -141,8 +142,9 @@ def _check(report: LeakReport, config: DecontaminationConfig) -> None:
 
 def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
     for number, (row, prompt) in enumerate(_prompts(rows)):
-        texts = (prompt, *_answers(row))
-        found = [shared for text in texts for shared in index.shared(text)]
+        found = [*index.shared(prompt)]
+        for message in _later(row):
+            found += index.shared(message.said, is_answer=message.role != "user")
         if not found:
             continue
         kind, words, places = next((each for each in found if each[0] == "exact"), found[0])
@@ -151,22 +153,20 @@ def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
         yield Leak(split, number, kind, words, evaluation_split, evaluation_row, num_rows)
 
 
-def _answers(row: Row) -> Iterable[str]:
+def _later(row: Row) -> Sequence[Message]:
     """What follows the prompt of a training row."""
     if isinstance(row, PreferenceRow):
-        return (answer.said for answer in row.answers)
+        return row.answers
     if isinstance(row, SFTRow):
-        return (message.said for message in row.messages[len(row.prompt) :])
+        return row.messages[len(row.prompt) :]
     return ()
 
 
-def _prompts(rows: Rows) -> Iterator[tuple[Row, str]]:
-    """Each row, and the words of its prompt without the template of its source."""
+def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
+    """Each row, and its prompt with the template of its source."""
     templates = _templates(rows)
     for row in rows:
-        words = _words(row)
-        start, end = templates[row.data_source]
-        yield row, " ".join(words[start : len(words) - end])
+        yield row, Prompt(_words(row), *templates[row.data_source])
 
 
 def _words(row: Row) -> list[str]:

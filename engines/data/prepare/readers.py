@@ -26,12 +26,16 @@ import pyarrow.parquet as pq
 
 from engines.config.data import PACKED_SUFFIX, unpacked_suffix
 from engines.data.prepare.separated import SEPARATORS, read_records
-from engines.data.read.row_files import BATCH_ROWS, open_parquet
+from engines.data.read.row_files import BATCH_ROWS, damage_as_config_error, open_parquet
 from infra.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
 _BATCH_BYTES = 64 * 2**20
 """Of a table's rows, by the mean of the row group that has the largest."""
+
+
+_NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowNotImplementedError)
+"""What Arrow raises for a cell that Python has no value for: a far date, an unknown time zone."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
         Every row in order, the unusable ones as `BadRow`.
 
     Raises:
-        ConfigError: the file as a whole is not what its suffix says.
+        ConfigError: the file as a whole is not what its suffix says, or a part of it that is no row
+            is damaged.
     """
     suffix = unpacked_suffix(path)
     if suffix == ".parquet":
@@ -86,7 +91,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    if path.suffix != PACKED_SUFFIX:
+    if path.suffix.lower() != PACKED_SUFFIX:
         with path.open("rb") as file:
             yield file
         return
@@ -100,7 +105,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
     with open_parquet(path) as file:
         number = 0
-        for batch in file.iter_batches(_batch_rows_of(file)):
+        for batch in _batches(file, path):
             for columns in _batch_rows(batch):
                 place = f"{path.name} row {number}"
                 number += 1
@@ -108,6 +113,14 @@ def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
                     yield BadRow(place, columns, unreadable=True)
                 else:
                     yield RawRow(place, columns)
+
+
+def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
+    num_rows = _batch_rows_of(file)
+    for group in range(file.num_row_groups):
+        problem = f"row group {group} cannot be read ({{}}); copy it again"
+        with damage_as_config_error(path, problem):
+            yield from file.iter_batches(num_rows, row_groups=[group])
 
 
 def _batch_rows_of(file: pq.ParquetFile) -> int:
@@ -118,17 +131,25 @@ def _batch_rows_of(file: pq.ParquetFile) -> int:
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Rows of a batch; a row whose text is not UTF-8 comes as the description of its problem."""
+    """Rows of a batch; one that is no row of Python's values comes as what is wrong with it."""
     try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass
-    for place in range(batch.num_rows):
+        rows = batch.to_pylist()
+    except _NO_VALUE:
+        rows = (_row(batch, place) for place in range(batch.num_rows))
+    yield from rows
+
+
+def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            yield batch.slice(place, 1).to_pylist()[0]
+            columns[name] = column[place].as_py()
         except UnicodeDecodeError as error:
-            yield f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8"
+            return f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8"
+        except _NO_VALUE as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"column {name!r} cannot be read ({reason}); mend or leave out the column"
+    return columns
 
 
 def _read_json(path: Path) -> Iterator[RawRow | BadRow]:

@@ -49,6 +49,7 @@ class SourceReport:
         num_duplicates: dropped because the prompt had occurred (only where a preprocessor asks).
         num_over_limit: dropped by `limit`.
         num_bad: dropped because they break the schema, by reason.
+        passed_over: names of files beside its own that were not read; see `SourceFiles`.
     """
 
     format: str
@@ -58,6 +59,7 @@ class SourceReport:
     num_duplicates: int = 0
     num_over_limit: int = 0
     num_bad: Mapping[str, int] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ def _load_source(
         num_rows=num_rows,
         num_duplicates=num_usable - num_rows,
         num_bad=dict(sorted(bad.reasons.items())),
+        passed_over=files.passed_over,
     )
 
 

@@ -6,6 +6,7 @@ Does not promise: other layouts; `engines.data.prepare.preprocessors` reads thos
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from engines.data.read.raw_columns import (
@@ -44,10 +45,11 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     Raises:
         RowError: a column is missing, null or of the wrong shape.
     """
+    ability = columns.get("ability")
     return RLRow(
         data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
         prompt=_with_extras(parse_messages(columns.get("prompt"), "prompt"), columns),
-        ability=columns.get("ability") or "",
+        ability="" if ability is None else ability,
         reward_model=_reward_model(columns.get("reward_model")),
         extra_info=parse_json_object(columns.get("extra_info"), "extra_info"),
     )
@@ -132,11 +134,27 @@ def parse_margin(value: object) -> float | None:
     Raises:
         RowError: it is of another type.
     """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"margin is {value!r}; need a number or null")
-    return float(value)
+    return None if value is None else parse_number(value, "margin", "a number or null")
+
+
+def parse_number(value: object, name: str, need: str = "a number") -> float:
+    """The value of a column that holds numbers.
+
+    Args:
+        value: of the raw column.
+        name: of the column, for errors.
+        need: what has to stand there, for errors.
+
+    Returns:
+        The value.
+
+    Raises:
+        RowError: it is no number, or one that is too large.
+    """
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with suppress(OverflowError):
+            return float(value)
+    raise RowError(f"{name} is {value!r:.40}; need {need}")
 
 
 def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:

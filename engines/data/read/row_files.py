@@ -22,6 +22,7 @@ the format records; a writer holds one row group.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -234,10 +235,27 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         ConfigError: it is no parquet.
         FileNotFoundError: there is none.
     """
-    try:
+    with damage_as_config_error(path, "not a parquet file ({})"):
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(str(path), f"not a parquet file ({error})") from None
+
+
+@contextmanager
+def damage_as_config_error(path: Path, problem: str) -> Iterator[None]:
+    """Scope in which Arrow reads a file; what is wrong with its bytes is the user's to mend.
+
+    Args:
+        path: of the file.
+        problem: what to say, with `{}` for Arrow's reason.
+
+    Raises:
+        ConfigError: it is damaged, or of a kind that Arrow does not read.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk: damage has no number
+        raise ConfigError(str(path), problem.format(error)) from None
 
 
 def in_batches(rows: Iterable[RowT]) -> Iterator[list[RowT]]:

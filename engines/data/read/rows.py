@@ -428,7 +428,9 @@ def check_json(value: object, name: str, levels: int = MAX_LEVELS) -> None:
         raise RowError(f"{name} is {type_name(value)}; need a JSON value")
 
 
-def _check_unicode(text: str, name: str) -> None:
+def _check_unicode(text: object, name: str) -> None:
+    if not isinstance(text, str):
+        raise RowError(f"{name} is {type_name(text)}; need a string")
     if "\x00" in text:
         raise RowError(f"{name} holds NUL (U+0000) at character {text.index(chr(0)) + 1}")
     if text.isascii():

@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -62,7 +62,7 @@ from infra.store.heartbeat import Heartbeat, Stall
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
-from infra.store.storage import Storage, open_storage
+from infra.store.storage import Storage, check_unchanged, open_storage
 from infra.store.work_channel import JobProblem, WorkChannel
 from infra.tracking.journal import Journal, read_journal
 from infra.waiting import when_there_is_room
@@ -138,10 +138,39 @@ class JobContext(Generic[Config]):
         except StoreError as error:
             logger.warning("whether this attempt is still held is not known: %s", error)
 
+    @contextlib.contextmanager
+    def reading(self, names: Iterable[str]) -> Iterator[None]:
+        """Scope in which a body reads files that others may write to meanwhile.
+
+        They are as planned before it and after it, so that what was made of them is too. A file
+        whose times are those of its last digest is not read again (`infra.store.digest_cache`).
+
+        Args:
+            names: of external inputs.
+
+        Raises:
+            ArtifactCorruptError: one was changed after the plan; also where the body fails by a
+                `ConfigError`, for then that is its cause.
+            ConfigError: one is gone.
+        """
+        artifacts = [self.spec.inputs[name] for name in names]
+        _check_all_unchanged(artifacts)
+        try:
+            yield
+        except ConfigError:
+            _check_all_unchanged(artifacts)
+            raise
+        _check_all_unchanged(artifacts)
+
     @property
     def output_dir(self) -> Path:
         """An empty directory at the start of the body; its files are published at the end."""
         return self.attempt_dir / "output"
+
+
+def _check_all_unchanged(artifacts: Iterable[Artifact]) -> None:
+    for artifact in artifacts:
+        check_unchanged(artifact)
 
 
 @dataclass(frozen=True)

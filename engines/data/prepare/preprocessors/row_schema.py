@@ -10,8 +10,8 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.read.raw_rows import preference_row, rl_row, sft_row
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow, prompt_of
+from engines.data.read.raw_rows import parse_number, preference_row, rl_row, sft_row
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow, prompt_of
 
 
 class RowSchema(Preprocessor[NoOptions]):
@@ -60,24 +60,6 @@ class Pairs(Preprocessor[PairsOptions]):
         if self.options.data_source is not None:
             given["data_source"] = self.options.data_source
         if self.options.score_columns is not None:
-            scores = [number(columns.get(name), name) for name in self.options.score_columns]
+            scores = [parse_number(columns.get(name), name) for name in self.options.score_columns]
             given["margin"] = scores[0] - scores[1]
         return preference_row(given)
-
-
-def number(value: object, name: str) -> float:
-    """The value of a column that holds numbers.
-
-    Args:
-        value: of the raw column.
-        name: of the column, for errors.
-
-    Returns:
-        The value.
-
-    Raises:
-        RowError: it is no number.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"{name} is {value!r}; need a number")
-    return float(value)

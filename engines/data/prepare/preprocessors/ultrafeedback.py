@@ -11,8 +11,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.prepare.preprocessors.row_schema import number
-from engines.data.read.raw_rows import preference_row
+from engines.data.read.raw_rows import parse_number, preference_row
 from engines.data.read.rows import PreferenceRow, RLRow, RowError, prompt_of
 
 
@@ -43,7 +42,7 @@ class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """The pair, with the difference of its scores as the margin."""
         names = ("score_chosen", "score_rejected")
-        chosen, rejected = (number(columns.get(name), name) for name in names)
+        chosen, rejected = (parse_number(columns.get(name), name) for name in names)
         if chosen < rejected:
             raise RowError(f"score_chosen is {chosen}; need at least score_rejected {rejected}")
         answers = {name: columns.get(name) for name in ("prompt", "chosen", "rejected")}

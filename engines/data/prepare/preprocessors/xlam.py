@@ -25,6 +25,7 @@ from engines.data.read.rows import (
     RLRow,
     SFTRow,
     ToolCall,
+    check_json,
     check_text,
     said_beside,
     with_tools,
@@ -71,5 +72,7 @@ def _prompt(columns: Mapping[str, Any]) -> tuple[Message, ...]:
         schema = parse_json_object(function.get("parameters"), f"tools[{place}].parameters")
         if schema.get("type") != "object":  # a property of that name is described by an object
             schema = {"type": "object", "properties": schema}
-        tools.append(json_text({**function, "parameters": schema}))
+        function["parameters"] = schema
+        check_json(function, f"tools[{place}]")
+        tools.append(json_text(function))
     return with_tools((question,), parse_tools(tools, "tools"))

@@ -1,7 +1,7 @@
 """What training and evaluation share is found where it was planted, and nowhere else."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +35,14 @@ def words(prefix: str, num_words: int) -> list[str]:
         ("一共有5个苹果。", "一 共 有 5 个 苹 果"),
         ("Сколько ЯБЛОК?", "сколько яблок"),
         ("?!…", ""),
+        # What is written for one operator is one.
+        ("12 − 5 – 3", "12 - 5 - 3"),
+        ("3 × 4 · 5 ÷ 6", "3 * 4 * 5 / 6"),
+        ("3 ∗ 4 ⋅ 5 ∕ 6 ‐ 7", "3 * 4 * 5 / 6 - 7"),
+        ("½ 10⁻³", "1 / 2 10 - 3"),
+        ("a – b · c × d", "a b c d"),
+        # What is not seen is no part of a word, nor its end.
+        ("pro\u00adblem wo\u200brd\ufeff e\u00ad\u0301", "problem word \u00e9"),
     ],
 )
 def test_words_by_hand(text: str, expected: str) -> None:
@@ -96,6 +104,29 @@ def test_the_same_words_with_another_operator_are_another_problem() -> None:
     assert list(index.shared("what is 31+44"))
     for other in ("What is 31 * 44?", "What is 31 - 44?", "What is 31 + 4.4?"):
         assert not list(index.shared(other))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("-", "\u2212").replace("*", "\u00d7").replace("/", "\u00f7"),
+        lambda text: text.replace("-", "\u2013").replace("*", "\u00b7"),
+        lambda text: text.replace("apples", "ap\u00adples"),
+        lambda text: text.replace("apples", "apples\u200b"),
+        lambda text: "\ufeff" + "\u2060".join(text),
+    ],
+)
+def test_signs_for_one_operator_and_unseen_ones_hide_no_problem(
+    change: Callable[[str], str],
+) -> None:
+    problem = "Tom has 12 - 5 apples and 3 * 4 pears in 8 / 2 bags how many has he of each kind"
+    index = EvaluationIndex({"sums": [problem]})
+    assert change(problem) != problem
+    for asked, looked in (
+        (index, change(problem)),
+        (EvaluationIndex({"s": [change(problem)]}), problem),
+    ):
+        assert [kind for kind, _, _ in asked.shared(looked)][:2] == ["exact", "run"]
 
 
 def test_runs_of_a_script_without_spaces() -> None:

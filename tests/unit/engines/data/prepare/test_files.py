@@ -1,5 +1,7 @@
 """Which files a source means."""
 
+import gzip
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from engines.config.data import SourceConfig
 from engines.data.prepare.files import resolve_source
+from engines.data.prepare.readers import RawRow, read_file
 from engines.data.prepare.sources import first_rl_row
 from infra.errors import ConfigError
 
@@ -71,6 +74,115 @@ def test_test_rows_never_slip_into_training(tmp_path: Path) -> None:
         chosen(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("Train.jsonl", "Test.jsonl"),
+        ("TRAIN/a.jsonl", "TEST/a.jsonl"),
+        ("training.jsonl", "testing.jsonl"),
+        ("train2016.jsonl", "test2016.jsonl"),
+        ("trainset.jsonl", "testset.jsonl"),
+        ("train-set.jsonl", "test_set.jsonl"),
+        ("gsm_TrainSet1.jsonl", "gsm_TestSet1.jsonl"),
+        ("quizTrain.jsonl", "quizTest.jsonl"),
+        ("2016train.jsonl", "2016test.jsonl"),
+        ("train 1.jsonl", "test 1.jsonl"),
+        ("train(1).jsonl", "test(1).jsonl"),
+        ("train.part1.JSONL", "test.part1.JSONL"),
+    ],
+)
+def test_a_split_is_told_by_its_word_however_it_is_written(
+    tmp_path: Path, train: str, test: str
+) -> None:
+    make(tmp_path, train, test)
+    assert chosen(tmp_path) == [train]
+    assert chosen(tmp_path, split="test") == [test]
+    with pytest.raises(ConfigError, match="got 'validation'; no file under"):
+        chosen(tmp_path, split="validation")
+
+
+def test_evaluation_is_a_split(tmp_path: Path) -> None:
+    make(tmp_path, "evaluation.jsonl", "rows.jsonl")
+    with pytest.raises(ConfigError, match="got 'train'; no file under"):
+        chosen(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("mytrain.jsonl", "mytest.jsonl"), ("a.jsonl", "testdata.csv")])
+def test_words_that_may_mean_a_split_are_not_read_as_one(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    make(tmp_path, *names)
+    for split in ("train", "test"):
+        with pytest.raises(ConfigError) as error:
+            chosen(tmp_path, split=split)
+        said = str(error.value)
+        assert said.startswith(f"data.rl.0.split: got {split!r}; whether ")
+        assert names[1] in said
+        assert "set it to a word of the names that are to be read" in said
+    assert chosen(tmp_path, split=names[1].partition(".")[0]) == [names[1]]
+
+
+def test_words_that_hold_a_split_and_mean_another_thing(tmp_path: Path) -> None:
+    make(tmp_path, "contests-0.jsonl", "latest/a.jsonl", "retrieval.jsonl", "interval.jsonl")
+    assert len(chosen(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train-1.jsonl.zst",
+        "train-1.ndjson",
+        "train-1.JSONL.BZ2",
+        "train-1.arrow",
+        "train-1.csv.zip",
+    ],
+)
+def test_a_part_that_cannot_be_read_is_not_left_out_in_silence(tmp_path: Path, name: str) -> None:
+    make(tmp_path, "train-0.jsonl", name, "test.jsonl")
+    with pytest.raises(ConfigError) as error:
+        chosen(tmp_path)
+    assert str(error.value).startswith(
+        f"data.rl.0.path: cannot read {name}, which lies beside train-0.jsonl; need .parquet, "
+    )
+    assert chosen(tmp_path, split="test") == ["test.jsonl"]
+    (tmp_path / "train-0.jsonl").unlink()
+    with pytest.raises(ConfigError, match=re.escape(f"cannot read {name}; need")):
+        chosen(tmp_path)
+
+
+def test_suffixes_in_capitals_are_read(tmp_path: Path) -> None:
+    make(tmp_path, "train-0.jsonl", "train-1.JSONL", "train-2.Json")
+    assert len(chosen(tmp_path)) == 3
+    (tmp_path / "train-3.JSONL.GZ").write_bytes(gzip.compress(b'{"a": 1}'))
+    files = resolve_source(SourceConfig(path=str(tmp_path)), "data.rl.0", None).files
+    assert [len(list(read_file(path))) for path in files] == [1, 1, 1, 1]
+    table = tmp_path / "train.CSV"
+    table.write_text("a,b\n1,2\n", encoding="utf-8")
+    assert [row.columns for row in read_file(table) if isinstance(row, RawRow)] == [
+        {"a": "1", "b": "2"}
+    ]
+
+
+def test_what_packs_a_file_that_is_there_is_a_copy(tmp_path: Path) -> None:
+    make(tmp_path, "train.jsonl", "train.jsonl.zst", "train.json.ZIP", "train.json")
+    assert chosen(tmp_path) == ["train.json", "train.jsonl"]
+
+
+def test_files_of_no_split_beside_a_split_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "train-0.jsonl", "more.jsonl", "test.jsonl", "extra.ndjson", "train.csv")
+    found = resolve_source(SourceConfig(path=str(tmp_path)), "data.rl.0", None)
+    assert [path.name for path in found.files] == ["train-0.jsonl"]
+    assert found.passed_over == ("extra.ndjson", "more.jsonl", "train.csv")
+
+
+def test_a_report_names_the_files_that_were_passed_over(tmp_path: Path) -> None:
+    row = {"prompt": "q", "reward_model": {"ground_truth": "1"}}
+    for name in ("train.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text(json.dumps(row), encoding="utf-8")
+    loaded = loaded_rows.load("rl", SourceConfig(path=str(tmp_path), format="rows"))
+    assert loaded.reports[0].passed_over == ("more.jsonl",)
+
+
 def test_subsets(tmp_path: Path) -> None:
     make(tmp_path, "main/train.parquet", "socratic/train.parquet")
     assert chosen(tmp_path) == ["main/train.parquet", "socratic/train.parquet"]
@@ -124,7 +236,10 @@ def test_what_describes_tables_does_not_hide_them(tmp_path: Path, name: str) -> 
 def test_tables_that_are_passed_over_are_named(tmp_path: Path) -> None:
     make(tmp_path, *(f"{name}.csv" for name in "fedcba"), "about.json", "deep/train.csv")
     source = SourceConfig(path=str(tmp_path))
-    assert resolve_source(source, "data.rl.0", None).passed_over == ()
+    others = (*(f"{name}.csv" for name in "abc"), "about.json", *(f"{x}.csv" for x in "def"))
+    found = resolve_source(source, "data.rl.0", None)
+    assert found.files == (tmp_path / "deep" / "train.csv",)
+    assert sorted(found.passed_over) == sorted(others)
     (tmp_path / "deep" / "train.csv").unlink()
     found = resolve_source(source, "data.rl.0", None)
     assert found.files == (tmp_path / "about.json",)

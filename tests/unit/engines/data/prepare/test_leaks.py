@@ -152,6 +152,70 @@ def test_an_equal_problem_in_another_template_is_found() -> None:
     assert report.leaks == (Leak("rl", 0, "exact", "4 and 4", "evaluation", 4, 1),)
 
 
+def conversation(*said: str) -> SFTRow:
+    roles = ("user", "assistant")
+    return SFTRow(tuple(Message(roles[n % 2], text) for n, text in enumerate(said)))
+
+
+CAPITALS = ("France", "Italy", "Chad", "Peru", "Ghana", "Nepal", "Chile", "Laos", "Oman")
+
+
+def test_a_prompt_is_found_whole_and_no_answer_equals_what_a_template_leaves() -> None:
+    asked = [rl(f"What is the capital of {country}?") for country in CAPITALS]
+    training = [
+        conversation("what is the capital of   france", "Paris"),
+        conversation("Who won the cup?", "France"),
+        conversation("Which land is hexagonal?", "It is a riddle.", "No.", "France!"),
+        conversation("Hello.", "Hi.", "What is the capital of Peru?", "Lima"),
+    ]
+    report = find_leaks({"sft": training}, {"evaluation": asked}, DecontaminationConfig())
+    assert report.leaks == (
+        Leak("sft", 0, "exact", "what is the capital of france", "evaluation", 0, 1),
+        Leak("sft", 3, "exact", "what is the capital of peru", "evaluation", 3, 1),
+    )
+
+
+def test_a_template_of_the_training_rows_hides_no_equal_prompt() -> None:
+    """Alone, the held-out prompt has no template; in training it is one of ten."""
+    training = [rl(f"What is the capital of {country}?") for country in CAPITALS]
+    report = find_leaks(
+        {"rl": training}, {"evaluation": [rl("What is the capital of Chad?", "bench")]},
+        DecontaminationConfig(),
+    )  # fmt: skip
+    assert [(leak.row, leak.kind) for leak in report.leaks] == [(2, "exact")]
+
+
+def test_an_answer_that_is_a_whole_prompt_is_a_leak() -> None:
+    report = find_leaks(
+        {"sft": [conversation("Make a problem.", f"{HELD_OUT}"), conversation("a", "b")]},
+        {"evaluation": [rl(HELD_OUT)]},
+        DecontaminationConfig(),
+    )
+    assert [(leak.row, leak.kind) for leak in report.leaks] == [(0, "exact")]
+
+
+def test_a_prompt_that_is_nothing_but_the_template_of_others_makes_none_of_them_alike() -> None:
+    begins = "Write down every step of your way to the answer of this problem"
+    held_out = [rl(begins), *(rl(f"{begins} {place} + {place}") for place in range(9))]
+    training = [rl(f"{begins} seven hens", "a"), rl("free", "a"), rl(begins, "a")]
+    report = find_leaks({"rl": training}, {"evaluation": held_out}, DecontaminationConfig())
+    assert [(leak.row, leak.kind, leak.evaluation_row) for leak in report.leaks] == [
+        (2, "exact", 0)
+    ]
+
+
+def test_a_short_problem_is_found_inside_a_text_together_with_its_template() -> None:
+    asked = "Answer the following question in one word please: what is the capital of"
+    held_out = [rl(f"{asked} {country}?") for country in CAPITALS]
+    training = [
+        conversation("Make me a quiz.", f"Here you are. {asked} Chad? Good luck!"),
+        conversation("Make me a quiz.", f"Here you are. {asked} Mali? Good luck!"),
+        conversation("What do you know of Chad?", "It is a land."),
+    ]
+    report = find_leaks({"sft": training}, {"evaluation": held_out}, DecontaminationConfig())
+    assert [(leak.row, leak.kind, leak.evaluation_row) for leak in report.leaks] == [(0, "run", 2)]
+
+
 def test_the_problems_of_suites_are_held_out_too(tmp_path: Path) -> None:
     suites = {"suites.hard.data": (rl("s0"),)}
     build_dataset(data(tmp_path / "in"), PRETRAINED, 0, tmp_path / "out", None, suites)

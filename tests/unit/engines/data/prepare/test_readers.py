@@ -1,8 +1,11 @@
 """Readers: every kind of file, every kind of damage, with the place in the message."""
 
+import errno
 import gzip
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,6 +115,79 @@ def test_a_text_that_is_not_utf8_in_parquet(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "t.parquet")
     assert isinstance(rows[0], RawRow)
     assert rows[1] == BadRow("t.parquet row 1", "byte 0xff of a text is not UTF-8", unreadable=True)
+
+
+def parquet(path: Path, **columns: pa.Array) -> Path:
+    pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pa.array([0, 10**8], pa.date32()),
+        pa.array([None, 1], pa.timestamp("us", "Nowhere/Atlantis")),
+        pa.array([None, 2**62], pa.timestamp("us")),
+        pa.array([None, {"at": 10**8}], pa.struct([("at", pa.date32())])),
+    ],
+)
+def test_a_cell_that_python_has_no_value_for(tmp_path: Path, cells: pa.Array) -> None:
+    good, bad = read_file(parquet(tmp_path / "t.parquet", p=pa.array(["a", "b"]), odd=cells))
+    assert isinstance(good, RawRow)
+    assert good.columns["p"] == "a"
+    assert isinstance(bad, BadRow)
+    assert (bad.place, bad.unreadable) == ("t.parquet row 1", True)
+    assert re.fullmatch(r"column 'odd' cannot be read \(\w+: .*\); mend or .*", bad.problem)
+
+
+def test_a_damaged_page_names_the_file_and_the_row_group(tmp_path: Path) -> None:
+    table = pa.table({"p": [f"{place:100}" for place in range(60)]})
+    path = tmp_path / "t.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False, row_group_size=30)
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 20] = b"\xff" * 20
+    path.write_bytes(content)
+    rows = read_file(path)
+    assert [next(rows).place for _ in range(30)][-1] == "t.parquet row 29"
+    with pytest.raises(ConfigError) as error:
+        next(rows)
+    assert str(error.value).startswith(f"{path}: row group 1 cannot be read (")
+    assert str(error.value).endswith("; copy it again")
+
+
+def test_a_disk_that_fails_under_a_table_is_no_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Iterator[pa.RecordBatch]:
+        raise OSError(errno.EIO, "Input/output error")
+        yield
+
+    path = parquet(tmp_path / "t.parquet", p=pa.array(["a"]))
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_rows(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(data=st.data(), compression=st.sampled_from(["none", "snappy", "zstd"]))
+def test_any_damage_of_a_table_is_rows_or_our_own_error(
+    tmp_path: Path, data: st.DataObject, compression: str
+) -> None:
+    path = tmp_path / "t.parquet"
+    table = pa.table(
+        {"p": ["some text", None, "more"], "n": [1, 2, 3], "m": [[{"a": "x"}], [], None]}
+    )
+    pq.write_table(table, path, compression=compression)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        rows = read_rows(path)
+    except ConfigError:
+        return
+    assert all(isinstance(row, RawRow | BadRow) for row in rows)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom file permissions bind (not root)")

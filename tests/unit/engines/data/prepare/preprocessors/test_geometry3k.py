@@ -151,9 +151,9 @@ def test_rows_with_images_are_read_a_few_at_a_time(
         file = opened(path)
         batches = file.iter_batches
 
-        def iter_batches(num_rows: int) -> Any:
+        def iter_batches(num_rows: int, **which: Any) -> Any:
             sizes.append(num_rows)
-            return batches(num_rows)
+            return batches(num_rows, **which)
 
         monkeypatch.setattr(file, "iter_batches", iter_batches)
         return file
