@@ -72,6 +72,14 @@ def compute_score(
 def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
     """Whether a reading of the truth equals one of the answer.
 
+    Args:
+        truths: readings of the ground truth.
+        answers: readings of the answer.
+        num_decimals: see `compute_score`.
+
+    Returns:
+        False as well where there is nothing to compare.
+
     Raises:
         Exception: what a comparison raised, when no other one found them equal.
     """
