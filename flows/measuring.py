@@ -9,6 +9,7 @@ import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -65,7 +66,7 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     return Measurement(
         recipe=recipe.name,
         machine=this_machine(recipe),
-        settings=flattened({**_settings(recipe), "seed": recipe.seed}),
+        settings=flattened({**settings_of(recipe), "seed": recipe.seed}),
         stages=reader.made,
         sources=reader.sources,
         runs=(Run(night=night, stages=reader.observed),),
@@ -74,9 +75,12 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     )
 
 
-def _settings(recipe: Recipe) -> dict[str, object]:
-    values = recipe.identity_values()
-    return {name: value for name, value in values.items() if name not in NOT_IDENTITY}
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe sets that can change a number, as the stages that it plans count it."""
+    values = {k: v for k, v in recipe.identity_values().items() if k not in NOT_IDENTITY}
+    if recipe.rl.num_rounds:  # what misses the deadline does not train, so it counts in a round
+        values["rollout"] = {**values["rollout"], "timeout_s": recipe.rollout.timeout_s}
+    return values
 
 
 def this_machine(recipe: Recipe) -> Machine:

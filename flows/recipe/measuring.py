@@ -15,6 +15,7 @@ from infra.errors import ConfigError
 if TYPE_CHECKING:
     from flows.recipe.recipe import Recipe
 
+OF_TASKS = "the tasks of a harness say how they are asked and judged; remove it"
 NOT_TRAINED = "nothing is trained here; remove it"
 
 
@@ -45,24 +46,21 @@ def check_measuring(recipe: Recipe) -> None:
 
 def _check_suites_alone(recipe: Recipe) -> None:
     """The suites say how they are answered and judged; the recipe's own sections do not."""
-    suites = recipe.data_suites or recipe.suites
-    some = next(iter(suites))
-    confidence = {"confidence"} if recipe.harness_suites else set[str]()
-    _refuse(
-        "evaluation",
-        recipe.evaluation,
-        confidence,
-        f"the recipe has no data of its own, and this changes no suite; need it of a suite; set "
-        f"suites.{some}.evaluation.{{}}",
-    )
-    if all(recipe.suites[name].reward for name in recipe.data_suites):
-        _refuse(
-            "rl.reward",
-            recipe.rl.reward,
-            set(),
-            f"every suite has a reward of its own; need it of a suite; set "
-            f"suites.{some}.reward.{{}}",
+    some = next(iter(recipe.data_suites), None)
+    why_evaluation = why_reward = OF_TASKS
+    if some is not None:
+        why_evaluation = (
+            "the recipe has no data of its own, and this changes no suite; need it of a suite; set "
+            f"suites.{some}.evaluation.{{}}"
         )
+        why_reward = (
+            "every suite has a reward of its own; need it of a suite; set "
+            f"suites.{some}.reward.{{}}"
+        )
+    confidence = {"confidence"} if recipe.harness_suites else set[str]()
+    _refuse("evaluation", recipe.evaluation, confidence, why_evaluation)
+    if all(recipe.suites[name].reward for name in recipe.data_suites):
+        _refuse("rl.reward", recipe.rl.reward, set(), why_reward)
     _refuse("rl.sampling", recipe.rl.sampling, {"max_new_tokens", "stop", "stop_token_ids"},
             NOT_TRAINED)  # fmt: skip
     _refuse("rl", recipe.rl, {"num_rounds", "sampling", "reward"}, NOT_TRAINED)

@@ -148,18 +148,20 @@ class Shipper:
         self._is_closing.set()
         self._is_news.set()
 
-    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
+    def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
         """Tell the rest, but not for ever.
 
         Args:
             deadline_s: how long to wait, in seconds.
             upload_s: for so long in all, in seconds, the wait begins anew while a report or a
                 model is on its way and its bytes move.
+            waited_s: how much of both is over since `finish`; there is one look in any case.
         """
         if self._thread is None:
             return
         self.finish()
-        began_at = moved_at = time.monotonic()
+        began_at = time.monotonic() - waited_s
+        moved_at = max(began_at, time.monotonic() - max(0.0, deadline_s - LOOK_EVERY_S))
         moved_bytes, is_said = num_bytes_read(), False
         # Not `join`: Ctrl-C in the middle of one has CPython 3.11 take the thread for dead.
         while not self._has_ended.wait(min(LOOK_EVERY_S, deadline_s)):

@@ -89,9 +89,7 @@ def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
 def own_step(storage: Storage, request: StageRequest) -> int:
     """The newest step checkpoint of a stage's own work that is not committed; 0 without one."""
     own = _open_generation(storage, request.fingerprint)
-    if own is None:
-        return 0
-    return max(storage.channel(request.fingerprint).step_numbers(own[1]), default=0)
+    return max(_told_steps(storage, request.fingerprint, *own), default=0) if own else 0
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
@@ -144,13 +142,13 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
     Raises:
         ArtifactError: no checkpoint of the work is valid any more.
     """
-    theirs, _ = read_journal(storage, work.fingerprint, attempt=work.generation)
-    log = storage.attempts.entries(work.fingerprint)
-    last = num_done(theirs, generation(log, work.generation)[0].adopted)
+    last = _num_told(storage, work.fingerprint, work.generation)
     storage.channel(work.fingerprint).fetch_steps(work.root, last)
     newest = newest_valid(work.root, last)
     if newest is None:
-        raise ArtifactNotFoundError(f"the checkpoints in {work.root} up to step {last} are gone")
+        raise ArtifactNotFoundError(
+            f"the checkpoints in {work.root} are gone, up to step {last}, the last in its journal"
+        )
     step, path, digest = newest
     adopted = Adoption(
         fingerprint=work.fingerprint,
@@ -197,11 +195,13 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
     work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
-    steps = storage.channel(fingerprint).step_numbers(work[1]) if work else []
-    if work is None or not steps or spec is None or spec.stage != request.config.stage:
+    if work is None or spec is None or spec.stage != request.config.stage:
         return None
     found = differences(spec, request)
     if any(change.field == "round" for change in found.changes):
+        return None
+    steps = _told_steps(storage, fingerprint, *work)
+    if not steps:
         return None
     differs = (
         *(str(change) for change in found.changes if change.is_execution),
@@ -210,6 +210,20 @@ def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrai
     )
     refused = tuple(change for change in found.changes if not change.is_execution)
     return HalfTrained(fingerprint, *work, max(steps), differs or (UNNAMED,), refused)
+
+
+def _told_steps(storage: Storage, fingerprint: str, number: int, root: Path) -> list[int]:
+    """Those of a generation's step checkpoints that may be continued, unread."""
+    steps = storage.channel(fingerprint).step_numbers(root)
+    last = _num_told(storage, fingerprint, number) if steps else 0
+    return [step for step in steps if step <= last]
+
+
+def _num_told(storage: Storage, fingerprint: str, number: int) -> int:
+    """Steps that a generation's journal tells."""
+    first = generation(storage.attempts.entries(fingerprint), number)[0]
+    records, _ = read_journal(storage, fingerprint, attempt=number)
+    return num_done(records, first.adopted)
 
 
 def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:

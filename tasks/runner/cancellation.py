@@ -6,6 +6,7 @@ from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 
+from infra.errors import ArtifactError
 from infra.ray.jobs import RayJobs
 from infra.store.storage import Storage
 
@@ -54,7 +55,7 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
     for fingerprint in storage.attempts.followed_by(follower):
         try:
             name = _left_alone(storage, fingerprint, follower)
-        except OSError as error:
+        except (ArtifactError, OSError) as error:
             # One that cannot be read keeps no other alive.
             _log.warning("%s is not stopped: %s", fingerprint, error)
             continue

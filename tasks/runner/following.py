@@ -11,6 +11,7 @@ next run.
 import logging
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,6 +21,7 @@ from typing import TypeVar
 from infra.errors import (
     EXIT_TERMINATED,
     EXIT_USER_ERROR,
+    ArtifactError,
     ConfigError,
     DeadlineError,
     FencedError,
@@ -146,6 +148,7 @@ class JobFollower:
         self._watcher, self._on_stand = say, on_stand
         self._ours = ours
         self._positions: dict[int, int] = {}
+        self._unshown: deque[JournalRecord] = deque()
         self.ray_job = ""
         """Name of the job that was waited for last."""
         self.others_wait = False
@@ -188,7 +191,8 @@ class JobFollower:
             if job is not None:
                 record = self._wait(jobs, job, on_record)
             if record is not None:
-                self._ask(partial(self._pump, record.attempt, on_record))
+                self._ask(partial(self._read, record.attempt))
+                self._show(on_record)
                 return record
             self._ours = False  # what comes now is a job of its own
 
@@ -206,7 +210,7 @@ class JobFollower:
         """How many others wait, as far as is known: nothing here keeps a run from its end."""
         try:
             return self._storage.attempts.leave(self._fingerprint, self._follower)
-        except OSError as error:
+        except (ArtifactError, OSError) as error:
             _log.warning("%s: who else waits is not known: %s", self._label, redact(str(error)))
             return 0
 
@@ -256,19 +260,23 @@ class JobFollower:
     def _wait(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
         """Wait for the commit; None if somebody has to stand for the work anew."""
         while True:
-            verdict = self._ask(partial(self._turn, jobs, job, on_record))
+            verdict = self._ask(partial(self._turn, jobs, job))
+            self._show(on_record)
             if verdict is _Verdict.PASSED:
                 return self._ask(self._lookup)
             if verdict is _Verdict.ENDED:
-                return self._ask(partial(self._last_look, jobs, job, on_record))
+                try:
+                    return self._ask(partial(self._last_look, jobs, job))
+                finally:
+                    self._show(on_record)
             if verdict is _Verdict.SILENT:
                 return self._give_up(jobs, job)
             time.sleep(POLL_S)
 
-    def _turn(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> _Verdict:
+    def _turn(self, jobs: RayJobs, job: _Job) -> _Verdict:
         """Look once at everything that says how the job is."""
         try:
-            self._pump(job.attempt, on_record)
+            self._read(job.attempt)
             if len(self._log()) > job.attempt + 1:
                 return _Verdict.PASSED
             job.watch.look()
@@ -347,15 +355,21 @@ class JobFollower:
         if steps:
             self._say(f"earlier attempts reached step {max(steps)}")
 
-    def _pump(self, attempt: int, on_record: OnRecord) -> None:
+    def _read(self, attempt: int) -> None:
+        """What the journal has of an attempt that was not read yet."""
         records, self._positions = read_journal(
             self._storage, self._fingerprint, self._positions, attempt
         )
-        for record in records:
+        self._unshown += records
+
+    def _show(self, on_record: OnRecord) -> None:
+        """Not while the store is asked: that a terminal fails is no failure of the store."""
+        while self._unshown:
+            record = self._unshown.popleft()
             self._page.show(record)
             on_record(record)
 
-    def _last_look(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
+    def _last_look(self, jobs: RayJobs, job: _Job) -> CommitRecord | None:
         """The job has ended: its commit, or the reason why there is none."""
         deadline = time.monotonic() + COMMIT_GRACE_S
         problem = None
@@ -365,7 +379,7 @@ class JobFollower:
             problem = self._channel.read_error(job.attempt)
             if problem is None:
                 time.sleep(POLL_S)
-        self._pump(job.attempt, on_record)
+        self._read(job.attempt)
         if problem is None and self._ours and job.watch.beat is None:
             return None  # claimed by the job of the stage before, and never begun
         raise self._failure(jobs, job, problem)
@@ -418,8 +432,8 @@ class JobFollower:
         """Name of the job that stands for the work; empty if none does."""
         try:
             log = self._log()
-        except OSError:
-            return self.ray_job  # the store is away: the one that was waited for last
+        except (ArtifactError, OSError):
+            return self.ray_job  # nothing can be read: the one that was waited for last
         return log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
 
     def _stop(self, jobs: RayJobs, name: str) -> None:

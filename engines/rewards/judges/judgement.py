@@ -15,14 +15,16 @@ _NUMBER = r"[-+\u2212]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _MARKS = r"[ \t*_`$)\]}]*"
 """What may stand between a number and what belongs to it: blanks, Markdown, ends of LaTeX."""
 _OPENINGS = r"[ \t*_`$(\[{]*"
-_TO = rf"{_MARKS}(?:[-\u2013\u2014~]|\bto\b){_OPENINGS}{_NUMBER}"
+_ARTICLES = r"(?:[ ]+(?:the|an?|of|all|possible|maximum|max|total|at[ ]most))*"
+"""What may stand in front of a whole: `7 out of a possible 10`."""
+_TO = rf"{_MARKS}(?:[-\u2010-\u2014~]|\bto\b){_OPENINGS}{_NUMBER}"
 _WORDS = "out|zero|one|two|three|four|five|six|seven|eight|nine|ten"
 _RATING = re.compile(
     rf"(?P<scale>\bscale[ ]+(?:(?:of|from|is)[ ]+)?{_NUMBER}(?:{_TO})?)"
     # No number begins inside of a word or of another number.
     rf"|(?<![^\W_])(?<!\d\.)(?P<number>{_NUMBER})(?P<range>(?:{_TO})+)?"
-    rf"(?:{_MARKS}(?:/|\b(?:out[ ]+)?of\b){_OPENINGS}{_NUMBER})?"
-    rf"|(?:/|\b(?:{_WORDS})[ ]+of\b){_OPENINGS}{_NUMBER}",
+    rf"(?:{_MARKS}(?:/|\b(?:out[ ]+)?of\b){_ARTICLES}{_OPENINGS}{_NUMBER})?"
+    rf"|(?:/|\b(?:{_WORDS})[ ]+of\b){_ARTICLES}{_OPENINGS}{_NUMBER}",
     re.IGNORECASE,
 )
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])")

@@ -138,7 +138,7 @@ def _rows(directory: Path, metric: str) -> Mapping[RowKey, _Row]:
     rows = pq.read_table(path, columns=[each for each in columns if each in stored]).to_pylist()
     return {
         (row["index"], row["data_source"], row["ground_truth"]): _Row(
-            # An evaluation of before they were kept has no digests of images.
+            # An evaluation without the column has no digests of images.
             (row["prompt"], row["ground_truth"], tuple(row.get("images") or ())),
             problem_value(row, metric),
         )

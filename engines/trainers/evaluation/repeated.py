@@ -70,7 +70,8 @@ def share_interval(verdicts: ProblemSums, confidence: float) -> tuple[float, flo
         ValueError: there is no row.
     """
     num_right, num_rows = sum(verdicts.sums), sum(verdicts.num_rows)
-    # Exactly 1 where every problem stands once.
-    scale = num_rows / max(1, sum(each**2 for each in verdicts.num_rows))
-    low, high = wilson_interval(num_right * scale, num_rows * scale, confidence)
+    # Each is exact where every problem stands once; a rounding error must not exceed the trials.
+    effective = max(1.0, num_rows**2 / max(1, sum(each**2 for each in verdicts.num_rows)))
+    right = min(effective, num_right * effective / max(1, num_rows))
+    low, high = wilson_interval(right, effective if num_rows else 0, confidence)
     return min(low, num_right / num_rows), max(high, num_right / num_rows)

@@ -38,7 +38,7 @@ class Teller(Protocol):
         """Tell the rest at once and then no more; nobody waits for it here."""
         ...
 
-    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
+    def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
         """Tell the rest, but not for ever."""
         ...
 
@@ -83,10 +83,9 @@ class FanOut:
         for teller in (self._first, *self._mirrors):
             teller.finish()
 
-    def close(self, deadline_s: float, upload_s: float = 0.0) -> None:
+    def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
         """Of all of them together, at the same time."""
         self.finish()
-        began_at = time.monotonic()
+        began_at = time.monotonic() - waited_s
         for teller in (self._first, *self._mirrors):
-            waited_s = time.monotonic() - began_at
-            teller.close(max(0.0, deadline_s - waited_s), max(0.0, upload_s - waited_s))
+            teller.close(deadline_s, upload_s, time.monotonic() - began_at)

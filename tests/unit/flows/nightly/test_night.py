@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flows.measuring import settings_of
 from flows.nightly.measurement import (
     MAX_RUNS,
     Machine,
@@ -30,7 +32,7 @@ from flows.nightly.night import (
     load_matrix,
     open_night,
 )
-from flows.nightly.verdict import Verdict, judge
+from flows.nightly.verdict import Verdict, differences, judge
 from flows.recipe.recipe import load_recipe
 from flows.run.registry import tracking_uri
 from infra.errors import ConfigError
@@ -191,3 +193,13 @@ def test_failed_recipes_of_a_night() -> None:
         for n, word in words.items()
     )
     assert Night(name="1", outcomes=outcomes).failed == ["one"]
+
+
+def test_the_deadline_of_sampling_is_a_setting_where_there_are_rounds() -> None:
+    def settings(*overrides: str) -> dict[str, Any]:
+        return flattened(settings_of(load_recipe("quickstart", overrides)))
+
+    short = settings("rollout.timeout_s=60")
+    assert short["rollout.timeout_s"] == 60
+    assert differences(settings(), short) == ["rollout.timeout_s 1800.0 -> 60.0"]
+    assert settings("rl.num_rounds=0") == settings("rl.num_rounds=0", "rollout.timeout_s=60")

@@ -198,5 +198,14 @@ def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
 
 
 def test_what_a_harness_does_not_read_of_an_evaluation_is_refused(python: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^evaluation.num_samples: got 8; .* no data of its own"):
+    with pytest.raises(
+        ConfigError, match=r"^evaluation.num_samples: got 8; the tasks of a harness"
+    ):
         only_measured(ARC, "evaluation.num_samples=8")
+
+
+@pytest.mark.parametrize("override", ["evaluation.max_new_tokens=64", "rl.reward.timeout_s=60"])
+@pytest.mark.usefixtures("python")
+def test_how_tasks_are_asked_and_judged_is_no_setting_of_a_recipe(override: str) -> None:
+    with pytest.raises(ConfigError, match="the tasks of a harness say how .*; remove it"):
+        only_measured(ARC, override)

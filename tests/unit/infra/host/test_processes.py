@@ -19,6 +19,7 @@ from infra.host.processes import (
     ProcessRecord,
     identify,
     is_alive,
+    num_bytes_read,
     own_identity,
     start_detached,
     stop_all,
@@ -247,3 +248,10 @@ def test_log_tail_reads_the_end_of_a_long_log(tmp_path: Path) -> None:
     path.write_text("".join(f"line {i}\n" for i in range(10_000)))
     assert log_tail(path, 2) == "\n    line 9998\n    line 9999"
     assert log_tail(path, 2, noise="9$|98") == "\n    line 9996\n    line 9997"
+
+
+def test_what_is_read_of_files_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    before = num_bytes_read()
+    (tmp_path / "file").read_bytes()
+    assert num_bytes_read() >= before + 2**20

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import PROMOTION
 from infra.tracking.shipper import Shipper
 
-MIB = 2**20
 POISON = finished(RunEntry(key="0" * 64, name="poison", owner=MINE))
 OTHERS = [
     finished(RunEntry(key=str(number) * 64, name=f"run{number}", owner=MINE))
@@ -168,52 +168,64 @@ def test_metrics_of_a_stage_arrive_though_they_failed_once(
     shipper.close(20)
 
 
+class Upload:
+    """A report on its way until somebody lets it arrive; what moves is what the test says."""
+
+    def __init__(self, entry: RunEntry) -> None:
+        self.entry, self.moves = entry, True
+        self.has_begun, self.arrives = Event(), Event()
+        self._num_bytes = 0
+
+    def send(self) -> None:
+        self.has_begun.set()
+        assert self.arrives.wait(60)
+
+    def num_bytes(self) -> int:
+        self._num_bytes += shipper_module.MOVED_BYTES if self.moves else 0
+        return self._num_bytes
+
+    def close(self, shipper: Shipper, upload_s: float, waited_s: float = 0.0) -> None:
+        shipper.put(self.entry)
+        assert self.has_begun.wait(60)
+        shipper.close(0.3, upload_s, waited_s)
+
+
 @pytest.fixture
-def uploading(world: World, tracker: Poisoned, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
-    """A run whose report is on its way for 1.5 s."""
-    monkeypatch.setattr(shipper_module, "LOOK_EVERY_S", 0.05)
+def upload(world: World, tracker: Poisoned, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upload]:
     report = world.home / "report"
     report.mkdir()
-    (report / "page").write_bytes(bytes(MIB))
-
-    def send() -> None:
-        for _ in range(15):
-            (report / "page").read_bytes()
-            time.sleep(0.1)
-
-    tracker.how = send
-    return finished(PARENT).model_copy(update={"files": report})
+    (report / "page").write_bytes(b"report")
+    upload = Upload(finished(PARENT).model_copy(update={"files": report}))
+    monkeypatch.setattr(shipper_module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(shipper_module, "num_bytes_read", upload.num_bytes)
+    tracker.how = upload.send
+    yield upload
+    upload.arrives.set()
 
 
-def close(shipper: Shipper, entry: RunEntry, **seconds: float) -> float:
-    shipper.put(entry)
-    time.sleep(0.2)
-    began = time.monotonic()
-    shipper.close(0.5, **seconds)
-    return time.monotonic() - began
-
-
+@pytest.mark.parametrize("waited_s", [0.0, 1.0], ids=["alone", "behind another tracker"])
 def test_an_upload_whose_bytes_move_is_waited_for(
-    world: World, uploading: RunEntry, caplog: pytest.LogCaptureFixture
+    world: World, upload: Upload, caplog: pytest.LogCaptureFixture, waited_s: float
 ) -> None:
-    close(world.shipper(), uploading, upload_s=20)
+    Timer(1.0, upload.arrives.set).start()
+    upload.close(world.shipper(), upload_s=60, waited_s=waited_s)
     assert settled(world, PARENT) == ["run"]
     (warning,) = warnings(caplog)
-    assert "waiting while they move, up to 20 s" in warning
+    assert "waiting while they move, up to 60 s" in warning
 
 
-@pytest.mark.parametrize("upload_s", [0.0, 0.3])
+@pytest.mark.parametrize("upload_s", [0.0, 0.6])
 def test_an_upload_is_waited_for_no_longer_than_that(
-    world: World, uploading: RunEntry, upload_s: float
+    world: World, upload: Upload, upload_s: float
 ) -> None:
-    assert close(world.shipper(), uploading, upload_s=upload_s) < 1.1
+    upload.close(world.shipper(), upload_s)
+    assert not upload.arrives.is_set()
     assert settled(world, PARENT) == []
     assert world.ledger().aside() == {PARENT.key}, "the next run tells the others first"
 
 
-def test_an_upload_that_stands_still_is_left(
-    world: World, uploading: RunEntry, tracker: Poisoned
-) -> None:
-    tracker.how = lambda: time.sleep(5)
-    assert close(world.shipper(), uploading, upload_s=20) < 2
+def test_an_upload_that_stands_still_is_left(world: World, upload: Upload) -> None:
+    upload.moves = False
+    upload.close(world.shipper(), upload_s=3600)
+    assert not upload.arrives.is_set()
     assert settled(world, PARENT) == []

@@ -15,7 +15,7 @@ from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, read_journal
 from tasks.runner import identity
-from tasks.runner.adoption import HalfTrained, find_adoptable, half_trained
+from tasks.runner.adoption import HalfTrained, find_adoptable, half_trained, own_step
 from tasks.runner.identity import StageRequest
 from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.submission import Submission
@@ -259,8 +259,12 @@ def test_a_checkpoint_behind_the_journal_is_passed_over(
     old = request()
     half_train(work, old, 1, 2)
     work.checkpoints(old).save(5, lambda path: (path / "w").write_text("5"), TrainerState(5))
+    assert own_step(work.storage, old) == 2
     edit()
-    work.submit(request(), find_adoptable(work.storage, request()))
+    found = find_adoptable(work.storage, request())
+    assert found is not None
+    assert found.step == 2, "no more is offered than is taken"
+    work.submit(request(), found)
     assert work.steps(request()) == [1, 2]
     newest = work.checkpoints(request()).latest_valid()
     assert newest is not None

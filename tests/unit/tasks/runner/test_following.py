@@ -21,11 +21,19 @@ from followed_stage import HOLDER, REQUEST, Jobs, Stage, after
 from engines.config.stages.base import StageConfig
 from flows.recipe.recipe import load_recipe
 from infra import env, waiting
-from infra.errors import ConfigError, JobFailedError, JobSubmitError, StoreUnreachableError
+from infra.errors import (
+    ArtifactCorruptError,
+    ConfigError,
+    JobFailedError,
+    JobSubmitError,
+    StoreUnreachableError,
+)
 from infra.ray.job_types import JobState, JobStatus
 from infra.store.work_channel import FileChannel, JobProblem
+from infra.tracking.journal import JournalRecord
 from tasks.runner import following
 from tasks.runner.cancellation import stop_followed
+from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
 
@@ -109,8 +117,11 @@ def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_
     assert jobs.stopped == ["sft-a0"]
 
 
+@pytest.mark.parametrize(
+    "error", [StoreUnreachableError("no answer"), ArtifactCorruptError("00001.json: not JSON")]
+)
 def test_a_stage_that_cannot_be_read_keeps_no_other_of_a_cancelled_run_alive(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     stage.hold(ray_job="sft-a0")
     attempts, unread = stage.storage.attempts, "0" * len(REQUEST.fingerprint)
@@ -120,13 +131,31 @@ def test_a_stage_that_cannot_be_read_keeps_no_other_of_a_cancelled_run_alive(
 
     def failing(fingerprint: str) -> Any:
         if fingerprint == unread:
-            raise StoreUnreachableError("no answer")
+            raise error
         return entries(fingerprint)
 
     monkeypatch.setattr(attempts, "entries", failing)
     jobs = Jobs(lambda: JobState.RUNNING)
     stop_followed(stage.storage, jobs, "cancelled")  # type: ignore[arg-type]
     assert jobs.stopped == ["sft-a0"]
+
+
+def test_a_terminal_that_fails_is_no_failure_of_the_store(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(page: RunPage, record: JournalRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def work() -> JobState:
+        with stage.journal() as journal:
+            journal.progress(1, 1, "step 1/1")
+        stage.commit()
+        return JobState.SUCCEEDED
+
+    monkeypatch.setattr(RunPage, "show", full)
+    with pytest.raises(OSError, match="No space left"):
+        stage.follow(Jobs(after(1, work)))
+    assert "trying for" not in caplog.text
 
 
 @pytest.mark.parametrize("committed", [False, True])

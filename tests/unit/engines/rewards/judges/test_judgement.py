@@ -20,6 +20,10 @@ from engines.rewards.judges.judgement import last_rating, score
         (r"\boxed{7}/10", 7.0),
         ("I rate this 3 out of 10.", 3.0),
         ("3 of 5 stars", 3.0),
+        ("9 of the 10 points", 9.0),
+        ("3 out of the 5 criteria are met", 3.0),
+        ("8 out of a maximum of 10", 8.0),
+        ("7 out of a total of 10 possible points", 7.0),
         ("first 3/10, then 8/10", 8.0),
         ("1e-3", 0.001),
         ("2.5E+2 points", 250.0),
@@ -66,6 +70,8 @@ def test_a_number_is_read_as_it_is_written(written: str, number: float) -> None:
         "2026-11-27",
         "seven/10",
         "seven out of 10",
+        "seven out of a possible 10",
+        "4\u20115",
         "Seven of 10",
         "a scale of 1 to 10",
         "seven of ten, out of 10",
@@ -82,7 +88,10 @@ def test_what_could_be_two_numbers_or_none_is_unread(written: str) -> None:
         score(ScoreRequest("s", "a", "g", judgement=written))
 
 
-@given(st.integers(0, 10), st.integers(1, 100), st.sampled_from(["/", " / ", " out of ", " of "]))
+WHOLES = ["/", " / ", " out of ", " of ", " out of a possible ", " of the ", " out of at most "]
+
+
+@given(st.integers(0, 10), st.integers(1, 100), st.sampled_from(WHOLES))
 def test_a_whole_is_never_the_rating(part: int, whole: int, between: str) -> None:
     assert last_rating(f"Score: {part}{between}{whole}.") == part
 

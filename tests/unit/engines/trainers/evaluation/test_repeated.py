@@ -83,3 +83,18 @@ def test_the_mean_is_covered_as_often_as_stated(
 def test_no_row_has_no_interval() -> None:
     with pytest.raises(ValueError, match="no interval for 0 out of 0"):
         share_interval(sums_by_problem([]), 0.95)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_any_number_of_copies_of_one_problem_is_one_trial(share: float) -> None:
+    """Rounding gives no more right answers than trials, and no trial less than one."""
+    one = wilson_interval(share, 1, 0.95)
+    for num_rows in range(1, 301):
+        copies = sums_by_problem([("p", share)] * num_rows)
+        assert share_interval(copies, 0.95) == pytest.approx(one, abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=60))
+def test_whatever_repeats_has_an_interval_around_its_share(rows: list[tuple[int, bool]]) -> None:
+    low, high = share_interval(sums_by_problem([(p, float(v)) for p, v in rows]), 0.95)
+    assert 0 <= low <= sum(v for _, v in rows) / len(rows) <= high <= 1
