@@ -250,12 +250,8 @@ class Publisher:
         what: str,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> list[ReplicaSlot]:
-        """Call every replica at once; those that are lost drop out, another error is raised.
-
-        Returns:
-            Those that are left. The place of another may hold a new replica already, which knows
-            nothing of the call.
-        """
+        """Call every replica at once, and see which are left; an error beside loss is raised."""
+        # Not by their state: in place of one that was lost another may be up by the end.
         left: list[ReplicaSlot] = []
 
         async def one(slot: ReplicaSlot) -> None:
