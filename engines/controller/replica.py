@@ -29,6 +29,7 @@ from engines.errors import ReplicaLostError
 from engines.rollout.base import Health, RolloutEngine, SleepLevel
 from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
+from engines.rollout.replica_pool import SILENCE
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 from hardware.detection import check_planned, detect
@@ -268,7 +269,7 @@ class RemoteReplica(RolloutEngine):
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await self._call("close")
-        except (ReplicaLostError, TimeoutError) as error:
+        except (ReplicaLostError, *SILENCE) as error:
             logger.warning("a replica did not close by itself: %r", error)
         finally:
             self.kill()

@@ -23,6 +23,8 @@ from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Receipt, WeightSource
 
 SleepLevel = Literal["kv", "weights"]
+NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
+"""Calls of an engine before which its caller ends what is in flight."""
 
 
 class Capability(Enum):
@@ -190,7 +192,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now (None: all); their partial samples come out as `abort`."""
+        """End requests now (None: all); their partial samples come out as `abort`.
+
+        A call of `NEED_IDLE` may follow at once, also before anyone took what comes out.
+        """
 
     @abstractmethod
     async def sleep(self, level: SleepLevel = "weights") -> None:

@@ -18,7 +18,7 @@ from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import collect
 from engines.rollout.event_loop import EventLoopThread
-from engines.rollout.replica_pool import ReplicaPool
+from engines.rollout.replica_pool import SILENCE, ReplicaPool, silence
 from engines.rollout.replica_state import ReplicaSlot, ReplicaState
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import Delivery, Receipt, ReceiverGoneError, SyncReport, WeightSource
@@ -136,8 +136,7 @@ class Publisher:
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: Receipt | None
     ) -> Receipt | None:
         """What was sent, and is served by those of the slots that are left; None: one was lost."""
-        self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
-        slots = [slot for slot in slots if slot.state is ReplicaState.STALE]
+        slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         if not slots:
             return None
         version = publication.version
@@ -151,14 +150,12 @@ class Publisher:
             return None
         if sent is None:
             return None
-        self._each(
+        left = self._each(
             slots,
             lambda slot: slot.engine.finish_update(version, sent.digest),
             f"version {version} to be served",
         )
-        left = [slot for slot in slots if slot.state is ReplicaState.STALE]
-        self._probe(left, publication)
-        self._move(left, ReplicaState.HEALTHY)
+        self._move(self._probe(left, publication), ReplicaState.HEALTHY)
         return sent
 
     def _send_frozen(self, slots: Sequence[ReplicaSlot], publication: Publication) -> bool:
@@ -227,10 +224,13 @@ class Publisher:
             raise transfer.first_error
         return sent
 
-    def _probe(self, slots: Sequence[ReplicaSlot], publication: Publication) -> None:
+    def _probe(
+        self, slots: Sequence[ReplicaSlot], publication: Publication
+    ) -> Sequence[ReplicaSlot]:
+        """Those that passed; one that answers wrongly is an error."""
         probe = publication.probe
-        if probe is None or not slots:
-            return
+        if probe is None:
+            return slots
         requests = {slot.place: probe.request(slot.place, publication.version) for slot in slots}
         found: dict[int, Completion] = {}
 
@@ -238,8 +238,10 @@ class Publisher:
             rows = await collect(slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S)
             found[slot.place] = rows[0][0]
 
-        self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
-        probe.check([requests[place] for place in found], list(found.values()))
+        left = self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
+        if left:
+            probe.check([requests[place] for place in found], list(found.values()))
+        return left
 
     def _each(
         self,
@@ -247,17 +249,20 @@ class Publisher:
         call: Callable[[ReplicaSlot], Coroutine[Any, Any, None]],
         what: str,
         deadline_s: float = ANSWER_DEADLINE_S,
-    ) -> None:
-        """Call every replica at once; those that are lost drop out, another error is raised."""
+    ) -> list[ReplicaSlot]:
+        """Call every replica at once, and see which are left; an error beside loss is raised."""
+        # Not by their state: in place of one that was lost another may be up by the end.
+        left: list[ReplicaSlot] = []
 
         async def one(slot: ReplicaSlot) -> None:
             engine = slot.engine
             try:
                 async with asyncio.timeout(deadline_s):
                     await call(slot)
-            except TimeoutError:
+                left.append(slot)
+            except SILENCE as error:
                 silent = f"replica {slot.place}: no answer while we waited for {what}"
-                self._pool.lose(slot, engine, ReplicaLostError(silent))
+                self._pool.lose(slot, engine, silence(silent, error))
             except ReplicaLostError as error:
                 self._pool.lose(slot, engine, error)
 
@@ -266,6 +271,7 @@ class Publisher:
 
         self._loop.run(everyone(), what, 2 * deadline_s)
         self._raise_failure()
+        return sorted(left, key=lambda slot: slot.place)
 
     def _await_up(self) -> list[ReplicaSlot]:
         """The replicas that can be given weights; waits for one when there is none."""
@@ -352,6 +358,10 @@ class _Transfer:
             self.receipts[slot.place] = await self._take_into(slot.engine, source, self.version)
         except ReplicaLostError as error:
             self._lost[slot.place] = error
+            transport.stop()
+        except SILENCE as error:
+            silent = f"replica {slot.place}: did not take weights in time"
+            self._lost[slot.place] = silence(silent, error)
             transport.stop()
         except PipelineError as error:
             self._failed.add(slot.place)

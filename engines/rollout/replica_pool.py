@@ -17,14 +17,31 @@ from typing import Any, Protocol
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.replica_state import ReplicaSlot, ReplicaState
-from infra.errors import PipelineError
+from infra.errors import DeadlineError, PipelineError
 
 NUM_LOOKS = 6
 """Questions about health in the time after which silence is taken for death."""
 END_DEADLINE_S = 10.0
 """How long a restart that was cancelled may take to end."""
+SILENCE = (TimeoutError, DeadlineError)
+"""A deadline passed without an answer: the caller's, or the one that the engine itself has."""
 
 logger = logging.getLogger(__name__)
+
+
+def silence(what: str, error: BaseException) -> ReplicaLostError:
+    """The loss of a replica that did not answer.
+
+    Args:
+        what: it did not do, and which it is.
+        error: one of `SILENCE`.
+
+    Returns:
+        With the words of an engine that gave up by a deadline of its own.
+    """
+    lost = ReplicaLostError(f"{what} ({error})" if isinstance(error, DeadlineError) else what)
+    lost.__cause__ = error
+    return lost
 
 
 class ReplicaStarter(Protocol):
@@ -154,13 +171,13 @@ class ReplicaPool:
         try:
             async with asyncio.timeout(answer_s):
                 await engine.health()
-        except TimeoutError:
+        except SILENCE as error:
             silent_s = time.monotonic() - slot.last_answer_s
             if slot.state is ReplicaState.HEALTHY:
                 self.move(slot, ReplicaState.SUSPECT)
             if restarts is not None and silent_s > restarts.silence_s:
                 lost = f"replica {slot.place}: no answer for {silent_s:.0f} s"
-                self.lose(slot, engine, ReplicaLostError(lost))
+                self.lose(slot, engine, silence(lost, error))
         except ReplicaLostError as error:
             self.lose(slot, engine, error)
         else:

@@ -277,6 +277,36 @@ def test_abort_yields_partial_samples_and_the_engine_goes_on(served):
     assert len(served.generate(requests())) == 12
 
 
+def test_after_an_abort_or_a_call_that_was_given_up_it_may_sleep_and_be_updated(served):
+    served.send(model(served.tied, 1), 0)
+    made, asked = model(served.tied, 2), requests(max_new_tokens=250)
+
+    async def begun():
+        task = asyncio.create_task(served.collect(asked))
+        await asyncio.sleep(0.02)
+        return task
+
+    async def scenario():
+        task = await begun()
+        await served.engine.abort()
+        await served.engine.sleep("kv")
+        await served.engine.wake_up()
+        assert len(await task) == 12
+        task = await begun()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await served.engine.sleep("kv")
+        await served.engine.wake_up()
+        task = await begun()
+        await served.engine.abort()
+        await served.engine.update_weights(served.source(tensors_of(made)), 1)
+        assert len(await task) == 12
+
+    served.run(scenario())
+    served.send(made, 2)
+    assert len(served.generate(requests())) == 12
+
+
 def test_a_call_that_nobody_waits_for_is_given_up(served):
     served.send(model(served.tied, 1), 0)
 

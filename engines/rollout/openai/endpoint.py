@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
-from engines.data.read.tokenizer import DirectoryTokenizer, text_config
+from engines.checkpoint.model_directory import stated_context
+from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import RolloutError
-from engines.rollout.base import RolloutEngine
+from engines.rollout.base import NEED_IDLE, RolloutEngine
 from engines.rollout.collect import collect
 from engines.rollout.openai.bodies import (
     MODEL,
@@ -63,6 +64,7 @@ class Endpoint:
         self._numbers = itertools.count()
         self._in_flight: set[str] = set()
         self._admits = False
+        self._num_changes = 0
         application = web.Application(middlewares=[self._guard])
         application.add_routes([
             web.get("/v1/models", self._models),
@@ -98,12 +100,19 @@ class Endpoint:
         Returns:
             What it returns.
         """
-        if name in ("update_weights", "sleep"):
-            await self._withdraw()
-        elif name == "close":
+        if name == "close":
             await self.stop()
-        result = await getattr(self._engine, name)(*arguments)
-        self._admits = (await self._engine.health()).can_serve
+        needs_idle = name in NEED_IDLE
+        self._num_changes += needs_idle
+        try:
+            if needs_idle:
+                await self._withdraw()
+            result = await getattr(self._engine, name)(*arguments)
+        finally:
+            self._num_changes -= needs_idle
+        can_serve = (await self._engine.health()).can_serve
+        # Another call may wait for the engine to be idle: it serves still, and admits nobody.
+        self._admits = can_serve and not self._num_changes
         return result
 
     async def stop(self) -> None:
@@ -178,9 +187,15 @@ async def serve(engine: RolloutEngine, hf_dir: Path, timeout_s: float, path: Pat
         The endpoint, which the caller stops.
 
     Raises:
-        ConfigError: the model has no tokenizer.
+        ConfigError: the model has no tokenizer, or its configuration names no context.
     """
-    context_length = int(text_config(hf_dir)["max_position_embeddings"])
+    context_length = stated_context(hf_dir)
+    if context_length is None:
+        raise ConfigError(
+            "rollout.openai_endpoint",
+            f"got true; need a context in {hf_dir / 'config.json'}, such as "
+            "max_position_embeddings; write it there, or set this to false",
+        )
     endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s)
     await endpoint.start(path)
     return endpoint

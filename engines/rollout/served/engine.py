@@ -27,6 +27,8 @@ from infra.errors import DeadlineError
 
 T = TypeVar("T")
 NO_VERSION = -1
+END_DEADLINE_S = 30.0
+"""For samples that were aborted or given up to end."""
 
 
 class ServedEngine(RolloutEngine):
@@ -92,7 +94,7 @@ class ServedEngine(RolloutEngine):
 
     async def update_weights(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
-        self._check_can_update(version)
+        await self._check_can_update(version)
         order = order_of(source, self._layout, self._dtype)
         self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         receipt = agreed(await self._wait(self._load(order), "to load weights"))
@@ -101,7 +103,7 @@ class ServedEngine(RolloutEngine):
 
     async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
         """See the base class. Samples in flight need `pause` first; they continue with it."""
-        self._check_can_update(version)
+        await self._check_can_update(version)
         if not self._holds_weights:
             raise WeightSyncError("the rollout engine holds no weights for an adapter to stand on")
         self._version, self._pending = NO_VERSION, None
@@ -195,6 +197,7 @@ class ServedEngine(RolloutEngine):
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """See the base class. Of either level nothing is sampled before `wake_up`."""
+        await self._see_ended()
         if self._in_flight:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         await self.wake_up()
@@ -301,13 +304,20 @@ class ServedEngine(RolloutEngine):
         if self._paused:
             raise RolloutError(f"{self._library} computes nothing while it is paused; resume it")
 
-    def _check_can_update(self, version: int) -> None:
+    async def _check_can_update(self, version: int) -> None:
         if self._closed or self._asleep:
             raise WeightSyncError(self._refusal())
         if version < 0:
             raise WeightSyncError(f"version: got {version}; need 0 or more")
+        await self._see_ended()
         if self._num_scoring or (self._in_flight and not self._paused):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
+
+    async def _see_ended(self) -> None:
+        """Wait for samples that were aborted or given up: a library may end one later."""
+        if num_left := await self._in_flight.see_ended(END_DEADLINE_S):
+            what = f"{num_left} aborted samples of {self._library} to end"
+            raise DeadlineError(what, END_DEADLINE_S)
 
     def _refusal(self) -> str:
         if self._closed:

@@ -7,7 +7,7 @@ or cancelled; a call ends by its deadline; a sample that nobody waits for any mo
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -142,9 +142,20 @@ class InFlight:
 
     async def close(self) -> None:
         """Wait until every sample has ended, one way or another."""
-        tasks = [sample.task for sample in self._samples if sample.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._timeout_s)
+        await _ended(self._samples, self._timeout_s)
+
+    async def see_ended(self, timeout_s: float) -> int:
+        """Wait until those have ended that were aborted, or whose call has ended.
+
+        Args:
+            timeout_s: how long.
+
+        Returns:
+            How many have not.
+        """
+        ending = [s for s in self._samples if s.aborted or s.call not in self._calls]
+        await _ended(ending, timeout_s)
+        return len(self._samples.intersection(ending))
 
     async def _stream(
         self, call: int, requests: Sequence[RolloutRequest]
@@ -199,3 +210,9 @@ class InFlight:
         queue = self._calls.get(sample.call)
         if queue is not None:
             queue.put_nowait(item)
+
+
+async def _ended(samples: Iterable[RunningSample], timeout_s: float) -> None:
+    tasks = [sample.task for sample in samples if sample.task is not None]
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)

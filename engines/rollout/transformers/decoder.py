@@ -28,6 +28,7 @@ ARCHITECTURES = frozenset({
 })  # fmt: skip
 """Classes of transformers whose layers are computed here."""
 MIN_ANGLES = 256
+"""Positions of the first table of angles, where the context has so many."""
 
 
 def is_covered(model: nn.Module) -> bool:
@@ -44,9 +45,10 @@ class Decoder:
 
     Args:
         model: for which `is_covered`; its projections are put into common memory.
+        context_length: tokens of the longest sequence, up to which no angle depends on the others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, context_length: int) -> None:
         inner: Any = model.model
         head: Any = model.lm_head
         self._embedding: Tensor = inner.embed_tokens.weight
@@ -54,6 +56,7 @@ class Decoder:
         self._norm = _Norm.of(inner.norm)
         self._head: Tensor = head.weight
         self._rotary: nn.Module = inner.rotary_emb
+        self._context_length = context_length
         self._angles_2LD = self._embedding.new_empty((2, 0, 0))
 
     def logits(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
@@ -67,7 +70,8 @@ class Decoder:
     def _angles(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
         """Cosines, and sines whose first half is negated: see `_rotated`."""
         if self._angles_2LD.shape[1] < step.length:
-            num_angles = max(MIN_ANGLES, 2 * step.length)
+            # Asked for a position beyond the context, it gives other angles to all of them.
+            num_angles = min(self._context_length, max(MIN_ANGLES, 2 * step.length))
             position_1L = torch.arange(num_angles, device=step.position_B.device)[None]
             cos_1LD, sin_1LD = self._rotary(self._embedding, position_1L)
             first, second = sin_1LD.chunk(2, -1)

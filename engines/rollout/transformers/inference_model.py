@@ -101,7 +101,7 @@ class InferenceModel:
             name for name, _ in model.named_parameters(remove_duplicate=False)
         } - self._parameters.keys()
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
-        self._decoder = Decoder(self._model) if is_covered(self._model) else None
+        self._decoder = self._written_out()
         self._logprob_head: LogprobHead | None = None
 
     @property
@@ -246,7 +246,10 @@ class InferenceModel:
         for name, parameter in self._parameters.items():
             shape, dtype = self._shapes[name], parameter.dtype
             parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
-        self._decoder = Decoder(self._model) if is_covered(self._model) else None
+        self._decoder = self._written_out()
+
+    def _written_out(self) -> Decoder | None:
+        return Decoder(self._model, self.context_length) if is_covered(self._model) else None
 
     def _logits(
         self,

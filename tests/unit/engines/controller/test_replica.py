@@ -1,5 +1,6 @@
 """Rollout engines in processes of their own, beside the ranks; on a real embedded cluster."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from engines.rollout.service import RolloutService
 from engines.training.roles import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
-from infra.errors import ConfigError
+from infra.errors import ConfigError, DeadlineError
 from infra.host.processes import is_alive
 from infra.job_environments import installed_distributions
 from infra.waiting import wait_for
@@ -235,6 +236,23 @@ def test_a_replica_that_dies_is_named(policy_spec: WorkerSpec, tmp_path: Path) -
         with pytest.raises(ReplicaLostError, match="replica 0: its process died") as caught:
             rollout.generate(REQUESTS)
         assert "rollout.max_num_restarts: 0 are used up" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), DeadlineError("it to abort", 20.0)])
+def test_one_that_does_not_close_by_its_or_our_deadline_is_killed_and_no_error(
+    tmp_path: Path, error: Exception
+) -> None:
+    killed: list[int] = []
+
+    class Silent(RemoteReplica):
+        async def _call(self, name: str, *arguments: Any) -> Any:
+            raise error
+
+        def kill(self) -> None:
+            killed.append(0)
+
+    asyncio.run(Silent(None, 0, tmp_path / "replica-0.log").close())
+    assert killed == [0]
 
 
 def test_another_model_beside_the_policy_answers_from_processes_of_its_own(

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import Receipt
 from engines.weight_sync.in_process import InProcessTransport
+from engines.weight_sync.outgoing import OutgoingStream
 from infra.errors import DeadlineError
 
 GUIDE = Path(__file__).resolve().parents[4] / "docs/guides/recover.md"
@@ -221,6 +222,7 @@ class Suspicious:
         return RolloutRequest(f"probe {place}", (4, 5, 6), SamplingParams(2), (1,))
 
     def check(self, requests, found: list[Completion]) -> None:
+        assert found
         self.seen += [completion.request_id for completion in found]
         if self.problem:
             raise WeightSyncError(self.problem)
@@ -245,6 +247,101 @@ def test_a_replica_in_the_place_of_another_is_probed_too(lab) -> None:
         publish(service, lab.model, probe=probe)
         service.generate(lab.requests(3, 1))
         assert probe.seen == ["probe 0", "probe 0"]
+
+
+def gives_up(*_: Any) -> Any:
+    """As an engine whose library does not answer by the engine's own deadline."""
+    raise DeadlineError("the library to answer", 1.0)
+
+
+@pytest.mark.parametrize("call", ["wake_up", "update_weights", "finish_update", "generate"])
+def test_one_whose_own_deadline_passes_in_a_sync_is_replaced(lab, call: str) -> None:
+    engine, probe = lab.bare_engine(), Suspicious(None)
+
+    async def late(*_: Any) -> Any:
+        gives_up()
+
+    setattr(engine, call, gives_up if call == "generate" else late)
+    with serving(lab, engine) as (service, spare):
+        publish(service, lab.model, 5, probe)
+        assert spare.replaced == [0]
+        assert probe.seen == ["probe 0"]
+        assert [health.version for health in service.health()] == [5]
+        assert service.generate(lab.requests(2, 1))
+
+
+def test_one_whose_own_deadline_passes_when_it_shall_sleep_is_replaced(lab) -> None:
+    engine = lab.bare_engine()
+
+    async def late(*_: Any) -> Any:
+        gives_up()
+
+    with serving(lab, engine) as (service, spare):
+        publish(service, lab.model)
+        engine.sleep = late
+        service.sleep()
+        assert spare.replaced == [0]
+
+
+class EachReads:
+    """A delivery from which every replica reads all weights by itself."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = [(name, p.detach()) for name, p in model.named_parameters()]
+        self.sources: list[EachReads] = []
+
+    def __call__(self, num_workers: Sequence[int]) -> "EachReads":
+        self.sources = [self] * len(num_workers)
+        return self
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.weights)
+
+    def send(self) -> Receipt:
+        stream = OutgoingStream(self.tensors(), torch.float32)
+        for _ in stream:
+            pass
+        return stream.sent
+
+    def stop(self) -> None:
+        return
+
+
+def test_what_comes_up_during_the_probe_of_others_gets_weights_before_it_serves(lab) -> None:
+    """The others take their time, and the slot is up again before the probe has ended."""
+    dead, slow = lab.bare_engine(), lab.bare_engine()
+
+    async def dies(requests):
+        raise ReplicaLostError("replica 0: its process died")
+        yield
+
+    whole = slow.generate
+
+    async def takes_its_time(requests):
+        await asyncio.sleep(0.3)
+        async for completion in whole(requests):
+            yield completion
+
+    dead.generate, slow.generate = dies, takes_its_time
+    with serving(lab, dead, slow) as (service, spare):
+        service.sync(EachReads(lab.model), lambda each: each.send(), 5, Suspicious(None))
+        assert spare.replaced == [0]
+        assert service.states() == [ReplicaState.STALE, ReplicaState.HEALTHY]
+        assert service.generate(lab.requests(4, 1))
+        assert {health.version for health in service.health()} == {5}
+
+
+def test_a_deadline_of_an_engine_does_not_end_the_watch(lab) -> None:
+    engine = hangs(lab.bare_engine())
+
+    async def late(*_: Any) -> Any:
+        gives_up()
+
+    engine.health = late
+    with serving(lab, engine) as (service, spare):
+        publish(service, lab.model)
+        assert service.generate(lab.requests(1, 1))
+        assert spare.replaced == [0]
 
 
 def test_there_is_no_step_beside_the_table(lab) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import shutil
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,7 +24,13 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
+from engines.rollout.base import NEED_IDLE
+from engines.rollout.openai.endpoint import serve
+from engines.rollout.served import engine as served_engine
+from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.in_flight import RunningSample
 from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.weight_sync.base import Receipt
 from infra.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "1+2="}]
@@ -180,6 +188,106 @@ def test_nothing_is_served_around_an_update(hf_dir: Path, tmp_path: Path) -> Non
         assert status == 503
 
     on_a_replica(hf_dir, tmp_path, test)
+
+
+class LateEngine(ServedEngine):
+    """Its library samples until it is told to end, and says so after the call that told it."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        layout: Any = SimpleNamespace(vocab_size=64)
+        sampler: Any = SimpleNamespace(is_lost=False, sample=self._sample)
+        stops: Any = SimpleNamespace(follow=lambda request, place: None)
+        super().__init__("it", layout, "float32", 60.0, sampler, stops, 64, 2)
+        self._version, self._holds_weights = 0, True
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        await self.told.wait()
+        await asyncio.sleep(0.05)
+        return sample.empty()
+
+    async def _load_adapter(self, source: Any) -> Receipt:
+        return Receipt("0" * 32, 1, 4)
+
+    async def _load(self, order: str) -> list[str]:
+        return ["loaded"]
+
+    async def _abort(self, names: Sequence[str]) -> None:
+        self.told.set()
+
+    def _check_request(self, request: RolloutRequest) -> None:
+        return
+
+    async def _free(self, level: str) -> None:
+        return
+
+    async def _name_version(self, version: int) -> None:
+        return
+
+    async def _ask(self) -> None:
+        return
+
+    async def _end(self) -> None:
+        return
+
+
+LateEngine.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize("name", sorted(NEED_IDLE))
+def test_a_request_stands_in_the_way_of_nothing_that_needs_an_idle_engine(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(served_engine, "order_of", lambda *_: "order")
+    monkeypatch.setattr(served_engine, "agreed", lambda _: Receipt("0" * 32, 1, 4))
+
+    async def run() -> None:
+        endpoint = await serve(LateEngine(), hf_dir, 60.0, tmp_path / "told.json")
+        client = Client(tmp_path / "told.json")
+        assert (await endpoint.call("health", ())).can_serve
+        waiting = asyncio.create_task(client.post("completions", prompt="1", max_tokens=4))
+        async with asyncio.timeout(30):
+            while not (await endpoint.call("health", ())).num_running:
+                await asyncio.sleep(0.01)
+        changing = asyncio.create_task(
+            endpoint.call(name, ("weights",) if name == "sleep" else (None, 1))
+        )
+        await asyncio.sleep(0.01)
+        # Whoever asks how it is does not open it again while it waits to be changed.
+        await endpoint.call("health", ())
+        assert (await client.post("completions", prompt="1", max_tokens=4))[0] == 503
+        assert not changing.done()
+        await changing
+        assert (await waiting)[0] == 503
+        if name != "sleep":
+            assert (await client.post("completions", prompt="1"))[0] == 503
+            await endpoint.call("finish_update", (1, "0" * 32))
+            assert (await endpoint.call("health", ())).version == 1
+        await endpoint.call("close", ())
+
+    asyncio.run(run())
+
+
+def test_an_answer_may_be_as_long_as_the_model_computes_it_alone(
+    hf_dir: Path, tmp_path: Path
+) -> None:
+    """Beyond the limit of its rotary angles no engine takes a request."""
+    short = tmp_path / "short"
+    shutil.copytree(hf_dir, short)
+    config = json.loads((short / "config.json").read_text())
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
+    (short / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+
+    async def test(replica: ReplicaProcess, client: Client) -> None:
+        await give_weights(replica, short, 0)
+        status, told = await client.post("chat/completions", messages=MESSAGES)
+        assert status == 200, told
+        assert told["usage"]["total_tokens"] <= 32
+
+    on_a_replica(short, tmp_path, test)
 
 
 def test_what_is_not_understood_is_refused(hf_dir: Path, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from rlhf.testing.rollout_calls import generate_all
 
 from engines.rollout.transformers.attention import DecodeStep, PrefillStep
 from engines.rollout.transformers.decoder import ARCHITECTURES, is_covered
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.kv_cache import KVCache
+from engines.types import RolloutRequest, SamplingParams
 
 LENGTHS = (3, 9, 14)
 MODELS = [
@@ -16,6 +18,24 @@ MODELS = [
     ("qwen2", {}),
     ("qwen3", {}),
 ]
+LIMIT = 300
+"""Of tokens; twice it, and half of it, is where a table of angles may grow."""
+ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "original_max_position_embeddings": LIMIT,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 
 def loaded(lab, dtype: torch.dtype = torch.float32) -> InferenceModel:
@@ -54,6 +74,40 @@ def test_it_computes_what_the_modules_compute(build_lab, architecture, changes) 
             load(model, lab.other_weights(seed))
         found, expected = (one_step(model, written_out=form) for form in (True, False))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope"),
+    [
+        *(("llama", rope) for rope in ROPES),
+        *((each, "dynamic") for each in ("mistral", "qwen2", "qwen3")),
+    ],
+)
+@pytest.mark.parametrize("context_length", [128, LIMIT])
+def test_its_angles_are_those_of_transformers_up_to_the_end_of_the_context(
+    build_lab, architecture: str, rope: str, context_length: int
+) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPES[rope]}
+    if rope == "longrope":
+        parameters["original_max_position_embeddings"] = context_length
+    lab = build_lab(
+        architecture,
+        eos_token_id=None,
+        max_position_embeddings=2 * LIMIT if rope == "longrope" else context_length,
+        rope_parameters=parameters,
+    )
+    engine = lab.engine()
+    assert is_covered(engine._model._model)
+    prompt = tuple(4 + index % 20 for index in range(30))
+    sampling = SamplingParams(context_length - len(prompt))
+    requests = [
+        RolloutRequest("whole", prompt, sampling, (1, 2)),
+        RolloutRequest("short", prompt[:5], SamplingParams(20), (3,)),
+    ]
+    # Twice: the first batch leaves its angles to the second.
+    for _ in range(2):
+        completions = generate_all(engine, requests)
+        assert lab.worst_difference(lab.model, requests, completions) <= 1e-4
 
 
 def test_in_bfloat16_it_rounds_no_worse_than_the_modules(build_lab) -> None:
