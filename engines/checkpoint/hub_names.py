@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -121,6 +123,8 @@ class Slot:
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
     """Every tensor on disk as a part of one in memory, so that it can be written where it belongs.
 
+    Costs no memory, however large the tensors are.
+
     Args:
         model: with tensors of the final shapes.
 
@@ -131,43 +135,57 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
         ConfigError: a tensor on disk is no regular part of one in memory, or is joined of several.
     """
     slots: dict[str, Slot] = {}
-    known: dict[tuple[int, ...], Tensor] = {}
+    computed: dict[str, str] = {}  # by name on disk
     for name, parameter in named_state(model):
         shape = tuple(parameter.shape)
         empty = torch.empty(shape, device="meta")
-        (on_disk, converted), *further = revert_weight_conversion(model, {name: empty}).items()
-        # One that is only renamed comes back as the same object; an equal shape would not tell,
-        # and neither would the digest, which both sides compute of the tensors on disk.
-        if converted is empty and not further:
-            slots[on_disk] = Slot(name, shape, parameter.stride(), 0)
-            continue
-        # Convert the places instead of the values: they tell where each value comes from.
-        if shape not in known:
-            known[shape] = torch.arange(parameter.numel()).view(shape)
-        for on_disk, index in revert_weight_conversion(model, {name: known[shape]}).items():
-            if on_disk in slots:
-                raise _joined(model, [on_disk])
-            slots[on_disk] = _regular_slot(name, index, type(model).__name__)
+        with _CopiesLeftOut():
+            converted = revert_weight_conversion(model, {name: empty})
+        if repeated := converted.keys() & (slots.keys() | computed.keys()):
+            raise _joined(model, repeated)
+        for on_disk, part in converted.items():
+            # One that is only renamed comes back as the same object; an equal shape would not
+            # tell, and neither would the digest, which both sides compute of the tensors on disk.
+            if part is empty:
+                slots[on_disk] = Slot(name, shape, parameter.stride(), 0)
+            elif part.untyped_storage()._cdata == empty.untyped_storage()._cdata:
+                slots[on_disk] = _slot_of_view(name, part)
+            else:
+                computed[on_disk] = name
+    if computed:
+        raise ConfigError(
+            "model.path",
+            f"{type(model).__name__} rearranges {next(iter(computed.values()))} when it is saved, "
+            "which cannot be undone tensor by tensor; choose another architecture",
+        )
     return slots
 
 
-def _regular_slot(parameter: str, index: Tensor, architecture: str) -> Slot:
-    offset = int(index.flatten()[0])
+class _CopiesLeftOut(TorchFunctionMode):
+    """Conversions of a tensor without memory leave views of it, where they would make copies.
+
+    Their places are then known without a value: stacks of experts have billions.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        # What was not copied may not be viewed otherwise.
+        called = Tensor.reshape if func is Tensor.view else func
+        return called(*args, **(kwargs or {}))
+
+
+def _slot_of_view(parameter: str, part: Tensor) -> Slot:
     stride = tuple(
-        int(index.select(d, 1).flatten()[0]) - offset if size > 1 else 1
-        for d, size in enumerate(index.shape)
+        step if size > 1 else 1 for size, step in zip(part.shape, part.stride(), strict=True)
     )
-    expected = torch.full((), offset)
-    for d, (size, step) in enumerate(zip(index.shape, stride, strict=True)):
-        steps = torch.arange(size) * step
-        expected = expected + steps.view([-1 if i == d else 1 for i in range(index.dim())])
-    if not torch.equal(expected, index):
-        raise ConfigError(
-            "model.path",
-            f"{architecture} rearranges {parameter} when it is saved, which cannot be undone "
-            "tensor by tensor; choose another architecture",
-        )
-    return Slot(parameter, tuple(index.shape), stride, offset)
+    return Slot(parameter, tuple(part.shape), stride, part.storage_offset())
 
 
 class HubNames:

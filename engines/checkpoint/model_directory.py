@@ -1,9 +1,9 @@
 """A model is a Hugging Face directory on disk: found, checked, or made from scratch.
 
 Promises: a directory that passes `check_model_directory` has a config, a tokenizer and whole
-safetensors weights, needs no code of its own and holds the asked context; the check reads JSON
-and file headers only and costs milliseconds. A model made from scratch is bitwise the same for
-the same shape, tokenizer and seed.
+safetensors weights that are not quantized, needs no code of its own and holds the asked context;
+the check reads JSON and file headers only and costs milliseconds. A model made from scratch is
+bitwise the same for the same shape, tokenizer and seed.
 Does not promise: that transformers knows the architecture, or that the weights are finite; that is
 `check_finite`, which reads all of them.
 Torch and transformers are imported where they are used, so that a bad path costs no seconds.
@@ -32,6 +32,11 @@ _INDEX = "model.safetensors.index.json"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+QUANTIZATION = ("quantization_config", "compression_config")
+"""What a configuration says of weights that are stored as codes and scales."""
+_CODES = ("F8_", "F6_", "F4")
+"""How the names of safetensors' floating types of one byte or less begin."""
+_UNQUANTIZED = "give the unquantized weights of this model"
 _SCORE_HEAD = "score.weight"
 """What transformers calls the head of a sequence classification model."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -161,8 +166,7 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
                 "whose architecture transformers has",
             )
     _check_context(path, config, max_length)
-    for shard in _weight_files(path):
-        _header(shard)
+    _check_unquantized(path, config)
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(
             _FIELD, f"{path} has no tokenizer; copy tokenizer.json beside the weights"
@@ -186,8 +190,7 @@ def check_finite(path: Path) -> None:
             for name in stored.keys():  # noqa: SIM118  it is no mapping
                 tensor = stored.get_tensor(name)
                 if tensor.is_floating_point():
-                    wide = tensor.float() if tensor.element_size() == 1 else tensor
-                    num_spoiled = int(torch.isfinite(wide).logical_not().sum())
+                    num_spoiled = int(torch.isfinite(tensor).logical_not().sum())
                     if num_spoiled:
                         raise ConfigError(
                             _FIELD,
@@ -321,6 +324,27 @@ def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -
             f"them (rotary embeddings); got model.max_length "
             f"{max_length}; set it to {limit} or less",
         )
+
+
+def _check_unquantized(path: Path, config: Mapping[str, Any]) -> None:
+    """Codes without their scales would be taken for weights; reads the header of every file."""
+    for section in (config, _text_config(config)):
+        for name in QUANTIZATION:
+            if found := section.get(name):
+                method = found.get("quant_method", name) if isinstance(found, dict) else name
+                raise ConfigError(
+                    _FIELD,
+                    f"{path} holds quantized weights ({method}); need float32, bfloat16 or "
+                    f"float16; {_UNQUANTIZED}",
+                )
+    for file in _weight_files(path):
+        for name, entry in _header(file).items():
+            if entry["dtype"].startswith(_CODES):
+                raise ConfigError(
+                    _FIELD,
+                    f"{path}: {name} is {entry['dtype']}; need float32, bfloat16 or float16; "
+                    f"{_UNQUANTIZED}",
+                )
 
 
 def rotary_limit(config: Mapping[str, Any]) -> int | None:

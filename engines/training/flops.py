@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.attention_needs import LAYER_TYPES, layer_windows
 from engines.training.spec import EngineSpec
 
 _PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward layer has two matrices instead of three."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,10 @@ def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """Of each layer, how many tokens a query sees; None is all before it."""
     kinds = config.get("layer_types")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if not kinds:
-        first = int(config.get("max_window_layers") or 0)
-        kinds = [_SLIDING if window and i >= first else _FULL for i in range(num_layers)]
-    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+    unknown = sorted(set(kinds or ()) - LAYER_TYPES)
     if unknown:
         raise ValueError(f"layer_types: got {unknown[0]!r}; its operations are not known here")
-    return [window if kind == _SLIDING else None for kind in kinds]
+    return layer_windows(config, num_layers)
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

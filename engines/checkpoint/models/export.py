@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.checkpoint.model_directory import QUANTIZATION
 from engines.checkpoint.tensor_files import write_tensors
 
 _WEIGHTS = "model"
@@ -29,6 +30,8 @@ def write_model(
     max_shard_bytes: int,
 ) -> None:
     """Write weights beside a copy of their configuration and tokenizer.
+
+    The configuration loses what it says of another dtype, and of quantized weights.
 
     Args:
         tensors: whole weights by hub name, in the order of the architecture.
@@ -110,5 +113,8 @@ def _part_name(number: int) -> str:
 def _set_dtype(path: Path, dtype: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
+    for section in (config, config.get("text_config")):
+        for name in QUANTIZATION if isinstance(section, dict) else ():
+            section.pop(name, None)
     config["dtype"] = dtype
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.attention_needs import rotary_type
+from engines.attention_needs import has_windows, rotary_type
 from infra.errors import ConfigError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -32,7 +32,7 @@ def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
         "attention biases": kind != "qwen2" and config.get("attention_bias"),
         "biases in its MLP": config.get("mlp_bias"),
         f"the activation {activation}": activation != "silu",
-        "sliding windows": "sliding_attention" in (config.get("layer_types") or ()),
+        "sliding windows": has_windows(config),
         "dense layers between its mixtures": config.get("mlp_only_layers")
         or config.get("decoder_sparse_step", 1) != 1,
         "one normalised expert per token": config.get("norm_topk_prob")

@@ -261,6 +261,14 @@ def test_models_and_adapters(directory: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 3}))
     assert "the model's vocabulary of 3;" in problem(directory, *use)
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    (model / "config.json").write_text(json.dumps({**config, **quantized}))
+    assert problem(directory, *use).startswith(f"model.path: {model} holds quantized weights (fp8)")
+    window = {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 8}
+    (model / "config.json").write_text(json.dumps({**config, "layer_types": None, **window}))
+    assert problem(directory, *use, "training.backend=megatron").startswith(
+        f"model.path: got {model}, a qwen3_moe model with sliding windows; need one without"
+    )
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     (model / "config.json").write_text(json.dumps({**config, **windows}))
     preflight(load_recipe(str(directory / "recipe.yaml"), use))

@@ -31,6 +31,7 @@ from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.megatron_models import check_model
+from engines.training.backends.transformers.build import check_stored_names
 from engines.training.backends.transformers.folding import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
@@ -85,6 +86,9 @@ class MegatronEngine(BaseEngine):
                 "got true with training.lora; need one of the two: TransformerEngine's matrices "
                 "hide the output of the norm before them, which an adapter reads; remove one",
             )
+        check_model(self.spec.hf_dir, text_settings(config))
+        if load_weights:
+            check_stored_names(self.spec.hf_dir, self.spec.model_type)
         self._join_ranks()
         try:
             with self._library():
@@ -102,7 +106,6 @@ class MegatronEngine(BaseEngine):
             from engines.training.backends.megatron.replica import Replica
             from engines.training.backends.megatron.weights import WeightStream, load_hub_weights
 
-        check_model(self.spec.hf_dir, text_settings(config))
         replica = Replica(self.spec, config, self._layout)
         if load_weights:
             load_hub_weights(replica.parts, self.spec.hf_dir)

@@ -20,9 +20,10 @@ from engines import collectives
 from engines.errors import EngineError
 from engines.training.backends.torchtitan.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
-from engines.training.backends.transformers.build import load_hub_weights
+from engines.training.backends.transformers.build import check_stored_names
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import make_adamw
+from engines.training.backends.transformers.slices import load_hub_weights
 from engines.training.model.attention import Packing
 from engines.training.model.head_rows import Targets, head_rows, targets_of
 from engines.training.model.linear_tiles import tile_elements
@@ -76,6 +77,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         collectives.limit_waits(training.collective_timeout_s)
         self.model.lm_head.forward = self._head_forward
         if load_weights:
+            check_stored_names(self.spec.hf_dir, self.spec.model_type)
             load_hub_weights(self.spec.hf_dir, dict(self._named_state()))
         if self.spec.optimizer is None:
             self.model.requires_grad_(False)

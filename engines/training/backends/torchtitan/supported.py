@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.attention_needs import rotary_type
+from engines.attention_needs import has_windows, rotary_type
 from infra.errors import ConfigError
 
 HAS_HEAD_NORMS = {"qwen3": True, "llama": False}
@@ -33,6 +33,7 @@ def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
         "biases in its MLP": config.get("mlp_bias"),
         f"rotary embeddings of type {rope}": rope != "default",
         f"layers of type {', '.join(sorted(layer_types))}": layer_types,
+        "sliding windows": has_windows(config),
     }
     for what, is_there in unlike.items():
         if is_there:

@@ -7,7 +7,7 @@ rank reads only its slices from the safetensors files; an architecture whose ten
 not those in memory, names aside (transformers converts them), is loaded whole on each rank first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -25,7 +24,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.architecture import (
@@ -34,10 +32,7 @@ from engines.architecture import (
     position_refusal,
     text_settings,
 )
-from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
-from engines.checkpoint.sharded import load_sharded
-from engines.errors import CheckpointError
 from engines.training.backends.transformers.adapters import (
     add_adapter,
     base_name,
@@ -47,6 +42,11 @@ from engines.training.backends.transformers.kernels import (
     compile_layers,
     liger_kernels,
     use_kernels,
+)
+from engines.training.backends.transformers.slices import (
+    disk_names_of,
+    load_slices,
+    unexpected_names,
 )
 from engines.training.backends.transformers.supported import check_model
 from engines.training.backends.transformers.vision import (
@@ -95,7 +95,7 @@ def build_model(
         nn.Module.to(model, device)
         return _with_adapter_values(model, spec)
     model = build_on_meta(spec.hf_dir, spec.model_type, architecture)
-    disk_names = _disk_names(model, spec.hf_dir) if load_weights else None
+    disk_names = disk_names_of(model, spec.hf_dir) if load_weights else None
     direct = not load_weights or disk_names is not None
     if not direct and architecture is not None:
         raise ConfigError(
@@ -105,6 +105,8 @@ def build_model(
         )
     if not direct:
         model = _from_pretrained(spec.hf_dir, spec.model_type)
+    elif load_weights:
+        check_stored_names(spec.hf_dir, spec.model_type)
     model = _prepared(model, spec)
     if shard is not None:
         shard(model)
@@ -115,7 +117,7 @@ def build_model(
     _materialize(model, torch.device("cpu") if weights_on_host else device)
     _with_buffers_on(model, device)
     if disk_names is not None:
-        _load_slices(model, spec.hf_dir, disk_names)
+        load_slices(model, spec.hf_dir, disk_names)
     return _with_adapter_values(model, spec)
 
 
@@ -131,6 +133,21 @@ def build_on_meta(
             config, dtype=torch.float32, attn_implementation=attention_names(config)
         )
     return _checked(model, hf_dir)
+
+
+def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
+    """Refuse weights on disk that would be left out: without them the others may mean nothing.
+
+    Args:
+        hf_dir: of the model; headers are read.
+        model_type: of the engine that loads it.
+
+    Raises:
+        ConfigError: names some of them.
+    """
+    model, stored = build_on_meta(hf_dir, model_type), set(stored_tensor_names(hf_dir))
+    unexpected = unexpected_names(model, stored)
+    _refuse_misfits(hf_dir, {"unexpected": _new_to_both(unexpected, hf_dir, model_type)})
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -217,17 +234,32 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
         )
     model, info = loaded
     missing = {name for name in info["missing_keys"] if not _is_value_head(name, model_type)}
-    wrong = {
-        kind: sorted(names)[:3]
-        for kind, names in (("missing", missing), ("mismatched", info["mismatched_keys"]))
-        if names
-    }
-    if wrong:
-        raise ConfigError("model.path", f"{hf_dir} does not fit its own config: {wrong}")
+    unexpected = _new_to_both(info["unexpected_keys"], hf_dir, model_type)
+    _refuse_misfits(
+        hf_dir,
+        {"missing": missing, "mismatched": info["mismatched_keys"], "unexpected": unexpected},
+    )
     for name, parameter in model.named_parameters():
         if name in info["missing_keys"]:
             nn.init.zeros_(parameter)
     return _checked(model, hf_dir)
+
+
+def _new_to_both(unexpected: Set[str], hf_dir: Path, model_type: ModelType) -> Set[str]:
+    """What the language model does not have either, from which a value model leaves the head."""
+    if not unexpected or model_type != "value_model":
+        return unexpected
+    return unexpected_names(build_on_meta(hf_dir, "language_model"), unexpected)
+
+
+def _refuse_misfits(hf_dir: Path, names_by_kind: Mapping[str, Set[Any]]) -> None:
+    wrong = {kind: sorted(names)[:3] for kind, names in names_by_kind.items() if names}
+    if wrong:
+        raise ConfigError(
+            "model.path",
+            f"{hf_dir} does not fit its own config: {wrong}; need its weights and no others; give "
+            "the directory as it was published, unquantized",
+        )
 
 
 def _is_value_head(name: str, model_type: ModelType) -> bool:
@@ -263,56 +295,3 @@ def _materialize(model: PreTrainedModel, device: torch.device) -> None:
         for name, module in model.named_modules():
             if name in computed:
                 model._init_weights(module)
-
-
-def _disk_names(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None:
-    """Name in memory -> name on disk of each weight; None where files hold more than renamed ones.
-
-    The head of a value model is among them only when it is on disk.
-    """
-    stored = set(stored_tensor_names(hf_dir))
-    held = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in named_state(model)
-    }
-    names = {id(tensor): name for name, tensor in held.items()}
-    # A tensor that is only renamed comes back as the same object.
-    found = {
-        names.get(id(tensor)): on_disk
-        for on_disk, tensor in revert_weight_conversion(model, dict(held)).items()
-    }
-    if found.keys() != held.keys():
-        return None
-    renamed = {
-        name: on_disk
-        for name, on_disk in found.items()
-        if name is not None and (on_disk in stored or not name.startswith(VALUE_HEAD))
-    }
-    return renamed if set(renamed.values()) <= stored else None
-
-
-def _load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, str]) -> None:
-    wanted: dict[str, torch.Tensor] = {}
-    for name, tensor in named_state(model):
-        if base_name(name) in disk_names:
-            wanted[disk_names[base_name(name)]] = tensor
-        elif name.startswith(VALUE_HEAD):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.detach().zero_()
-    load_hub_weights(hf_dir, wanted)
-
-
-def load_hub_weights(hf_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors, named as on the hub, from a model directory.
-
-    Args:
-        hf_dir: the model directory.
-        tensors: sharded or not; overwritten.
-
-    Raises:
-        ConfigError: the directory holds no such weights.
-    """
-    try:
-        load_sharded(hf_dir, tensors)
-    except CheckpointError as error:
-        raise ConfigError("model.path", f"does not fit its own config: {error}") from error

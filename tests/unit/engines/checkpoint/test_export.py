@@ -68,3 +68,16 @@ def test_a_slice_does_not_bring_its_whole_storage(source: Path) -> None:
 def test_what_is_no_number_of_the_dtype_stays(source: Path) -> None:
     (file,) = files_of({"ids": torch.arange(4)}, source, KB, "bfloat16")
     assert torch.equal(file["ids"], torch.arange(4))
+
+
+def test_the_config_beside_plain_weights_tells_of_no_quantization(tmp_path: Path) -> None:
+    source = tmp_path / "quantized"
+    source.mkdir()
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    config = {"model_type": "x", **quantized, "text_config": {"hidden_size": 8, **quantized}}
+    (source / "config.json").write_text(json.dumps(config))
+    write_model(iter({"w": tensor_of(KB, 0)}.items()), source, tmp_path / "out", "bfloat16", KB)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {
+        "model_type": "x", "dtype": "bfloat16", "text_config": {"hidden_size": 8}
+    }  # fmt: skip

@@ -7,8 +7,14 @@ import pytest
 import torch
 from rlhf.testing.tiny_models import SHAPES, write_tiny_models
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import PermuteForRope, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    PermuteForRope,
+    Transpose,
+    WeightConverter,
+)
 
 from engines.checkpoint.hub_names import HubNames, hub_slots, named_state
 from infra.errors import ConfigError
@@ -63,6 +69,40 @@ def test_a_tensor_turned_into_its_own_shape_is_turned_back() -> None:
     received = torch.zeros_like(held)
     hub_slots(model)[name].view(received).copy_(streamed[name])
     assert torch.equal(received, held)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor with memory that anything makes, and of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_largest = self.num_all = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.device.type != "meta":
+                self.num_largest = max(self.num_largest, each.numel())
+                self.num_all += each.numel()
+        return made
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_the_slots_of_large_stacks_take_no_memory(model_type: str) -> None:
+    """A stack here has 1.6 billion values; places of each would take 13 GB."""
+    config = AutoConfig.for_model(
+        model_type, vocab_size=16, hidden_size=2048, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=768, moe_intermediate_size=768, num_experts=512,
+        num_local_experts=512, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with LargestTensor() as made:
+        slots = hub_slots(model)
+    assert (made.num_largest, made.num_all) == (0, 0)
+    stacks = {name for name, p in model.named_parameters() if p.numel() > 800_000_000}
+    inside = [slot for slot in slots.values() if slot.parameter in stacks]
+    assert (len(stacks), len(inside)) == (4, 2 * 3 * 512)
 
 
 def test_rows_permuted_without_a_regular_step_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Model directories: made bitwise by seed, and refused in one line when they cannot be used."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -126,6 +127,27 @@ def test_pickles_are_refused(model_dir: Path) -> None:
 def test_code_of_its_own_is_refused(model_dir: Path, name: str) -> None:
     edit(model_dir / name, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     assert f"{name} asks for code of its own (auto_map); refused" in refused(model_dir)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_quantized_weights_are_refused_by_their_config(model_dir: Path, inside: bool) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    edit(model_dir / "config.json", **({"text_config": quantized} if inside else quantized))
+    text = refused(model_dir)
+    assert text.startswith(f"model.path: {model_dir} holds quantized weights (fp8); need ")
+    assert text.endswith("; give the unquantized weights of this model")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_one_byte_are_refused(model_dir: Path, dtype: torch.dtype) -> None:
+    weights = load_file(model_dir / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, model_dir / "model.safetensors")
+    assert re.match(
+        rf"model\.path: {model_dir}: {name} is F8_\w+; need .*; give the unquantized weights",
+        refused(model_dir),
+    )
 
 
 def test_a_context_too_small(model_dir: Path) -> None:

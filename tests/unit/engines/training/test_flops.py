@@ -92,6 +92,13 @@ def test_a_window_bounds_the_pairs() -> None:
     assert ModelFlops.from_config({**BASE, "sliding_window": 16}).windows == ((16, 2),)
 
 
+def test_a_mixture_of_qwen3_has_its_window_in_every_layer() -> None:
+    config = {"model_type": "qwen3_moe", **BASE, "sliding_window": 16, "max_window_layers": 1}
+    assert ModelFlops.from_config(config).windows == ((None, 2),)
+    config |= {"use_sliding_window": True}
+    assert ModelFlops.from_config(config).windows == ((16, 2),)
+
+
 def test_qwen3_0_6b_by_hand() -> None:
     config = {
         "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28,

@@ -25,6 +25,11 @@ HF_DIR = Path("/models/tiny")
              "max_window_layers": 0},
             "sliding windows",
         ),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 4},
+            "sliding windows",
+        ),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "sliding windows"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers between"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "expert"),
         (
@@ -37,8 +42,6 @@ HF_DIR = Path("/models/tiny")
 def test_architectures_are_refused_in_one_line(model: dict[str, Any], needs: str) -> None:
     whole = text_settings(AutoConfig.for_model(**model))
     for config in (whole, model):  # as the ranks have it, and as `config.json` may
-        if config is model and "max_window_layers" in model:
-            continue  # transformers derives the types of layers
         with pytest.raises(ConfigError, match=r"^model\.path: got /models/tiny, a ") as error:
             check_model(HF_DIR, config)
         assert needs in str(error.value)
@@ -49,3 +52,12 @@ def test_architectures_are_refused_in_one_line(model: dict[str, Any], needs: str
 def test_what_was_tested_is_taken(model_type: str) -> None:
     check_model(HF_DIR, {"model_type": model_type})
     check_model(HF_DIR, text_settings(AutoConfig.for_model(model_type)))
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": False}])
+def test_a_window_that_is_not_in_use_is_no_matter(model_type: str, switch: dict[str, Any]) -> None:
+    """As Qwen publishes most of its models; a Llama's attention does not ask for it."""
+    model = {"model_type": model_type, "sliding_window": 4096, "max_window_layers": 8, **switch}
+    for config in (text_settings(AutoConfig.for_model(**model)), model):
+        check_model(HF_DIR, config)

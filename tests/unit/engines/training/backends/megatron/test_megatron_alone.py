@@ -1,11 +1,13 @@
 """Parts of the Megatron engine in one process, against mbridge, transformers and Megatron-Core."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,6 +76,15 @@ def test_the_scope_ends_with_an_error() -> None:
 
 
 # Bugs of Megatron-Core on machines without TransformerEngine.
+
+
+def test_weights_that_the_architecture_lacks_are_refused(qwen3_dir: Path, tmp_path: Path) -> None:
+    hf_dir = tmp_path / "scaled"
+    shutil.copytree(qwen3_dir, hf_dir)
+    name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    save_file({name: torch.ones(1, 1)}, hf_dir / "scales.safetensors")
+    with pytest.raises(ConfigError, match=rf"^model\.path: .*'unexpected': \['{name}'\]"):
+        make_engine(hf_dir)
 
 
 def test_routers_need_a_name_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

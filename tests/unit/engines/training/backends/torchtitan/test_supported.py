@@ -28,6 +28,15 @@ HF_DIR = Path("/models/tiny")
             {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
             "with layers of type sliding_attention",
         ),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "max_window_layers": 0,
+            },
+            "with sliding windows",
+        ),
     ],
 )
 def test_what_the_decoder_has_not_is_refused(config: dict[str, Any], said: str) -> None:
