@@ -185,7 +185,7 @@ def _slot_of_view(parameter: str, part: Tensor) -> Slot:
     stride = tuple(
         step if size > 1 else 1 for size, step in zip(part.shape, part.stride(), strict=True)
     )
-    return Slot(parameter, tuple(part.shape), stride, part.storage_offset())
+    return Slot(parameter, tuple(part.shape), stride, int(part.storage_offset()))
 
 
 class HubNames:
