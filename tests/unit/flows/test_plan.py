@@ -16,6 +16,7 @@ from infra.ray.job_types import JobRequest
 from infra.store.stage_log import Attempt
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
+from infra.tracking.journal import Journal
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
 from tasks.runner.numeric_code import numeric_sources
@@ -202,7 +203,10 @@ def test_fault_row_26_half_trained_work_is_compared_with_and_goes_on(storage: Lo
     with pytest.raises(InterruptedError):
         run_stages(recipe(storage, *new), Stages(storage, fails="sft"), lambda _: None)
     fingerprint = plan(storage, *new)["sft"].fingerprint
-    (storage.channel(fingerprint).steps_dir(0) / "step-00000005").mkdir(parents=True)
+    channel = storage.channel(fingerprint)
+    (channel.steps_dir(0) / "step-00000005").mkdir(parents=True)
+    with Journal(channel.local_dir(0) / "journal.jsonl") as journal:
+        journal.progress(5, 10, "step 5/10")
     assert plan(storage, *new)["sft"].why == "goes on from its step 5"
     found = plan(storage, new[0], LEARNING_RATE)["sft"]
     assert found.why == f"differs from {fingerprint[:12]}: sft.optimizer.lr 0.004 -> 0.002"

@@ -76,7 +76,7 @@ def stage(tmp_path: Path) -> Counting:
 ONCE_EACH = dict.fromkeys(range(1, NUM_STEPS + 1), 1)
 
 
-@pytest.mark.parametrize("saves", ["waiting", "background"])
+@pytest.mark.parametrize("saves", ["waiting", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_woken_owner_ends_at_its_next_checkpoint(stage: Counting, saves: str) -> None:
     stage.hold(0, OWNER)
     assert stage.run(0, OWNER, TAKEN_AFTER="5", SAVES=saves) == 1
