@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from infra.errors import ArtifactError, ConfigError
 from infra.store.artifacts import EXTERNAL_KIND, digest_in_path
-from infra.store.inventory import StoredStage
+from infra.store.inventory import Stored, StoredStage
 from infra.store.runs import KnownRun
 from infra.store.stage_log import LogEntry
 from infra.store.stage_spec import Artifact, StageSpec
@@ -41,6 +41,10 @@ class Needs:
     of_runs: Mapping[str, str]
     of_artifacts: Mapping[str, str]
     read_at: Mapping[str, float]
+
+    def touched_at(self, digest: str, stored: Stored) -> float:
+        """When a copy of an artifact was last written or read; seconds since the epoch."""
+        return max(stored.touched_at, self.read_at.get(digest, 0.0))
 
 
 def is_done(log: Log) -> bool:

@@ -144,10 +144,9 @@ def survey(
         artifacts=tuple(
             (digest, stored)
             for digest, copies in artifacts.items()
-            for stored in copies
             if digest not in named
-            and now - max(stored.touched_at, needs.read_at.get(digest, 0.0))
-            > (YOUNG_S if digest in left else orphan_s)
+            for stored in copies
+            if now - needs.touched_at(digest, stored) > (YOUNG_S if digest in left else orphan_s)
         ),
         rests=(*leftovers, *(each for stage in stays for each in steps.get(stage.fingerprint, ()))),
         total_bytes=total,

@@ -1,4 +1,4 @@
-"""Following a job: commits, refusals, deaths, silence and cancellation.
+"""Following a job: commits, refusals, deaths and cancellation.
 
 The job client is a stand-in that injects what a cluster does on a bad day; the journal, the
 store, the attempts and the heartbeat are the real ones.
@@ -10,17 +10,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from followed_stage import HOLDER, REQUEST, Jobs, Stage, after
+from followed_stage import REQUEST, Jobs, Stage, after
 
 from engines.config.stages.base import StageConfig
 from flows.recipe.recipe import load_recipe
-from infra import env, waiting
+from infra import env
 from infra.errors import (
     ArtifactCorruptError,
     ConfigError,
@@ -29,7 +27,7 @@ from infra.errors import (
     StoreUnreachableError,
 )
 from infra.ray.job_types import JobState, JobStatus
-from infra.store.work_channel import FileChannel, JobProblem
+from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord
 from tasks.runner import following
 from tasks.runner.cancellation import stop_followed
@@ -276,83 +274,6 @@ def test_ray_says_it_failed_but_the_commit_is_there(stage: Stage) -> None:
     assert stage.follow(Jobs(after(1, commit_and_fail))).stage == "promote"
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "HEARTBEAT_STALE_S", 0.2)
-    monkeypatch.setattr(following, "LOST_GRACE_S", 0.2)
-    monkeypatch.setattr(following, "STATUS_EVERY_S", 0.05)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_silent_job_is_stopped_and_fails(stage: Stage) -> None:
-    with stage.heartbeat():
-        pass
-    jobs = Jobs(lambda: JobState.RUNNING)
-    started = time.monotonic()
-    with pytest.raises(JobFailedError, match="gave no sign of life"):
-        stage.follow(jobs)
-    assert len(jobs.stopped) == 1
-    assert time.monotonic() - started < 10.0
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_silent_job_of_another_run_is_taken_over(stage: Stage) -> None:
-    stage.hold()
-    with stage.heartbeat():
-        pass
-
-    def work() -> JobState:
-        if len(stage.storage.attempts.entries(REQUEST.fingerprint)) == 2:
-            stage.commit()
-        return JobState.RUNNING
-
-    jobs = Jobs(work)
-    assert stage.follow(jobs).attempt == 1
-    assert [name[-3:] for name in jobs.stopped] == ["-a0"]
-    assert ["-a1-" in name for name in jobs.requests] == [True]
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_head_that_dies_before_the_first_beat_is_noticed_soon(stage: Stage) -> None:
-    def unreachable() -> JobState:
-        raise JobSubmitError("Ray does not answer")
-
-    with pytest.raises(JobFailedError, match="gave no sign of life"):
-        stage.follow(Jobs(unreachable))
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_job_that_another_cluster_has_not_begun_is_left_to_it(stage: Stage) -> None:
-    """Two homes with a Ray head each share a store: ours does not know the other's jobs."""
-    held = HOLDER.model_copy(update={"ray_job": "another-a0", "cluster": "another"})
-    stage.storage.attempts.hold(REQUEST.fingerprint, held, 0)
-    begins_at = time.monotonic() + 1.0
-
-    def work() -> None:
-        if time.monotonic() > begins_at:
-            stage.commit()
-
-    jobs = Jobs(work)
-    assert stage.follow(jobs).attempt == 0
-    assert (jobs.requests, jobs.stopped) == ({}, [])
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_full_disk_does_not_keep_a_silent_job_alive(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(attempt: int, problem: JobProblem) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with stage.heartbeat():
-        pass
-    monkeypatch.setattr(FileChannel, "write_error", lambda self, *args: full(*args))
-    jobs = Jobs(lambda: JobState.RUNNING)
-    with pytest.raises(OSError, match="No space"):
-        stage.follow(jobs)
-    assert len(jobs.stopped) == 1
-
-
 def test_a_lost_head_is_no_verdict_while_the_job_beats(stage: Stage) -> None:
     calls = iter(range(20))
 
@@ -471,112 +392,3 @@ def test_a_follower_that_died_does_not_keep_a_job_alive(stage: Stage) -> None:
     attempts.join(REQUEST.fingerprint, "me")
     assert attempts.leave(REQUEST.fingerprint, "me") == 0
     assert attempts.followed_by("dead") == []
-
-
-@contextmanager
-def away(
-    owner: Any, name: str, calls: Callable[[int], bool], error: OSError | None = None
-) -> Iterator[list[int]]:
-    """A read or write of the store that fails at some of its calls, counted from 1."""
-    num_calls = [0]
-    real = getattr(owner, name)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        num_calls[0] += 1
-        if calls(num_calls[0]):
-            raise error or StoreUnreachableError("503 SlowDown")
-        return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        yield num_calls
-
-
-@pytest.mark.parametrize("name", ["entries", "join", "read_beat", "read_error", "lookup"])
-@pytest.mark.parametrize("error", [None, OSError(errno.ESTALE, "Stale file handle")])
-def test_a_store_that_is_away_for_a_moment_ends_no_run(
-    stage: Stage,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: OSError | None,
-) -> None:
-    monkeypatch.setattr(following, "STATUS_EVERY_S", 0.05)
-    monkeypatch.setattr(waiting, "ANSWER_POLL_S", 0.05)
-    stage.hold()
-
-    def commit() -> JobState:
-        stage.commit()
-        return JobState.SUCCEEDED
-
-    owners: list[Any] = [stage.storage, stage.storage.attempts, FileChannel]
-    (owner,) = [each for each in owners if hasattr(each, name)]
-    first = 1 if name == "lookup" else 2  # who cannot join at all is told so
-    failing = {first, first + 1}
-    with stage.heartbeat(), away(owner, name, failing.__contains__, error) as num_calls:
-        assert stage.follow(Jobs(after(8, commit))).attempt == 0
-    assert num_calls[0] > first + 1
-    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
-
-
-def test_a_store_that_stays_away_ends_the_run_after_its_deadline_and_leaves_the_job(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "STORE_AWAY_S", 0.5)
-    stage.hold()
-    jobs = Jobs(lambda: JobState.RUNNING)
-    began = time.monotonic()
-    with (
-        stage.heartbeat(),
-        away(stage.storage.attempts, "entries", lambda number: number > 3),
-        pytest.raises(StoreUnreachableError),
-    ):
-        stage.follow(jobs)
-    assert 0.5 <= time.monotonic() - began < 10
-    assert jobs.stopped == []
-
-
-@pytest.mark.usefixtures("impatient")
-def test_time_in_which_the_store_was_away_is_no_silence(stage: Stage) -> None:
-    """The stage's log cannot be read for longer than a job may be silent."""
-    stage.hold()
-    until = [0.0]
-
-    def is_away(number: int) -> bool:
-        if number == 5:
-            until[0] = time.monotonic() + 1.0
-        return time.monotonic() < until[0]
-
-    def commit() -> JobState:
-        stage.commit()
-        return JobState.SUCCEEDED
-
-    jobs = Jobs(after(5, commit))
-    with stage.heartbeat(), away(stage.storage.attempts, "entries", is_away):
-        assert stage.follow(jobs).attempt == 0
-    assert jobs.stopped == []
-
-
-@pytest.mark.parametrize("log_too", [False, True])
-def test_ctrl_c_stops_the_job_though_the_store_is_away(stage: Stage, log_too: bool) -> None:
-    is_away = [False]
-
-    def interrupt() -> JobState:
-        is_away[0] = True
-        raise KeyboardInterrupt
-
-    jobs = Jobs(after(1, interrupt))
-    with (
-        away(stage.storage.attempts, "leave", lambda _: True),
-        away(stage.storage.attempts, "entries", lambda _: log_too and is_away[0]),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        stage.follow(jobs)
-    assert jobs.stopped == list(jobs.requests)
-
-
-def test_a_follower_that_cannot_leave_has_its_commit(stage: Stage) -> None:
-    stage.hold()
-    stage.commit()
-    with away(stage.storage.attempts, "leave", lambda _: True):
-        assert stage.follow(Jobs(lambda: None)).attempt == 0
