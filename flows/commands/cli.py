@@ -23,7 +23,7 @@ from infra.waiting import FULL_DISK
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
-MODULES = dict.fromkeys(("up", "down", "status"), "services")
+MODULES = dict.fromkeys(("up", "down", "status", "automations"), "services")
 """Of commands that have none of their own name."""
 
 
@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
             fill(command)
 
     add("run", "run a recipe; finished stages are reused", _add_recipe, _add_run)
+    add("flow", "run a flow of your own over the same stages", _add_flow)
     does = "show each stage, its fingerprint and whether it is done; run nothing"
     add("plan", does, _add_recipe, _add_json)
     add("recipes", "list the recipes that ship with this project")
@@ -148,6 +149,11 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run in this process, also where a worker of `rlhf up` would do it",
     )
+
+
+def _add_flow(command: argparse.ArgumentParser) -> None:
+    command.add_argument("flow", metavar="FLOW", help="a Python file with a flow, or FILE:FLOW")
+    _add_overrides(command, "data.arithmetic.num_sft=512")
 
 
 def _add_doctor(command: argparse.ArgumentParser) -> None:

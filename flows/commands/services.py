@@ -1,11 +1,18 @@
-"""`rlhf up`, `rlhf down`, `rlhf status`: Prefect, its worker, the Ray head and MLflow of a home."""
+"""`rlhf up`, `rlhf down`, `rlhf status`: Prefect, its worker, the Ray head and MLflow of a home.
+
+`rlhf automations` has a Prefect server pick up runs whose process was killed; `rlhf up` does the
+same for its own.
+"""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
-from flows.commands.automations import print_automations
+from flows.local.embedded_prefect import check_answers, use_prefect
 from infra import env
+from infra.errors import ConfigError
 from infra.host.records import make_place
 from infra.services import stack
 from infra.services.held_stages import held_stages
@@ -18,6 +25,8 @@ def main(arguments: argparse.Namespace) -> int:
         return up(home)
     if arguments.command == "down":
         return down(home)
+    if arguments.command == "automations":
+        return automations(home)
     return status(home, arguments.store)
 
 
@@ -63,3 +72,32 @@ def print_servers(home: Path) -> bool:
         line = f"{service.name:<16} {service.state:<8} {service.url or '':<28} {pid:<12} {users}"
         sys.stdout.write(f"{line.rstrip()}\n")
     return all(service.state == "up" for service in found)
+
+
+def automations(home: Path) -> int:
+    """Create or repair the automations of the configured server, else of that of `rlhf up`."""
+    api_url = env.PREFECT_API_URL.get() or stack.running_prefect_url(home)
+    if api_url is None:
+        raise ConfigError(
+            f"environment.{env.PREFECT_API_URL.name}",
+            f"not set, and no server of `rlhf up` runs in {home}; need the address of a Prefect "
+            "server; export it, or run `rlhf up`",
+        )
+    check_answers(api_url)
+    print_automations(home, api_url)
+    return 0
+
+
+def print_automations(home: Path, api_url: str) -> None:
+    """Create or repair the automations of a server, and print each.
+
+    Args:
+        home: of the services.
+        api_url: of the server.
+    """
+    use_prefect(home, api_url, quiet=True)
+    # Prefect reads those settings when it is imported: not before now.
+    module: Any = importlib.import_module("flows.automations")
+    for each in module.apply_automations():
+        change = each.change if each.enabled else f"{each.change}, paused"
+        sys.stdout.write(f"{each.name:<27} {change:<18} {each.description}\n")

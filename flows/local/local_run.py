@@ -1,6 +1,9 @@
 """The pipeline's flow in this process, watched from a terminal."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from prefect import tags
 from prefect.client.orchestration import get_client
@@ -48,6 +51,22 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
     cluster = LazyCluster(asked.recipe.home)
     if not asked.is_done:
         cluster.start()
+    with watched(cluster, console, prefect), tags(TAG):
+        return rlhf_pipeline(asked.recipe, asked.force, asked.adopt, asked.start_from)
+
+
+@contextmanager
+def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> Iterator[None]:
+    """What a flow of this process needs that is watched from a terminal.
+
+    Args:
+        cluster: its Ray; released at the end.
+        console: where its stages are shown.
+        prefect: the server that keeps the history.
+
+    Yields:
+        None: for as long as the flow runs.
+    """
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
@@ -55,8 +74,7 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
         prefect.wait()
         if prefect.history_is_dead:
             crash_dead_runs()
-        with tags(TAG):
-            return rlhf_pipeline(asked.recipe, asked.force, asked.adopt, asked.start_from)
+        yield
     finally:
         # The flow released it, if it came so far.
         cluster.release()
@@ -110,7 +128,7 @@ def drain_prefect() -> None:
 def print_outcome(
     report: Report, recipe: Recipe, prefect_url: str | None, console: Console
 ) -> None:
-    """The table of stages, the accuracies, and where to look.
+    """What came out, and where else to look.
 
     Args:
         report: of the finished run.
@@ -118,7 +136,23 @@ def print_outcome(
         prefect_url: API address of a server that is still there; None if it was for this run.
         console: where to print.
     """
-    directory = recipe.home / "runs" / report.run
+    print_report(report, recipe.home, console)
+    hints = (
+        f"MLflow      {mlflow_hint(recipe)}",
+        f"Prefect     {prefect_hint(recipe, prefect_url)}",
+    )
+    for hint in hints:
+        console.print(hint, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_report(report: Report, home: Path, console: Console) -> None:
+    """The table of stages, the accuracies, and where the report is.
+
+    Args:
+        report: of the finished run.
+        home: of the run.
+        console: where to print.
+    """
     console.print()
     console.print(summary_table(report.stages))
     console.print()
@@ -126,13 +160,10 @@ def print_outcome(
     lines = [
         f"accuracy    {accuracy}" if accuracy else "",
         f"time        {report.seconds:.1f} s",
-        f"report      {directory / REPORT_MD}",
-        f"MLflow      {mlflow_hint(recipe)}",
-        f"Prefect     {prefect_hint(recipe, prefect_url)}",
+        f"report      {home / 'runs' / report.run / REPORT_MD}",
     ]
-    for line in lines:
-        if line:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in filter(None, lines):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def mlflow_hint(recipe: Recipe) -> str:

@@ -129,6 +129,7 @@ def build_report(
     Returns:
         The report.
     """
+    names = distinct_names([result.label for result in results])
     return Report(
         run=recipe.run_name,
         recipe=recipe.name,
@@ -137,7 +138,7 @@ def build_report(
         seconds=seconds,
         stages=[
             StageReport(
-                name=result.label,
+                name=name,
                 reused=result.reused,
                 seconds=_work_seconds(result),
                 digest=result.digest,
@@ -147,15 +148,31 @@ def build_report(
                 adopted=result.adopted,
                 rejected=rejected.get(result.label, ""),
             )
-            for result in results
+            for name, result in zip(names, results, strict=True)
         ],
         accuracy={
-            evaluated_name(result.label): result.metrics["accuracy"]
-            for result in results
+            evaluated_name(name): result.metrics["accuracy"]
+            for name, result in zip(names, results, strict=True)
             if result.label.startswith("evaluate") and "accuracy" in result.metrics
         },
         promoted=any(result.metrics.get("promoted", 0.0) > 0 for result in results),
     )
+
+
+def distinct_names(labels: Sequence[str]) -> list[str]:
+    """Labels, of which a flow of one's own may have several alike: `sft`, `sft_2`, `sft_3`.
+
+    Args:
+        labels: of stages, in order.
+
+    Returns:
+        A name for each; all differ.
+    """
+    names: list[str] = []
+    for label in labels:
+        numbered = (label, *(f"{label}_{number}" for number in range(2, len(labels) + 2)))
+        names.append(next(name for name in numbered if name not in names))
+    return names
 
 
 def _work_seconds(result: StageResult) -> float:

@@ -102,6 +102,7 @@ def read(source, results, pause_s: float = 0.0) -> None:
 def measure(source, results) -> None:
     """Bytes of all tensors of this process whenever a weight is handed out."""
     held = []
+    gc.freeze()  # what was imported holds no weights, and takes long to look through
     for _ in source.tensors():
         gc.collect()
         found = [thing for thing in gc.get_objects() if type(thing) is Tensor]

@@ -10,7 +10,13 @@ from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.report.measured import measured_tables
 from flows.report.plot_data import Curve, PlotData
 from flows.report.plots import draw_plots
-from flows.report.report import build_report, markdown, plot_data, write_report
+from flows.report.report import (
+    build_report,
+    distinct_names,
+    markdown,
+    plot_data,
+    write_report,
+)
 from flows.report.sources import source_table
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
@@ -245,3 +251,9 @@ def test_equal_data_is_drawn_into_equal_files(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         assert [path.name for path in draw_plots(data, tmp_path / name)] == ["reward.svg"]
     assert (tmp_path / "a/reward.svg").read_bytes() == (tmp_path / "b/reward.svg").read_bytes()
+
+
+def test_equal_stages_of_one_run_are_numbered() -> None:
+    labels = ["sft", "preference", "preference", "preference_2", "preference"]
+    names = ["sft", "preference", "preference_2", "preference_2_2", "preference_3"]
+    assert distinct_names(labels) == names

@@ -89,6 +89,7 @@ def test_a_woken_owner_ends_at_its_next_checkpoint(stage: Counting, saves: str) 
     assert stage.begun() == {0.0, 5.0}
 
 
+@pytest.mark.slow
 def test_what_a_woken_owner_published_all_the_same_is_not_continued(stage: Counting) -> None:
     """It asked before the stage was taken over, and published afterwards."""
     stage.hold(0, OWNER)

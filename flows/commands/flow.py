@@ -1,0 +1,28 @@
+"""`rlhf flow`: a pipeline in an order of one's own, from a Python file.
+
+In this process, and with the Prefect server that `rlhf run` would use.
+"""
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from flows.broken_modules import tell_broken_modules
+from flows.local.embedded_prefect import prefect_server, use_prefect
+from infra import env
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the flow and print what came out."""
+    home = env.home()
+    tell_broken_modules()
+    with prefect_server(home) as server:
+        use_prefect(home, server.api_url, quiet=not arguments.debug)
+        # Prefect reads those settings when it is imported: not before now.
+        own_flow: Any = importlib.import_module("flows.local.own_flow")
+        own_flow.run_own_flow(arguments.flow, arguments.overrides, home, Console(), server)
+    sys.stdout.flush()
+    return 0
