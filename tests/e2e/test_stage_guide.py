@@ -1,5 +1,6 @@
 """The guides to a stage and to a trainer, followed to the letter in a copy of the project."""
 
+import itertools
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tiny_pipeline import Home
+from tiny_pipeline import Home, settings
 
 from engines.config.stages.data import PreprocessStageConfig
 from flows.recipe.recipe import Recipe, load_recipe
@@ -24,21 +25,14 @@ GUIDES = ROOT / "docs" / "guides"
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 
 
-def insert(path: Path, below: str, text: str) -> None:
-    """Add lines below the one line that begins like this."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    (place,) = [number for number, line in enumerate(lines) if line.strip().startswith(below)]
-    lines[place + 1 : place + 1] = text.splitlines()
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def guide_text(guide: str) -> str:
+    return (GUIDES / guide).read_text(encoding="utf-8")
 
 
 def blocks_of(guide: str) -> list[str]:
     """The code of a guide, in its order."""
-    text = (GUIDES / guide).read_text()
-    return [
-        textwrap.dedent(block)
-        for block in re.findall(r"^ {3}```python\n(.*?)^ {3}```", text, re.M | re.S)
-    ]
+    found = re.findall(r"^ {3}```python\n(.*?)^ {3}```", guide_text(guide), re.M | re.S)
+    return [textwrap.dedent(block) for block in found]
 
 
 class Project:
@@ -52,21 +46,60 @@ class Project:
         self.environment = {**self.home.environment, "PYTHONPATH": str(self.path)}
         self.storage = open_storage(str(root / "store"))
 
-    def add_function(self, code: str, imports: str) -> None:
-        """A stage's function, and what it needs."""
-        stages = self.path / "tasks/stages.py"
-        with stages.open("a") as file:
-            file.write(f"\n\n{code}")
-        insert(stages, "from infra.store", imports)
+    def write(self, file: str, code: str) -> None:
+        """A file that is not there yet."""
+        path = self.path / file
+        assert not path.exists()
+        path.write_text(code, encoding="utf-8")
 
-    def said(self, command: list[str]) -> str:
-        """What a command of the copy prints that has to end well."""
-        ended = subprocess.run(
+    def add(self, file: str, code: str, above: str = "") -> None:
+        """Code above the one line that begins like this, or at the end, and its imports on top."""
+        path = self.path / file
+        lines, added = path.read_text(encoding="utf-8").splitlines(), code.splitlines()
+        imports = list(itertools.takewhile(lambda line: line.startswith("from "), added))
+        if above:
+            body = "\n".join(added[len(imports) :]).strip()
+            (place,) = [n for n, line in enumerate(lines) if line.strip().startswith(above)]
+            indent = lines[place][: -len(lines[place].lstrip())]
+            lines[place:place] = textwrap.indent(body, indent).splitlines()
+        else:
+            lines += added[len(imports) :]
+        first = next(
+            number
+            for number, line in enumerate(lines)
+            if line.startswith(("import ", "from ")) and "__future__" not in line
+        )
+        lines[first:first] = imports
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def in_guide(self, guide: str, *files: str) -> None:
+        """That the guide names each file, and each line that something goes above."""
+        text = " ".join(guide_text(guide).split())
+        assert [name for name in files if name and f"`{name}" not in text] == []
+
+    def ended(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """A command of the copy, however it ends."""
+        return subprocess.run(
             command,
             cwd=self.path, capture_output=True, text=True, env=self.environment, timeout=120,
         )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
+
+    def said(self, command: list[str]) -> str:
+        """What a command of the copy prints that has to end well."""
+        ended = self.ended(command)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
+
+    def planned(self, *overrides: str) -> list[str]:
+        """The stages that a plan tells."""
+        plan = self.said(self.home.command("plan", "--json", *settings(*overrides)))
+        return [stage["label"] for stage in json.loads(plan)["stages"]]
+
+    def refused(self, *overrides: str) -> str:
+        """The one line by which a plan refuses a recipe."""
+        ended = self.ended(self.home.command("plan", *settings(*overrides)))
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        return (ended.stdout + ended.stderr).strip()
 
     def run(self, stage: str, config: dict, **inputs: Artifact) -> CommitRecord:
         """What a stage's job committed."""
@@ -93,38 +126,99 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def test_a_stage_is_one_file_one_field_and_one_line(project: Project) -> None:
-    declaration, job, task, field, line = blocks_of("add-a-stage.md")
-    (project.path / "engines/config/stages/count.py").write_text(declaration)
-    (project.path / "engines/jobs/count.py").write_text(job)
-    imports = "from engines.config.stages.count import CountConfig, CountStageConfig"
-    project.add_function(task, imports)
-    recipe_file, flow = (project.path / f"flows/{f}.py" for f in ("recipe/recipe", "stage_order"))
-    insert(recipe_file, "data: DataConfig", textwrap.indent(field, " " * 4))
-    insert(flow, "data = preprocess(", textwrap.indent(line, " " * 4))
-    insert(flow, "from infra.errors", f"{imports}\nfrom tasks.stages import count")
-    insert(recipe_file, "from pathlib import Path", imports)
+def add_a_stage(project: Project) -> None:
+    """Every block of the guide, where it says."""
+    declaration, job, task, field, stage, line = blocks_of("add-a-stage.md")
+    for number, (file, code, above) in enumerate(
+        [
+            ("engines/config/stages/count.py", declaration, ""),
+            ("engines/jobs/count.py", job, ""),
+            ("tasks/stages.py", task, ""),
+            ("flows/recipe/recipe.py", field, "training: TrainingConfig"),
+            ("flows/recipe/stage_configs.py", stage, "if recipe.sft:"),
+            ("flows/stage_order.py", line, "if data is None or not recipe.trains:"),
+        ]
+    ):
+        project.in_guide("add-a-stage.md", file, above)
+        if number < 2:
+            project.write(file, code)
+        else:
+            project.add(file, code, above)
 
-    planned = json.loads(project.said(project.home.command("plan", "--json")))
-    labels = [stage["label"] for stage in planned["stages"]]
-    assert labels[:3] == ["preprocess", "count", "sft"]
+
+def add_a_trainer(project: Project) -> None:
+    """Every block of the guide, where it says."""
+    training_set, declaration, job, *rest = blocks_of("add-a-trainer.md")
+    task, stage, yielded, section, method, rows, lines = rest
+    for file, code in [
+        ("engines/trainers/supervised/unlikelihood.py", training_set),
+        ("engines/config/stages/unlikelihood.py", declaration),
+        ("engines/jobs/unlikelihood.py", job),
+    ]:
+        project.in_guide("add-a-trainer.md", file)
+        project.write(file, code)
+    for file, code, above in [
+        ("tasks/stages.py", task, ""),
+        ("flows/recipe/stage_configs.py", stage, ""),
+        ("flows/recipe/stage_configs.py", yielded, "if recipe.rl.num_rounds:"),
+        ("flows/recipe/recipe.py", section, "rl: RLConfig"),
+        ("flows/recipe/recipe.py", method, "rl_round_stage ="),
+        ("flows/recipe/validation.py", rows, "if plays and recipe.reward_model is None"),
+        ("flows/stage_order.py", lines, "reference = policy"),
+    ]:
+        project.in_guide("add-a-trainer.md", file, above)
+        project.add(file, code, above)
+
+
+def test_a_stage_is_one_file_one_field_and_one_line(project: Project) -> None:
+    add_a_stage(project)
+    assert project.planned()[:3] == ["preprocess", "count", "sft"]
+    assert "count.splits.0" in project.refused("count.splits=[nothing]")
+    recipe = f"load_recipe({str(project.home.recipe)!r})"
+    code = "from flows.recipe.recipe import load_recipe\n"
+    code += f"print([stage.label for stage in {recipe}.stages()][:3])"
+    checked = project.said([sys.executable, "-c", code])
+    assert checked.strip() == str(["preprocess", "count", "sft"])
+
     _, data = project.dataset()
     counted = project.run("count", {"count": {"splits": ["rl"]}}, dataset=data)
     assert counted.metrics == {"rl": 64.0}
     assert (project.storage.local_copy(counted.artifact) / "counts.json").exists()
 
 
-def test_a_trainer_is_a_training_set_a_declaration_and_a_job_of_a_page(project: Project) -> None:
-    training_set, declaration, job, task = blocks_of("add-a-trainer.md")
-    name = "unlikelihood.py"
-    (project.path / "engines/trainers/supervised" / name).write_text(training_set)
-    (project.path / "engines/config/stages" / name).write_text(declaration)
-    (project.path / "engines/jobs" / name).write_text(job)
-    project.add_function(
-        task, "from engines.config.stages.unlikelihood import UnlikelihoodStageConfig"
+def test_both_guides_together_leave_a_tree_that_keeps_its_rules(project: Project) -> None:
+    add_a_stage(project)
+    add_a_trainer(project)
+    rules = Path("tests/unit/test_tree_rules.py")
+    (project.path / rules).parent.mkdir(parents=True)
+    for file in (rules, Path("pyproject.toml")):
+        shutil.copy(ROOT / file, project.path / file)
+    project.said([sys.executable, "-m", "ruff", "check", "--fix", *PACKAGES])  # as `make format`
+    project.said(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", str(rules)]
     )
-    project.said([sys.executable, "-c", "from tasks.stages import unlikelihood"])
 
+
+def test_a_plan_refuses_what_a_trainer_could_not_train(project: Project) -> None:
+    add_a_trainer(project)
+    example = re.search(r"^```yaml\nunlikelihood: (.*)\n```", guide_text("add-a-trainer.md"), re.M)
+    assert example is not None
+    on, pairs = f"unlikelihood={example[1]}", "data.arithmetic.num_preference=32"
+    assert project.planned()[:3] == ["preprocess", "sft", "evaluate_sft"]
+    trained = ["unlikelihood", "evaluate_unlikelihood"]
+    assert project.planned(on, pairs)[3:5] == trained
+    assert project.planned(on, pairs, "sft=null")[1:3] == trained
+    two = "training.num_workers=2"
+    assert project.planned(on, pairs, two)[3:5] == trained
+    assert project.refused(on, pairs, two, "unlikelihood.batch_size_sequences=3").endswith(
+        "unlikelihood.batch_size_sequences: 3 is not a multiple of the 2 data-parallel ranks; "
+        "use 2 or 4"
+    )
+    assert "data.arithmetic.num_preference: got 0" in project.refused(on)
+
+
+def test_a_trainer_is_a_training_set_a_declaration_and_a_job_of_a_page(project: Project) -> None:
+    add_a_trainer(project)
     recipe, data = project.dataset("data.arithmetic.num_preference=32")
     config = recipe.sft_stage().model_dump(mode="json", exclude={"sft"})
     optimizer = {"lr": 1e-2, "schedule": "constant"}
