@@ -84,14 +84,16 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
     if env.RAY_ADDRESS.get():
         return
     if hardware.platform == "cpu":
-        num_places, what = default_num_cpus(), "CPUs"
+        num_places = default_num_cpus()
+        offer = f"Ray counts {num_places} CPUs here"  # more than there are on a small machine
     else:
-        num_places, what = _surveyed(hardware.platform, home).num_devices, hardware.device_kind
+        num_places = _surveyed(hardware.platform, home).num_devices
+        offer = f"this machine has {num_places} ({hardware.device_kind})"
     if num_places is not None and num_workers > num_places:
         raise ConfigError(
             "training.num_workers",
-            f"got {num_workers}; this machine has {num_places} ({what}), one for each; lower it, "
-            "or set RAY_ADDRESS to a cluster with more",
+            f"got {num_workers}; {offer}, one for each; lower it, or set RAY_ADDRESS to a cluster "
+            "with more",
         )
 
 

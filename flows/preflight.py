@@ -217,6 +217,8 @@ def look_of(recipe: Recipe) -> Look | None:
     reward, teacher = recipe.rl.reward, recipe.rl.distillation
     has_rounds = recipe.rl.num_rounds > 0
     has_critic = has_rounds and recipe.rl.critic is not None
+    self_play = recipe.preference.self_play if recipe.preference else None
+    samples = has_rounds or (self_play is not None and self_play.source == "best_worst")
     read = (recipe.model.path, recipe.against, teacher, *reward.models)
     is_made = all(each is None for each in read)
     suites = recipe.suites.values()
@@ -235,13 +237,15 @@ def look_of(recipe: Recipe) -> Look | None:
         training=recipe.training,
         averages=_averages(recipe),
         reward=None if own else recipe.rl.reward,
+        scoring=reward,
+        scored=("rl", "evaluation") if samples else ("evaluation",),
         reward_model=reward.model,
         # An evaluation has a rank of its own for it, whatever trained the policy.
         reward_training=recipe.training if has_rounds else TrainingConfig(),
         judge=reward.judge,
         teacher=teacher,
         rollout_engine=recipe.rollout.engine,
-        self_play=recipe.preference.self_play if recipe.preference else None,
+        self_play=self_play,
         has_critic=has_critic,
         trains_values=has_critic or recipe.reward_model is not None,
         answer_lengths={

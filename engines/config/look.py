@@ -27,6 +27,10 @@ class Look(StrictModel):
     """Some stage keeps a moving average of the weights that it trains."""
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
+    scoring: RewardConfig | None = None
+    """Judges the answers to the rows of `scored`, whoever wrote it; null asks nothing of them."""
+    scored: tuple[str, ...] = ("evaluation",)
+    """Splits whose rows are asked about."""
     reward_model: RewardModelConfig | None = None
     reward_training: TrainingConfig | None = None
     """Of the ranks that hold it; null asks nothing of them."""

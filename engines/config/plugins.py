@@ -51,12 +51,14 @@ class RewardRow(Row):
         reads: the field of `rl.reward` whose model said something of the answer that it reads.
         is_verdict: it says whether an answer is right, by the `acc` that it reports or a score of
             1 or more; what looks at the form of an answer does not.
+        compares: it compares answers with a ground truth; a sample without one is unscored.
     """
 
     in_process: bool = False
     memory_limit_bytes: int | None = None
     reads: Literal["model", "judge"] | None = None
     is_verdict: bool = True
+    compares: bool = False
 
     @property
     def counted(self) -> str:
@@ -94,10 +96,12 @@ class LayoutRow(Row):
     Attributes:
         recognised: `auto` may find it; it has columns of its own, and needs no option.
         images: its rows show images.
+        ground_truth: its RL rows have one.
     """
 
     recognised: bool = False
     images: bool = False
+    ground_truth: bool = True
 
 
 ROLLOUT_ENGINES = PluginTable(
@@ -166,6 +170,7 @@ REWARDS = PluginTable(
             target="engines.rewards.exact:compute_score",
             options="engines.rewards.options:ExactOptions",
             in_process=True,
+            compares=True,
         ),
         RewardRow(
             name="math",
@@ -173,6 +178,7 @@ REWARDS = PluginTable(
             options="engines.rewards.options:MathOptions",
             # A power tower in an answer must end in MemoryError, not take the machine down.
             memory_limit_bytes=4 * 2**30,
+            compares=True,
         ),
         RewardRow(
             name="format",
@@ -192,17 +198,20 @@ REWARDS = PluginTable(
             target="engines.rewards.answers.gsm8k:compute_score",
             options="engines.rewards.options:Gsm8kOptions",
             in_process=True,
+            compares=True,
         ),
         RewardRow(
             name="math_boxed",
             target="engines.rewards.answers.math_boxed:compute_score",
             in_process=True,
+            compares=True,
         ),
         RewardRow(
             name="math_dapo",
             target="engines.rewards.answers.math_dapo:compute_score",
             options="engines.rewards.options:MathDapoOptions",
             in_process=True,
+            compares=True,
         ),
         RewardRow(
             name="http",
@@ -261,18 +270,21 @@ PREPROCESSORS = PluginTable(
             target=f"{_LAYOUTS}.row_schema:Pairs",
             options=f"{_LAYOUTS}.row_schema:PairsOptions",
             recognised=True,
+            ground_truth=False,
         ),
         LayoutRow(
             name="hh_rlhf",
             target=f"{_LAYOUTS}.hh_rlhf:HHRLHF",
             options=f"{_LAYOUTS}.hh_rlhf:HHRLHFOptions",
             recognised=True,
+            ground_truth=False,
         ),
         LayoutRow(
             name="ultrafeedback",
             target=f"{_LAYOUTS}.ultrafeedback:UltraFeedback",
             options=f"{_LAYOUTS}.ultrafeedback:UltraFeedbackOptions",
             recognised=True,
+            ground_truth=False,
         ),
         LayoutRow(
             name="columns",
@@ -394,6 +406,18 @@ def layouts_with_images() -> frozenset[str]:
     """Names of the layouts whose rows show images."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return frozenset(row.name for row in rows if row.images)
+
+
+def layouts_without_truth() -> frozenset[str]:
+    """Names of the layouts whose RL rows have no ground truth."""
+    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
+    return frozenset(row.name for row in rows if not row.ground_truth)
+
+
+def comparing_rewards() -> frozenset[str]:
+    """Names of the rewards that compare answers with a ground truth."""
+    rows = (*REWARDS.rows, *REWARDS.outside())
+    return frozenset(row.name for row in rows if row.compares)
 
 
 def structured_output_engines() -> list[str]:

@@ -191,8 +191,10 @@ def _check_data(recipe: Recipe) -> None:
         if not needed or (data.arithmetic and name == "evaluation"):
             continue
         if data.arithmetic is None and not getattr(data, name):
+            or_none = ", or set sft: null" if name == "sft" and plays != "spin" else ""
             raise ConfigError(
-                f"data.{name}", "missing; the recipe has a stage that reads it; add a source"
+                f"data.{name}",
+                f"missing; the recipe has a stage that reads it; add a source{or_none}",
             )
         if data.arithmetic and not getattr(data.arithmetic, f"num_{name}"):
             raise ConfigError(

@@ -19,6 +19,7 @@ from engines.config.data import DataConfig, SourceConfig
 from engines.config.options import check_preprocessors
 from engines.config.plugins import recognised_layouts
 from engines.rewards.base import SampledTokens, ScoreRequest
+from flows.recipe.recipe import load_recipe
 from infra import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,8 +122,12 @@ def test_the_guide_to_a_data_set(tmp_path: Path) -> None:
         assert [each.role for each in row.messages] == ["user", "assistant", "tool", "assistant"]
         assert row.messages[0].tools
         assert row.messages[1].tool_calls
-    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for block in blocks:
         check_preprocessors(DataConfig.model_validate(yaml.safe_load(block)["data"]))
+    (whole,) = [block for block in blocks if "model" in yaml.safe_load(block)]
+    (tmp_path / "images.yaml").write_text(whole)
+    load_recipe(str(tmp_path / "images.yaml"))
 
 
 def test_the_guide_to_a_reward(tmp_path: Path) -> None:

@@ -109,6 +109,11 @@ def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "data.evaluation: missing; the recipe has a stage that reads it; add a source"
     )
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(recipe), ["data.sft=[]"])
+    assert str(caught.value) == (
+        "data.sft: missing; the recipe has a stage that reads it; add a source, or set sft: null"
+    )
 
 
 def look_at(model: Path) -> None:

@@ -175,7 +175,7 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError) as refused:
         check_devices(7, cpu, tmp_path)
     assert str(refused.value) == (
-        "training.num_workers: got 7; this machine has 6 (CPUs), one for each; lower it, or set "
+        "training.num_workers: got 7; Ray counts 6 CPUs here, one for each; lower it, or set "
         "RAY_ADDRESS to a cluster with more"
     )
     surveyed = FoundPlatform(

@@ -32,6 +32,8 @@ from infra.errors import ConfigError
 
 LOOK_ROWS = 100
 """Rows of a file that say what it holds."""
+_QUESTIONS = ("question", "problem", "query", "instruction")
+"""What people call the column `prompt`."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,16 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
     raise ConfigError(
         f"{path}.format",
         f"{found}{tried}; need those of one layout: {', '.join(known)}; or name a format, with "
-        "its options",
+        f"its options{_example(present, kind)}",
     )
+
+
+def _example(present: Sequence[str], kind: RowKind[Any]) -> str:
+    """How a column of questions is named, where `columns` lacks nothing else; or nothing."""
+    asked = [name for name in _QUESTIONS if name in present]
+    if kind is PREFERENCE_ROWS or "answer" not in present or not asked:
+        return ""
+    return f", as {{format: columns, options: {{prompt_column: {asked[0]}}}}}"
 
 
 def _first_rows(

@@ -25,8 +25,14 @@ from engines.jobs.preflight.other_models import (
     look_at_reward_model,
     look_at_teacher,
 )
-from engines.jobs.preflight.reward import look_at_reward
-from engines.jobs.preflight.rows import first_row, first_rows, look_at_prompt, show_images
+from engines.jobs.preflight.reward import look_at_reward, look_at_truths
+from engines.jobs.preflight.rows import (
+    first_row,
+    first_rows,
+    look_at_prompt,
+    show_images,
+    without_truth,
+)
 from infra.errors import ConfigError
 from infra.section_names import renamed_sections
 
@@ -67,7 +73,7 @@ def look(at: Look) -> Look:
 def look_at_rows(
     at: Look, data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None
 ) -> RLRow | None:
-    """Check the first rows of a recipe or a suite, and that everyone sees the images they show.
+    """Check the first rows of a recipe or a suite, who sees their images, and their ground truth.
 
     Args:
         at: what the recipe names.
@@ -83,6 +89,8 @@ def look_at_rows(
     """
     rows = first_rows(data, section, tokenizer)
     look_at_images(at, show_images(data, rows, section))
+    if at.scoring is not None:
+        look_at_truths(at.scoring, without_truth(data, rows, section, at.scored))
     return first_row(data, rows)
 
 
@@ -105,12 +113,14 @@ def look_at_suites(
     for name, suite in at.suites.items():
         if suite.data is None:
             continue
-        sections, judged = suite_sections(name), at
-        if suite.reward is not None:  # of its own: one of functions, whoever judges
-            judged = at.model_copy(update={"reward_model": None, "judge": None})
-        of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
-        if suite.reward is not None:
-            with renamed_sections(sections):
+        sections = suite_sections(name)
+        if suite.reward is None:
+            of_suite = look_at_rows(at, suite.data, sections["data"], tokenizer)
+        else:  # of its own: one of functions, whoever judges
+            own = {"reward_model": None, "judge": None, "scoring": suite.reward}
+            judged = at.model_copy(update=own)
+            with renamed_sections({"rl.reward": sections["rl.reward"]}):
+                of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
                 look_at_reward(suite.reward, of_suite)
         row = row or of_suite
     return row

@@ -1,11 +1,14 @@
-"""A reward of the user's, called once before anything trains."""
+"""A reward before anything trains: one of the user's is called once, a rule has what it reads."""
 
 import json
+from collections.abc import Mapping
 
 from engines.config.algorithm import RewardConfig
+from engines.config.plugins import comparing_rewards
 from engines.data.read.rows import RLRow
 from engines.errors import RewardError
 from engines.rewards.base import SampledTokens, ScoreRequest, Unscored
+from engines.rewards.mixture import OTHERS
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError
 
@@ -35,6 +38,34 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
             f"{row.data_source!r}, its ground truth as the answer); need compute_score("
             "data_source, solution_str, ground_truth, extra_info=None) -> a number; repair it",
         )
+
+
+def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) -> None:
+    """Refuse a rule that compares answers with a ground truth which rows do not have.
+
+    Args:
+        reward: that judges answers to the rows.
+        without: by the place of a source without one, its first row; None: nobody read one, and
+            where there are routes, nobody knows which one it has.
+
+    Raises:
+        ConfigError: names the function.
+    """
+    for source, row in without.items():
+        asked = tuple(reward.components)
+        if reward.routes:
+            others = reward.routes.get(OTHERS, ())
+            asked = reward.routes.get(row.data_source, others) if row else ()
+        for path, part in reward.parts.items():
+            if reward.components and path.rpartition(".")[2] not in asked:
+                continue
+            if part.function in comparing_rewards():
+                raise ConfigError(
+                    f"{path}.function",
+                    f"got {part.function}, which compares answers with a ground truth; {source} "
+                    "has rows without one; need rows with one, or a model that judges "
+                    "(rl.reward.function model or judge); choose one",
+                )
 
 
 def perfect_answer(row: RLRow | None) -> ScoreRequest:

@@ -3,11 +3,11 @@
 Promises: no file is read beyond its first hundred rows; of a source on the hub nothing is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engines.config.base import local_path
 from engines.config.data import DataConfig
-from engines.config.plugins import layouts_with_images
+from engines.config.plugins import layouts_with_images, layouts_without_truth
 from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
 from engines.data.read.chat import render_conversations, render_prompts
@@ -83,6 +83,30 @@ def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> li
             if source.format in known:
                 shown.append(f"{section}.{split}.{place}")
     return list(dict.fromkeys(shown))
+
+
+def without_truth(
+    data: DataConfig, rows: Mapping[str, RLRow], section: str, splits: Sequence[str]
+) -> dict[str, RLRow | None]:
+    """Which sources have no ground truth.
+
+    Args:
+        data: of a recipe or a suite.
+        rows: of `first_rows`.
+        section: of the data, for errors.
+        splits: those that are looked at.
+
+    Returns:
+        By the place of each whose first row or layout says so, that row; None where the hub has it.
+    """
+    known = layouts_without_truth()
+    found: dict[str, RLRow | None] = {}
+    for split in splits:
+        for place, source in enumerate(getattr(data, split)):
+            row = rows.get(path := f"{section}.{split}.{place}")
+            if row.reward_model.ground_truth is None if row else source.format in known:
+                found[path] = row
+    return found
 
 
 def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:

@@ -58,8 +58,8 @@ class ShareGPTOptions(StrictModel):
     data_source: str = "sharegpt"
     parse_calls: bool = False
     """Read `<tool_call>` in answers as calls and `<tool_response>` as what a tool returned, and
-    leave out a system message with `<tools>`: the chat template writes them in the model's own way.
-    Off, they are text."""
+    leave out a system message with `<tools>`, which the column `tools` has to hold then: the chat
+    template writes them in the model's own way. Off, they are text."""
 
 
 class ShareGPT(Preprocessor[ShareGPTOptions]):
@@ -82,7 +82,13 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
         if self.options.parse_calls:
             messages = _with_calls(messages[1:] if tells else messages)
         if self.options.parse_calls or not tells:
-            messages = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
+            tools = parse_tools(columns.get("tools"), "tools")
+            if tells and not tools:
+                raise RowError(
+                    "tools is empty; need the tools that the system message tells in <tools>, "
+                    "which parse_calls leaves out"
+                )
+            messages = with_tools(messages, tools)
         return SFTRow(messages, self.options.data_source)
 
 

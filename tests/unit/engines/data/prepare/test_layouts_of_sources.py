@@ -140,6 +140,16 @@ def test_the_right_columns_with_other_values(tmp_path: Path) -> None:
         "data.rl.0.format: got auto; columns of t.csv: question, answer; gsm8k cannot read t.csv:2 "
         "(answer does not end with '#### ' and a number); need those of one layout: rows (prompt, "
     )
+    assert error_of(source, "rl").endswith(
+        "; or name a format, with its options, as {format: columns, options: {prompt_column: "
+        "question}}"
+    )
+    named = source.model_copy(
+        update={"format": "columns", "options": {"prompt_column": "question"}}
+    )
+    assert load(named, "rl").rows[0].reward_model.ground_truth == "a"
+    source = write(tmp_path / "t.csv", "id,problem,answer", "1,q,a")
+    assert error_of(source, "sft").endswith("{prompt_column: problem}}")
 
 
 def test_two_layouts_at_once(tmp_path: Path) -> None:

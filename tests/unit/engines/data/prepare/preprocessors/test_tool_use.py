@@ -157,6 +157,16 @@ def test_hermes_stays_text_where_nobody_asks(tmp_path: Path) -> None:
     assert all(message.is_plain for message in read.messages)
 
 
+@pytest.mark.parametrize("tools", [None, "", "[]"])
+def test_tools_that_stand_in_the_text_alone_are_not_lost(tmp_path: Path, tools: str | None) -> None:
+    """Who reads calls leaves out that text, so a column has to offer what is called."""
+    path = write(tmp_path / "t.jsonl", {**HERMES, "tools": tools})
+    with pytest.raises(ConfigError, match="t.jsonl:1: tools is empty; need the tools that the sys"):
+        rows_of(path, "sharegpt", parse_calls=True)
+    (read,) = rows_of(path, "sharegpt")
+    assert "<tools>" in read.messages[0].content
+
+
 def test_several_calls_and_responses_of_hermes(tmp_path: Path) -> None:
     one, two = '{"name": "a", "arguments": {"s": "it\'s"}}', "{'name': 'b', 'arguments': {}}"
     said = f"Both.\n<tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call>"
