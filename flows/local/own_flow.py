@@ -28,7 +28,7 @@ def run_own_flow(
 
     Args:
         entrypoint: a Python file, or `FILE:FLOW`.
-        overrides: what the flow is called with.
+        overrides: what the flow is called with; with none it is called without arguments.
         home: of the run.
         console: where the run is shown.
         prefect: the server that keeps the history.
@@ -38,7 +38,7 @@ def run_own_flow(
     """
     own = load_own_flow(entrypoint)
     with watched(LazyCluster(home), console, prefect):
-        report = own(list(overrides))
+        report = own(list(overrides)) if overrides else own()
     if isinstance(report, Report):
         print_report(report, home, console)
 
