@@ -69,6 +69,15 @@ def test_a_file_of_ones_own_chains_the_stages(flow_file: Path, tmp_path: Path) -
     assert {"preference", "preference_2"} <= told.seconds.keys()
 
 
+@pytest.mark.slow
+def test_a_flow_without_parameters_is_called_without_any(tmp_path: Path) -> None:
+    file = tmp_path / "alone.py"
+    file.write_text("from prefect import flow\n\n@flow\ndef alone():\n    print('called')\n")
+    ended = rlhf_flow(Home(tmp_path / "home"), file)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "called\n"
+
+
 def test_a_deployment_of_the_file_has_no_parameter_that_is_needed(flow_file: Path) -> None:
     flow = load_own_flow(f"{flow_file}:twice")
     assert not flow.parameters.required
