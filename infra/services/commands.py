@@ -61,6 +61,7 @@ def mlflow_server(home: Path, port: int) -> ServerCommand:
     return ServerCommand(
         name="mlflow",
         argv=(
+            *(sys.executable, "-m", "infra.tracking.mlflow_database", str(home / "mlflow.db")),
             *(sys.executable, "-m", "mlflow", "server", "--workers", "1"),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"),

@@ -1,9 +1,9 @@
 """MLflow as the tracker: runs of one experiment, with their lineage.
 
-Promises: MLflow is imported at the first call (two seconds of CPU); one process at a time makes
-or migrates the tables of an embedded database, and creates runs in it; a metric carries its
-journal time, and MLflow keeps one row per (name, step, time, value), so a row that is sent twice
-is there once.
+Promises: MLflow is imported at the first call (two seconds of CPU); an embedded database is whole
+or is not there (`infra.tracking.mlflow_database`), and one process at a time creates runs in it; a
+metric carries its journal time, and MLflow keeps one row per (name, step, time, value), so a row
+that is sent twice is there once.
 Does not promise: one run per key when two machines create it through a server in the same
 instant; the older one is then the run, for everybody.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra import env
-from infra.host.records import file_lock
 from infra.redact import redact
+from infra.tracking.mlflow_database import database_lock, ensure_whole
 from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
@@ -42,7 +42,6 @@ POSITION_TAG = TAG + "journal_position"
 DESCRIBED_TAG = TAG + "described"
 """On a run whose settings and inputs are all there."""
 SQLITE = "sqlite:///"
-SCHEMA_DEADLINE_S = 120.0
 METRICS_PER_CALL = 500
 """Ten times fewer rows per second arrive in calls of 20 than in calls of hundreds."""
 PARAMS_PER_CALL = 100
@@ -187,10 +186,8 @@ class MlflowTracker:
 
     def _writing(self) -> Any:
         """Alone among the processes of this machine that write one embedded database."""
-        if self._database is None:
-            return nullcontext()
-        lock = self._database.with_name(f"{self._database.name}.lock")
-        return file_lock(lock, SCHEMA_DEADLINE_S)
+        _ = self._client  # holds the same lock while it is made
+        return nullcontext() if self._database is None else database_lock(self._database)
 
     @cached_property
     def _client(self) -> "MlflowClient":
@@ -208,9 +205,11 @@ class MlflowTracker:
         # What fails is said in one line by whoever called; these print tracebacks of SQL.
         for name in ("mlflow", "alembic", "urllib3"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-        # The first query creates or migrates the tables of an embedded database.
-        client.search_experiments(max_results=1)
+        with database_lock(self._database) if self._database else nullcontext():
+            if self._database:
+                ensure_whole(self._database)
+            client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            client.search_experiments(max_results=1)  # makes the default experiment, once
         return client
 
     @cached_property

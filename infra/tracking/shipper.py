@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from infra.errors import JournalError
+from infra.errors import JournalError, PipelineError
 from infra.host.processes import num_bytes_read
 from infra.redact import redact
 from infra.tracking.history import StageHistory
@@ -312,7 +312,9 @@ class Shipper:
 
     def _words(self, what: str, error: Exception) -> tuple[str, str, str]:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        return redact(self._tracker.address), what, redact(said)[:MAX_REASON_CHARS]
+        # What we say ourselves ends with what to do.
+        num_chars = None if isinstance(error, PipelineError) else MAX_REASON_CHARS
+        return redact(self._tracker.address), what, redact(said)[:num_chars]
 
     def _adopt(self) -> None:
         """Take up what processes that died and failed contacts left."""
