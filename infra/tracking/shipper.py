@@ -23,8 +23,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger, RunEntry
 from infra.tracking.promotion import PROMOTION
-from infra.tracking.registration import register
-from infra.tracking.shown_stage import show_stage
+from infra.tracking.shown_stage import register, show_stage
 from infra.tracking.tracker import (
     MetricPoint,
     RunState,

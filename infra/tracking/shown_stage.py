@@ -1,7 +1,10 @@
-"""What a stage made and wrote, told a tracker for whoever looks at the run.
+"""What a stage that ended made, wrote and decided, told a tracker.
 
-Promises: a tracker that refuses one of these is told everything else, and the user is told once; of
-samples it gets a bounded number; a store that has an output no longer costs its manifest alone.
+Promises: a tracker that refuses to show something is told everything else, and the user is told
+once; of samples it gets a bounded number; a store that has an output no longer costs its manifest
+alone. A committed promotion is what registers a model, whichever process sees it first; the alias
+moves only from the incumbent that the model was compared with, if there is one: a decision that is
+told late takes nothing from a later champion.
 Does not promise: samples of a stage that still runs. `rlhf show` has them.
 """
 
@@ -15,8 +18,14 @@ from infra.redact import redact
 from infra.store.artifacts import Manifest
 from infra.tracking.history import StageHistory
 from infra.tracking.ledger import RunEntry
+from infra.tracking.promotion import CHALLENGER, INCUMBENT, Decision
 from infra.tracking.samples import read_samples, within
-from infra.tracking.tracker import TrackedOutput, Tracker, TrackerRefusedError
+from infra.tracking.tracker import (
+    ModelCandidate,
+    TrackedOutput,
+    Tracker,
+    TrackerRefusedError,
+)
 
 MAX_SAMPLES = 128
 """Of a stage; a step that kept more shows so many."""
@@ -47,6 +56,47 @@ def show_stage(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id:
         times_ms = {each.step: each.time_ms for each in records if each.step is not None}
         samples = partial(tracker.log_samples, run_id, steps, times_ms)
         _try(f"show the samples of {entry.name}", samples)
+
+
+def register(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id: str) -> None:
+    """Register the model that a committed promotion decided about, if it gets an alias.
+
+    Args:
+        tracker: is told.
+        history: of the stages.
+        entry: of the promotion.
+        run_id: of the promotion on the tracker.
+
+    Raises:
+        ArtifactError: the decision or the model cannot be read.
+    """
+    if entry.output is None or "model" not in entry.inputs:
+        return
+    decision = Decision.read(history.storage.local_copy(entry.output))
+    alias, model = decision.given_alias, entry.inputs["model"]
+    if not alias:
+        return
+    bearer = tracker.incumbent(decision.model_name, decision.alias)
+    if bearer is not None and bearer.artifact.digest == model.digest:
+        return
+    beaten = decision.comparison.incumbent_digest if decision.comparison else None
+    if decision.promoted and bearer is not None and bearer.artifact.digest != beaten:
+        alias = CHALLENGER
+        _log.warning(
+            "promote: version %s of %s became %s meanwhile; this model is registered as %s: "
+            "run the recipe again to compare it with that one",
+            *(bearer.version, decision.model_name, decision.alias, alias),
+        )
+    candidate = ModelCandidate(
+        name=decision.model_name,
+        alias=alias,
+        artifact=model,
+        directory=history.storage.local_copy(model),
+        run_id=run_id,
+        metrics=entry.metrics,
+        beat=entry.inputs.get(INCUMBENT) if alias == decision.alias else None,
+    )
+    tracker.register(candidate)
 
 
 def _try(what: str, tell: Callable[[], None]) -> None:
