@@ -35,7 +35,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -70,6 +70,9 @@ faults: $(STAMP)  ## faults on purpose: figures of the fault matrix, a verdict a
 
 faults-long: $(STAMP)  ## the same with 200 more random kills, 100 cancels and 200 races; hours
 	NUM_CANCELS=100 RACE_ROUNDS=200 $(MAKE) faults FAULTS=
+
+test-first-minute: $(STAMP)  ## forty ends of a home's first minute, each followed by the same command
+	$(BIN)/python -m pytest tests/faults/test_first_minute.py $(ARGS)
 
 test-nightly: $(STAMP)  ## what a night has time for: 200 random kills
 	$(BIN)/python -m pytest --ignore tests/contracts -m nightly $(ARGS)

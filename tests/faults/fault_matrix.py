@@ -122,6 +122,12 @@ ROWS = {
         "an object store that answers 412, 409, 500, cuts connections, lists what was before",
         "nothing half is visible; what is asked again is done once",
     ),
+    29: Row(
+        "a home's first command is refused, told to end or killed, or its machine stops, while "
+        "MLflow and Prefect make their tables",
+        "the same command completes; MLflow holds every stage, Prefect the run; a database of "
+        "MLflow that cannot be migrated is set aside, and refused if other programs wrote to it",
+    ),
 }
 """Number 15, programs that a model wrote, needs a sandbox, which the project does not have."""
 

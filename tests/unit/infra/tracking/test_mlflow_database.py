@@ -125,7 +125,7 @@ def tell_again(home: Path) -> None:
     ],
     ids=["two", "ten"],
 )
-def test_one_that_was_killed_while_it_was_made_is_made_by_the_next(
+def test_fault_row_29_one_that_was_killed_while_it_was_made_is_made_by_the_next(
     tmp_path: Path, killed_at: tuple[int, ...]
 ) -> None:
     found = ends(tmp_path, *killed_at, 0)
@@ -135,7 +135,7 @@ def test_one_that_was_killed_while_it_was_made_is_made_by_the_next(
 
 
 @pytest.mark.slow
-def test_a_migration_that_was_killed_leaves_what_was_there(tmp_path: Path) -> None:
+def test_fault_row_29_a_migration_that_was_killed_leaves_what_was_there(tmp_path: Path) -> None:
     assert ends(tmp_path, 0) == [0]
     engine = create_sqlalchemy_engine_with_retry(f"sqlite:///{tmp_path}/mlflow.db")
     engine.dispose()
@@ -156,7 +156,7 @@ def test_a_migration_that_was_killed_leaves_what_was_there(tmp_path: Path) -> No
     assert run_names(tmp_path / "mlflow.db") == ["run"]
 
 
-def test_one_that_holds_runs_of_others_is_refused_and_left(
+def test_fault_row_29_one_that_holds_runs_of_others_is_refused_and_left(
     told_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = told_home / "mlflow.db"
@@ -173,7 +173,7 @@ def test_one_that_holds_runs_of_others_is_refused_and_left(
     assert "rename it" in line
 
 
-def test_one_that_cannot_be_migrated_is_made_anew_and_told_everything(
+def test_fault_row_29_one_that_cannot_be_migrated_is_made_anew_and_told_everything(
     told_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = spoil(told_home / "mlflow.db", OLDER)
