@@ -36,12 +36,12 @@ FILES = (
     *("tracking/*/origin", "mlflow-artifacts/*"),
 )
 REFUSED = {
-    "another Ray": ({"RAY_ADDRESS": "ray://127.0.0.1:10001"}, []),
-    "no Prefect": ({"PREFECT_API_URL": "http://127.0.0.1:9/api"}, []),
-    "a key": ({}, settings("sft.nope=1")),
-    "a model": ({}, settings("model.path=/nowhere")),
+    "another Ray": ({"RAY_ADDRESS": "ray://127.0.0.1:10001"},),
+    "no Prefect": ({"PREFECT_API_URL": "http://127.0.0.1:9/api"},),
+    "a key": ({}, "sft.nope=1"),
+    "a model": ({}, "model.init=pretrained", "model.path=/nowhere"),
 }
-"""Environment and settings with which the first command is refused."""
+"""Environment and values of the recipe with which the first command is refused."""
 SIGNALLED = [
     (number, at) for number in (signal.SIGTERM, signal.SIGINT) for at in (1, 300_000, 900_000)
 ]
@@ -101,7 +101,7 @@ def prefect_has(at: int) -> Seen:
     return lambda home: num_bytes(home, "prefect/prefect.db*") >= at
 
 
-def first_command(home: Home, store: Path, seen: Seen, end: End) -> None:
+def first_command(home: Home, store: Path, seen: Seen, end: End, *overrides: str) -> None:
     """Begin the run and end it at a place; one that was faster has ended by itself."""
     out = home.path.with_name("first")
     with out.open("wb") as file:
@@ -111,8 +111,8 @@ def first_command(home: Home, store: Path, seen: Seen, end: End) -> None:
     run.wait(DEADLINE_S)
 
 
-def command(home: Home, store: Path) -> list[str]:
-    return home.command("run", *settings(f"location.store={store}"))
+def command(home: Home, store: Path, *overrides: str) -> list[str]:
+    return home.command("run", *settings(f"location.store={store}", *overrides))
 
 
 def kill_run(_: Home, run: Run) -> None:
@@ -127,7 +127,7 @@ def kill_all(home: Home, run: Run) -> None:
             process.kill()
 
 
-def completes(home: Home, store: Path) -> None:
+def completes(home: Home, store: Path, *overrides: str) -> None:
     """The same command again: MLflow holds every stage, and Prefect the run."""
     ended = subprocess.run(
         command(home, store),
@@ -152,7 +152,9 @@ def completes(home: Home, store: Path) -> None:
 
 
 @pytest.mark.parametrize("at", one_slow(MLFLOW_BYTES, 3))
-def test_fault_row_29_a_run_killed_while_mlflow_makes_its_tables(home: Home, store: Path, at: int) -> None:
+def test_fault_row_29_a_run_killed_while_mlflow_makes_its_tables(
+    home: Home, store: Path, at: int
+) -> None:
     first_command(home, store, mlflow_has(at), kill_run)
     completes(home, store)
 
@@ -165,29 +167,29 @@ def test_fault_row_29_a_machine_that_stops_while_prefect_makes_its_tables(
     completes(home, store)
 
 
-@pytest.mark.parametrize("pattern", one_slow(FILES, -1))
+@pytest.mark.parametrize("pattern", FILES)
 def test_fault_row_29_a_machine_that_stops_when_a_file_is_there(
-    home: Home, tmp_path: Path, pattern: str
+    home: Home, store: Path, pattern: str
 ) -> None:
-    """With a store of its own, so that Ray starts and stages run."""
-    store = tmp_path / "store"
-    first_command(home, store, lambda home: any(home.path.glob(pattern)), kill_all)
-    completes(home, store)
+    """With a last stage of its own, for which Ray starts."""
+    last = f"promote.min_value={-1 - FILES.index(pattern)}"
+    first_command(home, store, lambda home: any(home.path.glob(pattern)), kill_all, last)
+    completes(home, store, last)
 
 
-@pytest.mark.parametrize("by", one_slow(REFUSED, -1))
-def test_fault_row_29_a_run_that_is_refused(home: Home, tmp_path: Path, by: str) -> None:
-    """With a store of its own: a run that reuses everything asks no Ray."""
-    store, (environment, arguments) = tmp_path / "store", REFUSED[by]
+@pytest.mark.parametrize("by", REFUSED)
+def test_fault_row_29_a_run_that_is_refused(home: Home, store: Path, by: str) -> None:
+    environment, *overrides = REFUSED[by]
+    last = f"promote.min_value={-101 - list(REFUSED).index(by)}"
     refused = subprocess.run(
-        [*command(home, store), *arguments],
+        command(home, store, last, *overrides),
         capture_output=True,
         text=True,
         env=home.environment | environment,
         timeout=DEADLINE_S,
     )
     assert refused.returncode != 0, refused.stdout
-    completes(home, store)
+    completes(home, store, last)
 
 
 @pytest.mark.parametrize(("number", "at"), SIGNALLED)
