@@ -1,5 +1,6 @@
 """What every test may count on, wherever the tests are started from."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,12 @@ def pytest_configure() -> None:
     """Let SIGINT reach what tests start: a shell's background job, and its children, ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """More than cores: a third of their time tests wait, for processes that they start."""
+    num_cores = len(os.sched_getaffinity(0))
+    return num_cores + max(1, num_cores // 8)
 
 
 @pytest.fixture(scope="module", autouse=True)

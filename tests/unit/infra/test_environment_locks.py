@@ -48,20 +48,21 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(distribution): version for distribution, version in found}
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_jobs_import_nothing_that_their_environment_has_not(name: str) -> None:
-    absent = pins(CORE).keys() - pins(name).keys()
+def test_jobs_import_nothing_that_their_environment_has_not() -> None:
+    """Without whatever some environment lacks: what is imported there is imported in each."""
+    core = pins(CORE).keys()
+    absent = set[str]().union(*(core - pins(name).keys() for name in ENVIRONMENTS))
     packages = [
         package
         for package, distributions in packages_distributions().items()
         if absent.issuperset(map(canonicalize_name, distributions))
     ]
-    assert "mlflow" in packages
+    assert {"mlflow", "prefect", "megatron"} <= {*packages}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_WITHOUT, ",".join(packages), ",".join(JOBS)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
