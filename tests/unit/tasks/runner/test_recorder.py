@@ -103,13 +103,15 @@ class InterruptedTracker(JsonLinesTracker):
 
     def __init__(self, settings: TrackerSettings) -> None:
         super().__init__(settings)
+        self.is_interrupted = False
         self.closings = [threading.Event(), threading.Event()]
         """That of the end, and the one in haste."""
 
     def set_state(
         self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
     ) -> None:
-        if not self.closings[1].is_set():
+        if not self.is_interrupted:
+            self.is_interrupted = True
             assert self.closings[0].wait(60)
             os.kill(os.getpid(), signal.SIGINT)
             assert self.closings[1].wait(60)
