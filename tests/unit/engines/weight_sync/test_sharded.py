@@ -25,6 +25,8 @@ from engines.weight_sync.wire import source_from_json, source_to_json
 from infra.errors import DeadlineError
 
 HOST, NUM_RANKS, BUCKET_BYTES, NUM_SMALL = "127.0.0.1", 2, 6144, 60
+HANG_S = 120.0
+"""Until what is waited for must have come; the transfer itself would wait far longer."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["engines.weight_sync.sharded"])
 
@@ -65,7 +67,7 @@ def shards(rank: int, damage: str = "") -> Iterator[WeightShard]:
 def send(transport: ShardedTransport, results, rank: int, place: Path, damage: str) -> None:
     store = dist.FileStore(str(place), NUM_RANKS)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20)
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
     )
     if damage == "bit" and rank == 1:
         spoil_what_is_sent()
@@ -123,7 +125,7 @@ def transfer(tmp_path: Path):
 
     def run(damage: str = "", readers: tuple[Callable, ...] = (read, read), expected: int = 4):
         transport = ShardedTransport.open(
-            "bfloat16", {"rows"}, 10.0, HOST, [1] * len(readers), num_senders=NUM_RANKS,
+            "bfloat16", {"rows"}, 600.0, HOST, [1] * len(readers), num_senders=NUM_RANKS,
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
         results = PROCESSES.Queue()
@@ -139,7 +141,8 @@ def transfer(tmp_path: Path):
             process.start()
             started.append(process)
         return {
-            (kind, n): what for kind, n, what in (results.get(timeout=60) for _ in range(expected))
+            (kind, n): what
+            for kind, n, what in (results.get(timeout=HANG_S) for _ in range(expected))
         }
 
     yield run
@@ -175,11 +178,9 @@ def test_copies_that_differ_between_ranks_are_found(transfer) -> None:
 
 
 def test_a_reader_that_is_killed_ends_every_rank(transfer) -> None:
-    start = time.monotonic()
     found = transfer(readers=(read, kill_oneself), expected=3)
     assert found["reader", 0].startswith("WeightSyncError: ")
     assert all(found["rank", rank].startswith("ReceiverGoneError: ") for rank in range(2))
-    assert time.monotonic() - start < 40
 
 
 @pytest.mark.slow
