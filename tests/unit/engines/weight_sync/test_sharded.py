@@ -123,9 +123,14 @@ def kill_oneself(source, results) -> None:
 def transfer(tmp_path: Path):
     started = []
 
-    def run(damage: str = "", readers: tuple[Callable, ...] = (read, read), expected: int = 4):
+    def run(
+        damage: str = "",
+        readers: tuple[Callable, ...] = (read, read),
+        expected: int = 4,
+        timeout_s: float = 600.0,
+    ):
         transport = ShardedTransport.open(
-            "bfloat16", {"rows"}, 600.0, HOST, [1] * len(readers), num_senders=NUM_RANKS,
+            "bfloat16", {"rows"}, timeout_s, HOST, [1] * len(readers), num_senders=NUM_RANKS,
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
         results = PROCESSES.Queue()
@@ -140,10 +145,8 @@ def transfer(tmp_path: Path):
             process = PROCESSES.Process(target=target, args=arguments, daemon=True)
             process.start()
             started.append(process)
-        return {
-            (kind, n): what
-            for kind, n, what in (results.get(timeout=HANG_S) for _ in range(expected))
-        }
+        ends = [results.get(timeout=HANG_S) for _ in range(expected)]
+        return {(kind, n): what for kind, n, what in ends}
 
     yield run
     for process in started:
@@ -185,7 +188,7 @@ def test_a_reader_that_is_killed_ends_every_rank(transfer) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_readers(transfer) -> None:
-    found = transfer("killed", expected=2)
+    found = transfer("killed", expected=2, timeout_s=20.0)
     assert {kind for kind, _ in found} == {"reader"}
     assert all("is gone" in what or "gave up" in what for what in found.values())
 
