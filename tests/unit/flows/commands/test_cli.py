@@ -20,7 +20,7 @@ def test_help_imports_hardly_more_than_python_itself() -> None:
     told = [line for line in ended.stderr.splitlines() if line.startswith("import time:")]
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in told}
     assert "flows" in imported
-    assert not imported & {"pydantic", "yaml", "prefect", "ray", "mlflow", "torch", "numpy"}
+    assert not imported & {"pydantic", "prefect", "ray", "mlflow", "torch", "numpy"}
     assert len(told) < 300, "half as many, and what the next Python adds"
 
 

@@ -12,7 +12,7 @@ from engines.rewards.answers.extraction import EXTRACTIONS
 from engines.rewards.form import format as form
 from engines.rewards.judges.judgement import last_rating
 
-LENGTH = 10_000
+LENGTH = 3_000
 """Of the shorter of two; the other has ten times as many characters."""
 PARTS = [
     "{", "}", "\\", "\\boxed{", "\\boxed ", "\\fbox", "\\frac", "\\sqrt", "\\text{ ", "answer",
