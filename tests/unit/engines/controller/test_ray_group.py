@@ -254,12 +254,12 @@ def test_two_pools_that_each_need_most_of_the_cluster_come_one_after_the_other()
     with ThreadPoolExecutor() as threads:
         told = Queueing(say=heard.append, waiting=lambda: num_waits.append(1))
         second = threads.submit(reserve, bundles, told)
-        wait_for(lambda: len(num_waits) > 1, "the second pool to wait", 30.0)
+        wait_for(lambda: len(num_waits) > 1, "the second pool to wait", HANG_S)
         assert heard[0].startswith("waits for room for 3 x 1 CPU (the cluster has 1 x (4 CPU))")
         # Had it taken the one CPU that is left, this one would not fit.
-        reserve([{"num_cpus": 1}], Queueing(deadline_s=20.0)).close()
+        reserve([{"num_cpus": 1}], Queueing(deadline_s=240.0)).close()
         first.close()
-        second.result(timeout=30.0).close()
+        second.result(timeout=60.0).close()
 
 
 def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory) -> None:
@@ -267,7 +267,7 @@ def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory
     with pytest.raises(DeadlineError, match="gave up after 3 s waiting for room for 1 x 1 CPU"):
         reserve([{"num_cpus": 1}], Queueing(deadline_s=3.0))
     group.close()  # gives its places back
-    pool = reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=30.0), on_this_node=0)
+    pool = reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=240.0), on_this_node=0)
     assert [place.address for place in pool.places(0, 4)] == ["127.0.0.1"] * 4
     pool.close()
 

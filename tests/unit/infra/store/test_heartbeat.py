@@ -70,7 +70,7 @@ def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not(tmp_path: Path)
         wait_until(lambda: watch.look() < 0.3)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 class Clocks:
