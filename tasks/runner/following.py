@@ -97,7 +97,7 @@ class _Job:
     """Whether its cluster is ours: another's jobs are not unknown to Ray because they are lost."""
     lost: BeatWatch = field(default_factory=_no_beat)
     """How long Ray has not known it."""
-    judged_at: float = field(default_factory=time.monotonic)
+    judged_at: float = field(default_factory=lambda: time.monotonic())
     """When Ray was asked last, on this process's monotonic clock."""
     queued: BeatWatch = field(default_factory=_no_beat)
     """How long it has waited for what it needs of the cluster."""

@@ -5,11 +5,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
+
+from infra.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
@@ -29,11 +30,12 @@ def half_train(home: Home, out: Path) -> None:
         process = subprocess.Popen(
             home.command("run", *RECIPE), stdout=file, stderr=file, env=home.environment
         )
-    deadline = time.monotonic() + RUN_DEADLINE_S
-    while max(shown_steps(out.read_text()), default=0) < 12:
+
+    def is_half_trained() -> bool:
         assert process.poll() is None, out.read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return max(shown_steps(out.read_text()), default=0) >= 12
+
+    wait_for(is_half_trained, "a checkpoint of SFT", RUN_DEADLINE_S)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130, out.read_text()
 

@@ -3,12 +3,13 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, settings
+
+from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 
@@ -64,12 +65,13 @@ def test_fault_row_5_a_round_that_loses_a_replica_yields_the_same_policy(
         env=home.environment,
     )
     try:
-        end = time.monotonic() + RUN_DEADLINE_S
-        # Behind its first step: the replica has weights, and most of its time it samples.
-        while len(home.values("rollout/num_restarts")) == steps:
+
+        def is_behind_its_first_step() -> bool:
+            """The replica has weights, and most of its time it samples."""
             assert run.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.02)
+            return len(home.values("rollout/num_restarts")) > steps
+
+        wait_for(is_behind_its_first_step, "the first step", RUN_DEADLINE_S, poll_s=0.02)
         os.kill(replicas_of(home)[0].pid, getattr(signal, signal_name))
         printed, _ = run.communicate(timeout=RUN_DEADLINE_S)
     finally:

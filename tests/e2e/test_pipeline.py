@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rlhf.testing.s3_server import BUCKET, environment, s3_server
 from tiny_pipeline import RUN_DEADLINE_S, Home, ran, settings
 
 from infra.store.storage import open_storage
+from infra.waiting import wait_for
 
 LONG_SFT = settings("sft.num_steps=150", "promote.model_name=long")
 SPLITS = ("sft", "rl", "evaluation")
@@ -188,13 +188,14 @@ def test_a_killed_run_is_continued_and_ends_bitwise_the_same(
         process = subprocess.Popen(
             home.command("run", *LONG_SFT), stdout=out, stderr=out, env=home.environment
         )
-    deadline = time.monotonic() + RUN_DEADLINE_S
-    while "sft  step 3/" not in (tmp_path / "out").read_text():
+
+    def trains() -> bool:
         assert process.poll() is None, (tmp_path / "out").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return "sft  step 3/" in (tmp_path / "out").read_text()
+
+    wait_for(trains, "the third step of SFT", RUN_DEADLINE_S)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     printed = home.rlhf("run", *LONG_SFT)
     assert "attached to sft-" in printed or "sft  reused" in printed
     report = home.report(printed)

@@ -89,7 +89,7 @@ def test_bad_input_row_45_nobody_gets_an_answer_without_the_token(
     assert stat.S_IMODE(token_path.stat().st_mode) == 0o600
     for path in ("/api/version", "/api/jobs/"):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(cluster.jobs_url + path, timeout=10)
+            urllib.request.urlopen(cluster.jobs_url + path, timeout=60)
         assert refused.value.code == 401
         refused.value.close()
     with pytest.raises(ConfigError, match="answered 40[13]; set RAY_AUTH_TOKEN_PATH"):
@@ -285,8 +285,8 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
     assert not again.started
     started = time.monotonic()
     assert again.release(besides=["left"]) is True
-    assert time.monotonic() - started < 15
-    _, left = psutil.wait_procs(family, timeout=1)
+    assert time.monotonic() - started < 60
+    _, left = psutil.wait_procs(family, timeout=60)
     # One that nobody has waited for yet is none.
     assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     assert [

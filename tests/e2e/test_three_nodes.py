@@ -56,5 +56,5 @@ def test_nodes_leave_nothing_when_their_test_is_killed(
     started = [p for p in psutil.Process(nodes.pid).children(recursive=True)]
     assert any("gcs_server" in " ".join(p.cmdline()) for p in started)
     nodes.kill()
-    nodes.wait(timeout=10.0)
+    nodes.wait(timeout=60.0)
     wait_for(lambda: not any(p.is_running() for p in started), "the nodes to be gone", 10.0)

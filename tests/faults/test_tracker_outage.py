@@ -11,6 +11,8 @@ import pytest
 from job_bench import Bench, metrics_of
 from tiny_stages import DATA, MODEL, SFT
 
+from infra.waiting import wait_for
+
 
 @dataclass
 class MuteServer:
@@ -63,8 +65,5 @@ def test_fault_row_21_no_step_waits_for_a_tracker_that_does_not_answer(
     assert waited_s == 0
     assert len(metrics_of(spec)) == SFT["sft"]["num_steps"], "what is to be told later is there"
     with socket.create_connection(mute.listener.getsockname()):
-        deadline = time.monotonic() + 10
-        while not mute.opened_at:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: mute.opened_at, "somebody to be noticed who does wait", 60.0, poll_s=0.01)
         assert mute.waited_s(time.monotonic()) >= 0

@@ -22,7 +22,7 @@ def sft(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossO
     return LossOutput(-(outputs.logprobs_T * batch.columns["loss_mask"]).sum() / counts.num_tokens)
 
 
-def save(root: Path, world_size: int = 2, timeout_s: float = 20.0) -> BackgroundSave:
+def save(root: Path, world_size: int = 2, timeout_s: float = 600.0) -> BackgroundSave:
     return BackgroundSave(StepCheckpoints(root, 2), 1, TrainerState(1), world_size, timeout_s)
 
 
@@ -57,7 +57,7 @@ def test_it_is_published_when_every_rank_has_written(tmp_path: Path) -> None:
         for rank in range(2):
 
             def write(rank: int = rank) -> None:
-                assert rank == 0 or may_write.wait(20)
+                assert rank == 0 or may_write.wait(60)
                 (path / f"{rank}.txt").write_text("x")
 
             write_in_background(write, path, rank)
@@ -87,8 +87,9 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_ends_runs_into_the_deadline(tmp_path: Path) -> None:
-    running = save(tmp_path, timeout_s=0.3)
+    running = save(tmp_path)
     running.stage(lambda path: None)
+    running._timeout_s = 0.3
     with pytest.raises(DeadlineError, match="step 1 to be written"):
         running.result()
 
@@ -108,7 +109,7 @@ def test_copying_that_fails_is_raised_at_once(tmp_path: Path) -> None:
 def test_each_wait_says_what_it_waited_for(tmp_path: Path) -> None:
     class Occupied(StepCheckpoints):
         def save(self, step: int, write: Write, state: TrainerState) -> StepCheckpoint:
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(60)
             return super().save(step, write, state)
 
     may_go_on = threading.Event()

@@ -82,7 +82,7 @@ def test_the_driver_reads_a_log_and_a_file_that_is_overwritten(
     disk.follow(path, 0.05)
 
     def follows(text: str) -> None:
-        wait_for(lambda: path.exists() and path.read_text() == text, f"{text!r} to arrive", 20.0)
+        wait_for(lambda: path.exists() and path.read_text() == text, f"{text!r} to arrive", 60.0)
 
     disk.local(path).write_text("one\n")
     follows("one\n")
@@ -133,7 +133,7 @@ def test_ranks_of_another_disk_save_and_continue(ranks: RayWorkerGroup, tmp_path
     assert ranks.run(ModelWorker.load_checkpoint, again) == 2
     for kind in ("log", "heartbeat"):
         path = tmp_path / "ranks" / f"rank-1.{kind}"
-        wait_for(path.exists, f"{path.name} to arrive", 20.0)
+        wait_for(path.exists, f"{path.name} to arrive", 60.0)
 
 
 def test_a_driver_that_does_not_answer_is_named(

@@ -33,6 +33,8 @@ from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.exclusive, pytest.mark.usefixtures("cluster")]
 
+HANG_S = 60.0
+"""Collectives would wait ten times as long for who has left."""
 GroupFactory = Callable[..., RayWorkerGroup]
 
 
@@ -101,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[GroupFactory]:
             num_threads=1,
             log_dir=tmp_path / "ranks",
             resources={"num_cpus": 1},
-            **{"collective_timeout_s": 120.0, "heartbeat_s": 0.2, **changes},
+            **{"collective_timeout_s": 600.0, "heartbeat_s": 0.2, **changes},
         )
         groups.append(RayWorkerGroup(factory, options))
         return groups[-1]
@@ -166,14 +168,14 @@ def test_fault_row_3_a_dead_rank_is_named_with_its_log_and_nobody_is_left(
         group.run(Probe.leave, 1, "kill")
     took_s = time.monotonic() - begin
     record_property("F4", took_s)
-    assert took_s < 10
+    assert took_s < HANG_S
     assert "rank 1 | " in str(died.value)
     assert "rank 1 is up" in str(died.value)
     _wait_until_gone(pid)
 
 
 def _wait_until_gone(pid: int) -> None:
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} to be gone", 20.0)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} to be gone", HANG_S)
 
 
 def test_fault_row_4_a_stopped_rank_is_noticed_by_its_silence(
@@ -186,7 +188,7 @@ def test_fault_row_4_a_stopped_rank_is_noticed_by_its_silence(
         group.run(Probe.leave, 0, "stop")
     took_s = time.monotonic() - begin
     record_property("F4", max(0.0, took_s - 3.0))
-    assert took_s < 20
+    assert took_s < HANG_S
     _wait_until_gone(pid)
 
 
@@ -252,12 +254,12 @@ def test_two_pools_that_each_need_most_of_the_cluster_come_one_after_the_other()
     with ThreadPoolExecutor() as threads:
         told = Queueing(say=heard.append, waiting=lambda: num_waits.append(1))
         second = threads.submit(reserve, bundles, told)
-        wait_for(lambda: len(num_waits) > 1, "the second pool to wait", 30.0)
+        wait_for(lambda: len(num_waits) > 1, "the second pool to wait", HANG_S)
         assert heard[0].startswith("waits for room for 3 x 1 CPU (the cluster has 1 x (4 CPU))")
         # Had it taken the one CPU that is left, this one would not fit.
-        reserve([{"num_cpus": 1}], Queueing(deadline_s=20.0)).close()
+        reserve([{"num_cpus": 1}], Queueing(deadline_s=240.0)).close()
         first.close()
-        second.result(timeout=30.0).close()
+        second.result(timeout=60.0).close()
 
 
 def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory) -> None:
@@ -265,7 +267,7 @@ def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory
     with pytest.raises(DeadlineError, match="gave up after 3 s waiting for room for 1 x 1 CPU"):
         reserve([{"num_cpus": 1}], Queueing(deadline_s=3.0))
     group.close()  # gives its places back
-    pool = reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=30.0), on_this_node=0)
+    pool = reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=240.0), on_this_node=0)
     assert [place.address for place in pool.places(0, 4)] == ["127.0.0.1"] * 4
     pool.close()
 

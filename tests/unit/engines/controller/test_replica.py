@@ -156,7 +156,7 @@ def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
         rollout.sleep()
         victim = replica_processes(rollout)[0]
         victim.kill()
-        victim.wait(30)
+        victim.wait(60)
         # Found when it is woken, and replaced then.
         rollout.publish(8)
         assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
@@ -289,7 +289,7 @@ def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
             victim = processes_of(service)[0]
             victims.add(victim.pid)
             victim.kill()
-            victim.wait(30)
+            victim.wait(60)
         assert len(victims) == 3, "of two replicas: one of them had been replaced"
         rollout.publish(0)
         assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
@@ -318,7 +318,7 @@ def test_a_policy_that_does_not_start_leaves_nothing_of_the_models_beside_it(
     process = teacher._whereabouts.process
     wait_for(lambda: not is_alive(process), "the teacher to end", 30.0)
     # All of the four CPUs can be had again.
-    with closing(reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=30.0))):
+    with closing(reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=240.0))):
         pass
 
 

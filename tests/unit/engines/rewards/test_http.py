@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
+from engines.rewards.process import ScoringProcess
 from engines.rewards.scorer import RewardScorer
 
 Answer = Callable[[dict[str, Any], BaseHTTPRequestHandler], tuple[int, bytes]]
@@ -47,9 +47,11 @@ def server(answer: Answer) -> Iterator[str]:
 
 def scored(url: str, *texts: str, **changes: Any) -> list[Score | Unscored]:
     settings = {
-        "function": "http", "timeout_s": 10.0, "max_unscored_frac": 1.0,
+        "function": "http", "timeout_s": 600.0, "max_unscored_frac": 1.0,
         **{key: value for key, value in changes.items() if key != "kwargs"},
-        "kwargs": {"url": url, "backoff_s": 0.01, **changes.get("kwargs", {})},
+        "kwargs": {
+            "url": url, "backoff_s": 0.01, "connect_timeout_s": 60.0, **changes.get("kwargs", {})
+        },
     }  # fmt: skip
     with RewardScorer(RewardConfig.model_validate(settings)) as scorer:
         return scorer.score([ScoreRequest("src", t, {"a": 1}, {"id": 3}) for t in texts])
@@ -111,18 +113,28 @@ def test_a_refusal_is_not_repeated() -> None:
     assert len(num_asked) == 1
 
 
-def test_a_server_that_hangs_costs_its_sample_and_its_deadline() -> None:
+def test_a_server_that_hangs_costs_its_sample_and_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit, is_over, num_late = ScoringProcess.submit, threading.Event(), []
+
+    def hurried(process: ScoringProcess, index: int, request: ScoreRequest) -> None:
+        """The deadline of the sample that hangs alone is short."""
+        process._timeout_s = 1.0 if request.solution_str == "hang" else 600.0
+        submit(process, index, request)
+
     def answer(asked: dict[str, Any], _: object) -> tuple[int, bytes]:
-        if asked["solution_str"] == "hang":
-            time.sleep(30)
+        if asked["solution_str"] == "hang" and not is_over.wait(60):
+            num_late.append(1)
         return 200, b"1"
 
+    monkeypatch.setattr(ScoringProcess, "submit", hurried)
     with server(answer) as url:
-        start = time.monotonic()
-        hung, fine = scored(url, "hang", "fine", timeout_s=2.0, num_workers=2)
-        assert time.monotonic() - start < 20
-    assert isinstance(hung, Unscored)
+        hung, fine = scored(url, "hang", "fine", num_workers=2)
+        is_over.set()
+    assert hung == Unscored("missed the deadline of 1 s")
     assert fine == Score(1.0)
+    assert num_late == []
 
 
 def test_a_server_that_is_gone_is_no_score_of_0() -> None:

@@ -127,5 +127,5 @@ def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(
         if "engines.rewards.worker" in each.cmdline()
     ]
     pool._processes[0]._stdin.close()
-    child.wait(timeout=30)
+    child.wait(timeout=60)
     pool.close()

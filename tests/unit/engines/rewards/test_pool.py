@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,10 +14,15 @@ import pytest
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.pool import ScoringPool
-from engines.rewards.process import WorkerSetup
+from engines.rewards.process import ScoringProcess, WorkerSetup
+from infra.waiting import wait_for
 
 TIMEOUT_S = 1.0
-PATIENT_S = 60.0  # where no deadline is meant to be missed, even on a busy machine
+PATIENT_S = 600.0
+"""Where no deadline is meant to be missed, even on a busy machine."""
+HANG_S = 60.0
+LATE = {"loop", "sleep", "regex", "child", "stopped"}
+"""Samples that miss theirs."""
 REWARD = """
 import os, re, subprocess, sys, time
 
@@ -63,6 +69,18 @@ REASONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those alone that are meant to miss them."""
+    submit = ScoringProcess.submit
+
+    def of_the_sample(process: ScoringProcess, index: int, request: ScoreRequest) -> None:
+        process._timeout_s = TIMEOUT_S if request.solution_str in LATE else PATIENT_S
+        submit(process, index, request)
+
+    monkeypatch.setattr(ScoringProcess, "submit", of_the_sample)
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reward") / "reward.py"
@@ -71,13 +89,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_pool(
-    file: Path,
-    num_workers: int = 1,
-    name: str = "compute_score",
-    timeout_s: float = TIMEOUT_S,
-    **kwargs: float,
+    file: Path, num_workers: int = 1, name: str = "compute_score", **kwargs: float
 ) -> ScoringPool:
-    setup = WorkerSetup(f"{file}:{name}", kwargs, timeout_s, None)
+    setup = WorkerSetup(f"{file}:{name}", kwargs, PATIENT_S, None)
     return ScoringPool(setup, num_workers)
 
 
@@ -88,9 +102,7 @@ def ask(*solutions: str) -> list[ScoreRequest]:
 def test_fault_row_14_misbehaviour_is_unscored_and_spares_the_others(file: Path) -> None:
     order = ["ok", *REASONS, "wrong", "ok"]
     pool = make_pool(file)
-    started = time.monotonic()
     results = pool.score(ask(*order))
-    assert time.monotonic() - started < 30
     pool.close()
     for solution, result in zip(order, results, strict=True):
         if solution in REASONS:
@@ -101,13 +113,11 @@ def test_fault_row_14_misbehaviour_is_unscored_and_spares_the_others(file: Path)
 
 def test_processes_that_die_or_cannot_be_interrupted(file: Path) -> None:
     pool = make_pool(file, num_workers=2)
-    started = time.monotonic()
     results = pool.score(ask("die", "regex", "exit", "child", "ok", "stdin"))
     assert results[0] == Unscored("the scoring process ended with code 3")
     assert results[1] == results[3] == Unscored(REASONS["loop"])
     assert results[2] == Unscored("raised SystemExit: 4")
     assert results[4:] == [Score(1.0, {"length": 2.0}), Score(0.0)]
-    assert time.monotonic() - started < 30
     pool.close()
 
 
@@ -116,12 +126,12 @@ def test_the_deadline_is_kept(file: Path) -> None:
     pool.score(ask("ok"))
     started = time.monotonic()
     assert pool.score(ask("loop")) == [Unscored(REASONS["loop"])]
-    assert TIMEOUT_S <= time.monotonic() - started < TIMEOUT_S + 1
+    assert TIMEOUT_S <= time.monotonic() - started < HANG_S
     pool.close()
 
 
 def test_many_samples_keep_their_order(file: Path) -> None:
-    pool = make_pool(file, num_workers=2, timeout_s=PATIENT_S, bonus=1.0)
+    pool = make_pool(file, num_workers=2, bonus=1.0)
     solutions = [str(i) for i in range(60)]
     requests = [ScoreRequest("d", s, s if i % 3 == 0 else "x") for i, s in enumerate(solutions)]
     values = [result.value for result in pool.score(requests) if isinstance(result, Score)]
@@ -131,7 +141,7 @@ def test_many_samples_keep_their_order(file: Path) -> None:
 
 
 def test_texts_larger_than_a_pipe(file: Path) -> None:
-    pool = make_pool(file, timeout_s=PATIENT_S)
+    pool = make_pool(file)
     text = "\u4e2d" * 1_000_000
     assert pool.score([ScoreRequest("d", text, text)]) == [Score(1.0, {"length": 1e6})]
     pool.close()
@@ -142,7 +152,10 @@ def test_a_stopped_process_is_replaced(file: Path) -> None:
     (first,) = pool.score(ask("pid"))
     assert isinstance(first, Score)
     os.kill(int(first.value), signal.SIGSTOP)
-    assert pool.score(ask("ok", "ok")) == [Unscored(REASONS["loop"]), Score(1.0, {"length": 2.0})]
+    assert pool.score(ask("stopped", "ok")) == [
+        Unscored(REASONS["loop"]),
+        Score(1.0, {"length": 2.0}),
+    ]
     pool.close()
 
 
@@ -192,6 +205,10 @@ def test_a_dropped_pool_leaves_no_process(file: Path) -> None:
     assert not children() - before
 
 
+def busy_s(pids: Sequence[int]) -> float:
+    return sum(psutil.Process(pid).cpu_times().user for pid in pids)
+
+
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_no_process_outlives_a_killed_parent(file: Path) -> None:
@@ -200,10 +217,9 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
         "from engines.rewards.base import ScoreRequest\n"
         "from engines.rewards.pool import ScoringPool\n"
         "from engines.rewards.process import WorkerSetup\n"
-        f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 1.0, None), 2)\n"
+        f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 600.0, None), 2)\n"
         "pids = [int(r.value) for r in pool.score([ScoreRequest('d', 'pid', '')] * 20)]\n"
         "print(*set(pids), flush=True)\n"
-        "pool._processes[0]._timeout_s = 60\n"
         "pool.score([ScoreRequest('d', 'regex', '')])\n"
     )
     command = [sys.executable, "-c", program]
@@ -211,9 +227,8 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert pids
-        time.sleep(0.3)  # one process is now inside the regular expression
+        before_s = busy_s(pids)
+        inside = "a process to be inside the regular expression"
+        wait_for(lambda: busy_s(pids) >= before_s + 0.2, inside, HANG_S)
         parent.kill()
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still there: {pids}"
-        time.sleep(0.1)
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), f"{pids} to be gone", HANG_S)

@@ -38,10 +38,15 @@ class Spare:
 
 @contextmanager
 def serving(
-    lab, *engines: RolloutEngine, timeout_s: float = 60.0, max_num_restarts: int = 2, **options: Any
+    lab,
+    *engines: RolloutEngine,
+    timeout_s: float = 600.0,
+    max_num_restarts: int = 2,
+    silence_s: float = 60.0,
+    **options: Any,
 ) -> Iterator[tuple[RolloutService, Spare]]:
     spare = Spare(lab.bare_engine)
-    restarts = RestartPolicy(spare, max_num_restarts, silence_s=0.6)
+    restarts = RestartPolicy(spare, max_num_restarts, silence_s)
     with closing(RolloutService(engines, timeout_s, restarts=restarts, **options)) as service:
         yield service, spare
 
@@ -52,7 +57,7 @@ def publish(service: RolloutService, model: torch.nn.Module, version: int = 0, p
     def send(transport: InProcessTransport) -> Receipt:
         return transport.send((name, p.detach()) for name, p in model.named_parameters())
 
-    return service.sync(lambda _: InProcessTransport("float32", 20.0), send, version, probe)
+    return service.sync(lambda _: InProcessTransport("float32", 600.0), send, version, probe)
 
 
 def dies_after(engine: RolloutEngine, num_samples: int) -> RolloutEngine:
@@ -60,7 +65,7 @@ def dies_after(engine: RolloutEngine, num_samples: int) -> RolloutEngine:
     whole = engine.generate
 
     async def generate(requests):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             count = 0
             async for completion in whole(requests):
                 if count == num_samples:
@@ -106,7 +111,7 @@ def test_fault_row_5_samples_of_a_replica_that_died_come_from_the_next(lab, rout
 
 
 def test_fault_row_4_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
-    with serving(lab, hangs(lab.bare_engine())) as (service, spare):
+    with serving(lab, hangs(lab.bare_engine()), silence_s=1.0) as (service, spare):
         publish(service, lab.model)
         rows = service.generate(lab.requests(2, 2))
         assert {c.finish_reason for row in rows for c in row} <= {"stop", "length"}
@@ -202,7 +207,7 @@ def test_what_is_not_there_at_the_deadline_is_an_error_and_not_half_an_answer(la
     engine = lab.bare_engine()
 
     async def prompt_logprobs(requests):
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     engine.prompt_logprobs = prompt_logprobs
     with serving(lab, engine, timeout_s=0.5) as (service, spare):
@@ -338,7 +343,7 @@ def test_a_deadline_of_an_engine_does_not_end_the_watch(lab) -> None:
         gives_up()
 
     engine.health = late
-    with serving(lab, engine) as (service, spare):
+    with serving(lab, engine, silence_s=1.0) as (service, spare):
         publish(service, lab.model)
         assert service.generate(lab.requests(1, 1))
         assert spare.replaced == [0]

@@ -25,6 +25,8 @@ from engines.weight_sync.wire import source_from_json, source_to_json
 from infra.errors import DeadlineError
 
 HOST, NUM_RANKS, BUCKET_BYTES, NUM_SMALL = "127.0.0.1", 2, 6144, 60
+HANG_S = 120.0
+"""Until what is waited for must have come; the transfer itself would wait far longer."""
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["engines.weight_sync.sharded"])
 
@@ -65,7 +67,7 @@ def shards(rank: int, damage: str = "") -> Iterator[WeightShard]:
 def send(transport: ShardedTransport, results, rank: int, place: Path, damage: str) -> None:
     store = dist.FileStore(str(place), NUM_RANKS)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20)
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
     )
     if damage == "bit" and rank == 1:
         spoil_what_is_sent()
@@ -121,9 +123,14 @@ def kill_oneself(source, results) -> None:
 def transfer(tmp_path: Path):
     started = []
 
-    def run(damage: str = "", readers: tuple[Callable, ...] = (read, read), expected: int = 4):
+    def run(
+        damage: str = "",
+        readers: tuple[Callable, ...] = (read, read),
+        expected: int = 4,
+        timeout_s: float = 600.0,
+    ):
         transport = ShardedTransport.open(
-            "bfloat16", {"rows"}, 10.0, HOST, [1] * len(readers), num_senders=NUM_RANKS,
+            "bfloat16", {"rows"}, timeout_s, HOST, [1] * len(readers), num_senders=NUM_RANKS,
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
         results = PROCESSES.Queue()
@@ -138,9 +145,8 @@ def transfer(tmp_path: Path):
             process = PROCESSES.Process(target=target, args=arguments, daemon=True)
             process.start()
             started.append(process)
-        return {
-            (kind, n): what for kind, n, what in (results.get(timeout=60) for _ in range(expected))
-        }
+        ends = [results.get(timeout=HANG_S) for _ in range(expected)]
+        return {(kind, n): what for kind, n, what in ends}
 
     yield run
     for process in started:
@@ -175,16 +181,14 @@ def test_copies_that_differ_between_ranks_are_found(transfer) -> None:
 
 
 def test_a_reader_that_is_killed_ends_every_rank(transfer) -> None:
-    start = time.monotonic()
     found = transfer(readers=(read, kill_oneself), expected=3)
     assert found["reader", 0].startswith("WeightSyncError: ")
     assert all(found["rank", rank].startswith("ReceiverGoneError: ") for rank in range(2))
-    assert time.monotonic() - start < 40
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_readers(transfer) -> None:
-    found = transfer("killed", expected=2)
+    found = transfer("killed", expected=2, timeout_s=20.0)
     assert {kind for kind, _ in found} == {"reader"}
     assert all("is gone" in what or "gave up" in what for what in found.values())
 

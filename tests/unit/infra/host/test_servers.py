@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def test_a_server_ends_by_itself_when_its_users_were_killed(home: Path, point: s
             assert _processes(home)
         starter.kill()
     wait_for(lambda: not _processes(home), "the guard to end its server", 60.0)
-    wait_for(lambda: servers.load(home, NAME) is None, "its record to go", 20.0)
+    wait_for(lambda: servers.load(home, NAME) is None, "its record to go", 60.0)
 
 
 def test_two_users_share_a_server_and_the_last_one_ends_it(home: Path) -> None:
@@ -137,7 +136,8 @@ def test_a_command_that_is_interrupted_while_it_ends_its_server_leaves_no_record
     def slow_stop_all(*arguments, **named):
         stop_all(*arguments, **named)
         print("all dead", flush=True)  # nobody is left who would forget them
-        time.sleep(1)
+        while not (home / "signalled").exists():
+            time.sleep(0.01)
 
     stop_all, servers.stop_all = servers.stop_all, slow_stop_all
     with OrderlyEnd():
@@ -148,7 +148,8 @@ def test_a_command_that_is_interrupted_while_it_ends_its_server_leaves_no_record
     with process.stdout as out:
         assert "all dead\n" in iter(out.readline, "")
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) != 0
+        (home / "signalled").touch()
+        assert process.wait(timeout=60) != 0
     assert servers.recorded(home) == []
 
 
@@ -182,11 +183,11 @@ def test_a_server_that_ends_is_named_with_its_log(home: Path) -> None:
     with servers.lock(home, NAME):
         record = servers.start(home, broken, persistent=False)
     with pytest.raises(ServiceError, match=rf"{NAME} ended; {home}/logs/{NAME}.log:\n +no way"):
-        servers.wait_until_ready(record, deadline_s=30.0)
-    started = time.monotonic()
+        servers.wait_until_ready(record, deadline_s=300.0)
+    asked: list[bool] = []
     with pytest.raises(ServiceError, match="given up"):
-        servers.wait_until_ready(record, given_up=lambda: True)
-    assert time.monotonic() - started < 5
+        servers.wait_until_ready(record, given_up=lambda: asked.append(True) or True)
+    assert asked == [True]
 
 
 def test_a_home_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -3,33 +3,37 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 PROGRAM = """
-import builtins, contextlib, sys, time
+import builtins, contextlib, os, sys, time
 from pydantic import BaseModel, model_serializer
 from infra.host.signals import OrderlyEnd
 
+def go_on():  # once somebody says so; signals that come before are handled before
+    os.read(0, 1)
+
 class SlowToEnd:
+    def __init__(self, wait):
+        self.wait = wait
     def __del__(self):
         print("finalizing", flush=True)
-        time.sleep(0.5)
+        self.wait()
 
 class SlowToSerialize(BaseModel):
     @model_serializer
     def serialize(self) -> str:
         print("serializing", flush=True)
-        time.sleep(10)
+        time.sleep(600)
         return ""
 
-builtins.kept = SlowToEnd()
+builtins.kept = SlowToEnd(go_on)
 try:
     with OrderlyEnd():
         %s
         print("up", flush=True)
-        time.sleep(30)
+        time.sleep(600)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -40,25 +44,35 @@ SWALLOWED = """
 SLOW_TO_END = """
         try:
             print("up", flush=True)
-            time.sleep(30)
+            time.sleep(600)
         finally:
             with contextlib.suppress(KeyError):
                 {}["a nested exception"]
-            time.sleep(1)
+            print("ending", flush=True)
+            go_on()
             print("ended well", flush=True)
 """
 ENDS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
 def _start(program: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _let_go_on(process: subprocess.Popen[str], num_times: int = 1) -> None:
+    """What waits goes on, after every signal that was sent before."""
+    assert process.stdin is not None
+    process.stdin.write("." * num_times)
+    process.stdin.flush()
 
 
 @ENDS
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        pytest.param("SlowToEnd()", "finalizing\n", id="python-ignores-it"),
+        pytest.param("SlowToEnd(lambda: time.sleep(600))", "finalizing\n", id="python-ignores-it"),
         pytest.param(SWALLOWED, "serializing\n", id="pydantic-replaces-it-and-someone-swallows"),
         pytest.param("SlowToSerialize().model_dump()", "serializing\n", id="pydantic-replaces-it"),
     ],
@@ -68,30 +82,34 @@ def test_a_signal_whose_exception_gets_lost_ends_the_command_all_the_same(
 ) -> None:
     process = _start(PROGRAM % body)
     assert process.stdout is not None
-    with process.stdout as out:
+    with process, process.stdout as out:
         assert out.readline() == line
         process.send_signal(number)
-        assert process.wait(timeout=5) == code
+        _let_go_on(process)
+        assert process.wait(timeout=60) == code
 
 
 @ENDS
 def test_a_slow_end_is_not_interrupted(number: signal.Signals, code: int) -> None:
     process = _start(PROGRAM % SLOW_TO_END)
     assert process.stdout is not None
-    with process.stdout as out:
+    with process, process.stdout as out:
         assert out.readline() == "up\n"
         process.send_signal(number)
-        time.sleep(0.3)
+        assert out.readline() == "ending\n"
         process.send_signal(number)
+        _let_go_on(process, 2)
         assert out.readline() == "ended well\n"
-        assert process.wait(timeout=10) == code
+        assert process.wait(timeout=60) == code
 
 
 HELD_BACK = """
         from infra.host.signals import uninterrupted
         with uninterrupted():
             print("up", flush=True)
-            time.sleep(0.5)
+            go_on()
+            print("still here", flush=True)
+            go_on()
             print("done whole", flush=True)
         print("not reached", flush=True)
 """
@@ -104,18 +122,21 @@ def test_what_is_not_to_be_interrupted_is_done_whole_and_then_the_command_ends(
 ) -> None:
     process = _start(PROGRAM % HELD_BACK)
     assert process.stdout is not None
-    with process.stdout as out:
+    with process, process.stdout as out:
         assert out.readline() == "up\n"
-        for _ in range(num_signals):
+        process.send_signal(number)
+        _let_go_on(process)
+        assert out.readline() == "still here\n"
+        if num_signals == 2:
             process.send_signal(number)
-            time.sleep(0.1)
+        _let_go_on(process, 2)
         assert out.readline() == "done whole\n"
-        assert process.wait(timeout=10) == code
+        assert process.wait(timeout=60) == code
         assert out.read() == "finalizing\n"
 
 
 IMPORTING = """
-import sys, threading, time
+import os, sys, threading, time
 from infra.host.signals import OrderlyEnd
 
 # The part of the import system that runs with its lock held, made long.
@@ -126,21 +147,22 @@ while not stop:
 print("imported", flush=True)
 '''
 stop = []
-threading.Timer(0.5, stop.append, [1]).start()
+threading.Thread(target=lambda: stop.append(os.read(0, 1)), daemon=True).start()
 with OrderlyEnd():
     exec(compile(part, "<frozen importlib._bootstrap>", "exec"))
-    time.sleep(30)
+    time.sleep(600)
 """
 
 
 def test_a_signal_in_the_middle_of_an_import_waits_for_it() -> None:
     process = _start(IMPORTING)
     assert process.stdout is not None
-    with process.stdout as out:
+    with process, process.stdout as out:
         assert out.readline() == "importing\n"
         process.send_signal(signal.SIGTERM)
+        _let_go_on(process)
         assert out.readline() == "imported\n"
-        assert process.wait(timeout=10) == 143
+        assert process.wait(timeout=60) == 143
 
 
 @ENDS
@@ -149,11 +171,11 @@ def test_a_signal_that_comes_while_python_ends_does_not_change_the_exit_code(
 ) -> None:
     process = _start(PROGRAM % "pass")
     assert process.stdout is not None
-    with process.stdout as out:
+    with process, process.stdout as out:
         assert out.readline() == "up\n"
         process.send_signal(number)
         assert out.readline() == "finalizing\n"
         process.send_signal(number)
-        time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(timeout=10) == code
+        _let_go_on(process)
+        assert process.wait(timeout=60) == code

@@ -37,12 +37,12 @@ def test_each_process_below_a_directory_adds_its_stacks_or_is_told_otherwise(
             wait_for(lambda mark=mark: mark.exists() and mark.read_text(), str(mark), 60.0)
         started[1].send_signal(signal.SIGSTOP)
         started[2].kill()
-        started[2].wait(timeout=30)
+        started[2].wait(timeout=60)
         said = ask_for_stacks(tmp_path)
     finally:
         for process in started:
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=60)
     first, second, third = said.split("rank-")[1:]
     assert "in waits_for_nobody" in first
     assert "Thread" in first

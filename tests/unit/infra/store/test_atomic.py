@@ -141,7 +141,7 @@ def test_publish_does_not_replace_a_file(tmp_path: Path) -> None:
 
 
 def _race(path: Path, number: int, start: Any, won: Any) -> None:
-    start.wait(30)
+    start.wait(60)
     won[number] = create_exclusively(path, b"%d" % number * 1000)
 
 
@@ -154,7 +154,7 @@ def test_exactly_one_of_many_creators_wins(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(60)
     assert sum(won[:]) == 1
     winner = won[:].index(1)
     assert path.read_bytes() == b"%d" % winner * 1000

@@ -117,7 +117,7 @@ def test_the_latest_commit_stands_and_a_token_finds_its_own(store: Storage, tmp_
 
 def _publish_and_commit(store_root: Path, source: Path, number: int, start: Any, out: Any) -> None:
     store = LocalStorage(store_root)
-    start.wait(30)
+    start.wait(60)
     artifact = store.publish(source, "model")
     holder = Holder(id=str(number), process="test")
     try:
@@ -142,9 +142,9 @@ def test_of_processes_at_once_one_commits_the_others_are_fenced(
     ]
     for process in processes:
         process.start()
-    results = [out.get(timeout=30) for _ in processes]
+    results = [out.get(timeout=60) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(texts)
     digests, standing = {digest for digest, _ in results}, {line for _, line in results}
     assert len(digests) == len(set(texts))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from mlflow.utils.validation import _validate_metric_name
 from rlhf.testing.tiny_models import write_tiny_models
+from tracked_world import CLOSE_S, warnings
 
 from infra.host.loopback_http import answers_ok
 from infra.host.ports import pick_ports
@@ -89,8 +90,8 @@ def test_fault_row_21_a_database_that_cannot_be_written_costs_one_line_and_no_ro
     shipper = Shipper(ledger, tracker, history)
     shipper.put(parent)
     shipper.put(stage)
-    shipper.close(60)
-    (warning,) = [record.getMessage() for record in caplog.records]
+    shipper.close(CLOSE_S)
+    (warning,) = warnings(caplog)
     assert "attempt to write" in warning
     assert "\n" not in warning
     printed = "".join(capfd.readouterr())

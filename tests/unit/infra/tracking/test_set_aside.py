@@ -1,19 +1,33 @@
 """An entry that a tracker cannot take, or takes long for: the others are told before it."""
 
-import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
-from threading import Event, Timer
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tracked_world import MINE, PARENT, STAGE, Away, World, finished, losses, told
+from tracked_world import (
+    CLOSE_S,
+    MINE,
+    PARENT,
+    STAGE,
+    Away,
+    World,
+    finished,
+    losses,
+    told,
+    warnings,
+)  # fmt: skip
 
 from infra.tracking import shipper as shipper_module
 from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import PROMOTION
 from infra.tracking.shipper import Shipper
+from infra.waiting import wait_for
 
 POISON = finished(RunEntry(key="0" * 64, name="poison", owner=MINE))
 OTHERS = [
@@ -31,7 +45,7 @@ class Poisoned(Away):
     def set_state(
         self, run_id: str, state: Any, tags: Mapping[str, str], metrics: Mapping[str, float]
     ) -> None:
-        self.tried = [*getattr(self, "tried", []), run_id]
+        self.tried.append(run_id)
         if self.how is not None and run_id == POISON.key:
             self.how()
         super().set_state(run_id, state, tags, metrics)
@@ -40,6 +54,10 @@ class Poisoned(Away):
         if self.how is not None:
             self.how()
         super().log_files(run_id, directory, path)
+
+
+RETRY_AFTER_S = 0.05
+"""Of shippers of a `World`, after the first failure."""
 
 
 def too_large() -> None:
@@ -51,14 +69,11 @@ def settled(world: World, *entries: RunEntry) -> list[str]:
     return [entry.name for entry in entries if ledger.is_settled(entry.key)]
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-
-
 @pytest.fixture
 def tracker(world: World) -> Poisoned:
     tracker = Poisoned.__new__(Poisoned)
     tracker.__dict__.update(world.tracker.__dict__)
+    tracker.tried = []
     world.tracker = tracker
     return tracker
 
@@ -67,20 +82,23 @@ def tracker(world: World) -> Poisoned:
 def test_what_the_tracker_cannot_take_keeps_no_other_back(
     world: World, tracker: Poisoned, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    failed_at: list[float] = []
+
     def fail() -> None:
+        failed_at.append(time.monotonic())
         raise error
 
     tracker.how = fail
     shipper = world.shipper()
     for entry in (POISON, *OTHERS):
         shipper.put(entry)
-    time.sleep(0.5)
-    shipper.close(20)
+    wait_for(lambda: len(failed_at) >= 4, "it to be tried again", 60.0, poll_s=0.01)
+    shipper.close(CLOSE_S)
     assert settled(world, POISON, *OTHERS) == ["run1", "run2", "run3"]
     (warning,) = warnings(caplog)
     assert f"did not take poison ({type(error).__name__}: {error}); the others go on" in warning
-    tries = tracker.tried.count(POISON.key)
-    assert 2 <= tries <= 6, "it is tried again, more and more seldom"
+    for number, (before, after) in enumerate(pairwise(failed_at)):
+        assert after - before >= RETRY_AFTER_S * 2**number, "it is tried more and more seldom"
 
 
 def test_a_damaged_journal_keeps_no_other_back(
@@ -114,7 +132,7 @@ def test_the_next_run_tries_it_after_the_others(world: World, tracker: Poisoned)
     tracker.tried, tracker.how = [], None
     later = world.shipper()
     later.begin()
-    later.close(20)
+    later.close(CLOSE_S)
     assert tracker.tried == [OTHERS[0].key, POISON.key]
     assert settled(world, POISON) == ["poison"]
     assert world.ledger().aside() == set()
@@ -124,7 +142,7 @@ def test_news_of_what_was_set_aside_are_told(world: World, tracker: Poisoned) ->
     tracker.how = too_large
     shipper = world.shipper()
     shipper.put(POISON.model_copy(update={"state": "RUNNING"}))
-    time.sleep(0.1)
+    wait_for(world.ledger().aside, "it to be set aside", 60.0, poll_s=0.01)
     tracker.how = None
     told(shipper, POISON)
     assert settled(world, POISON) == ["poison"]
@@ -161,19 +179,26 @@ def test_metrics_of_a_stage_arrive_though_they_failed_once(
     shipper = world.shipper()
     shipper.put(PARENT)
     shipper.put(STAGE)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not world.tracker.path.exists() or world.seen()["metrics"] != losses(1, 2):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    shipper.close(20)
+    shipper.close(CLOSE_S)
 
 
 class Upload:
-    """A report on its way until somebody lets it arrive; what moves is what the test says."""
+    """A report on its way until somebody lets it arrive; what moves is what the test says.
+
+    While it is on its way, a look of who waits for it takes `LOOK_S`; no other time passes.
+    """
+
+    LOOK_S = 0.1
 
     def __init__(self, entry: RunEntry) -> None:
         self.entry, self.moves = entry, True
+        self.arrives_at_s = math.inf
         self.has_begun, self.arrives = Event(), Event()
+        self.now_s = 0.0
         self._num_bytes = 0
 
     def send(self) -> None:
@@ -181,6 +206,10 @@ class Upload:
         assert self.arrives.wait(60)
 
     def num_bytes(self) -> int:
+        if self.now_s >= self.arrives_at_s:
+            self.arrives.set()
+        else:
+            self.now_s += self.LOOK_S
         self._num_bytes += shipper_module.MOVED_BYTES if self.moves else 0
         return self._num_bytes
 
@@ -196,7 +225,8 @@ def upload(world: World, tracker: Poisoned, monkeypatch: pytest.MonkeyPatch) -> 
     report.mkdir()
     (report / "page").write_bytes(b"report")
     upload = Upload(finished(PARENT).model_copy(update={"files": report}))
-    monkeypatch.setattr(shipper_module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(shipper_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(shipper_module, "time", SimpleNamespace(monotonic=lambda: upload.now_s))
     monkeypatch.setattr(shipper_module, "num_bytes_read", upload.num_bytes)
     tracker.how = upload.send
     yield upload
@@ -207,7 +237,7 @@ def upload(world: World, tracker: Poisoned, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_upload_whose_bytes_move_is_waited_for(
     world: World, upload: Upload, caplog: pytest.LogCaptureFixture, waited_s: float
 ) -> None:
-    Timer(1.0, upload.arrives.set).start()
+    upload.arrives_at_s = 1.0
     upload.close(world.shipper(), upload_s=60, waited_s=waited_s)
     assert settled(world, PARENT) == ["run"]
     (warning,) = warnings(caplog)

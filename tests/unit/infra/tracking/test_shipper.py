@@ -1,7 +1,6 @@
 """The shipper: whatever was away and whoever died, the next contact tells the rest, once."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -9,10 +8,12 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tracked_world import (
+    CLOSE_S,
     FINGERPRINT,
     GONE,
     MINE,
@@ -23,6 +24,7 @@ from tracked_world import (
     finished,
     losses,
     told,
+    warnings,
 )
 
 from infra.store.canonical import canonical_json
@@ -37,6 +39,7 @@ from infra.tracking.tracker import (
     TrackerRefusedError,
     TrackerSettings,
 )
+from infra.waiting import wait_for
 
 
 def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
@@ -44,10 +47,7 @@ def test_a_run_that_went_well_is_told_once_and_settled(world: World) -> None:
     shipper = world.shipper()
     shipper.put(PARENT)
     shipper.put(STAGE)
-    deadline = time.monotonic() + 20
-    while not world.tracker.path.exists() or not world.seen()["metrics"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: world.tracker.path.exists() and world.seen()["metrics"], "metrics", 60.0, 0.01)
     world.train(1, 2, 3)
     shipper.journal_grew(STAGE.key)
     record = world.commit()
@@ -78,7 +78,7 @@ def test_a_tracker_that_shows_no_output_is_told_the_rest(
     told(world.shipper(), PARENT, STAGE.committed(world.commit()))
     assert world.seen()["state"] == "FINISHED"
     assert world.ledger().is_settled(STAGE.key)
-    assert [r.getMessage() for r in caplog.records] == [
+    assert warnings(caplog, shown_stage.__name__) == [
         "tracking: the tracker refused to show what sft made: no such endpoint"
     ]
 
@@ -114,11 +114,10 @@ def test_bad_input_row_47_a_tracker_that_was_down_at_the_first_call_gets_parent_
     world.tracker.away = True
     world.train(1, 2)
     shipper = world.shipper()
-    with caplog.at_level(logging.WARNING):
-        shipper.put(PARENT)
-        shipper.put(STAGE)
-        time.sleep(0.3)
-    (warning,) = [each.getMessage() for each in caplog.records]
+    shipper.put(PARENT)
+    shipper.put(STAGE)
+    wait_for(lambda: world.tracker.num_calls >= 4, "it to be asked again", 60.0, poll_s=0.01)
+    (warning,) = warnings(caplog)
     assert f"it is kept in {world.ledger().directory} and told later" in warning
     world.tracker.away = False
     told(shipper, STAGE.committed(world.commit()), finished(PARENT))
@@ -171,11 +170,11 @@ def test_what_is_known_already_is_not_asked_for_again(world: World) -> None:
 
 def told_by(shipper: Shipper) -> None:
     shipper.begin()
-    shipper.close(20)
+    shipper.close(CLOSE_S)
 
 
 def test_a_run_of_a_living_process_is_left_to_it(world: World) -> None:
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         from infra.host.processes import identify
 
@@ -223,9 +222,9 @@ def test_a_process_killed_while_it_tells_leaves_the_rest_to_the_next(world: Worl
         for text in {[e.model_dump_json() for e in (PARENT, STAGE)]!r}:
             entry = RunEntry.model_validate_json(text)
             shipper.put(entry.model_copy(update={{"owner": Owner.this_process()}}))
-        shipper.close(30)
+        shipper.close(600)
     """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=300)
     assert killed.returncode == -signal.SIGKILL
     assert len(world.seen()["metrics"]) == 50
     told_by(world.shipper())
@@ -299,17 +298,23 @@ def test_a_run_put_while_the_first_contact_is_made_is_told_once(
     assert len(ends) == len(set(ends)) == 2
 
 
-def test_news_of_a_run_that_was_not_put_yet_wait_for_it(world: World) -> None:
+def test_news_of_a_run_that_was_not_put_yet_wait_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shipper = world.shipper()
     told_before = finished(PARENT)
     shipper.put(told_before)
     shipper.journal_grew(STAGE.key)
-    deadline = time.monotonic() + 20
-    while not shipper.is_settled(PARENT.key):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: shipper.is_settled(PARENT.key), "the first run", 60.0, poll_s=0.01)
+    looked, look = threading.Event(), shipper._due
+
+    def due() -> list[RunEntry]:
+        looked.set()
+        return look()
+
+    monkeypatch.setattr(shipper, "_due", due)
     shipper.journal_grew(STAGE.key)
-    time.sleep(0.1)
+    assert looked.wait(60)
     world.train(1, 2)
     told(shipper, STAGE.committed(world.commit()))
     assert world.seen()["metrics"][1:] == losses(1, 2)
@@ -329,17 +334,37 @@ def test_a_server_that_lost_everything_is_told_everything(world: World, replaced
     assert world.seen() == before
 
 
+class Hanging:
+    """A call that takes until the test lets it end."""
+
+    def __init__(self, then: Callable[[], Any] | None = None) -> None:
+        self.asked, self.ends = threading.Event(), threading.Event()
+        self.num_ended = 0
+        self._then = then
+
+    def __call__(self) -> Any:
+        self.asked.set()
+        self.ends.wait(60)
+        self.num_ended += 1
+        return self._then() if self._then else ""
+
+
 def test_fault_row_21_a_failure_is_one_line_and_costs_nobody_a_wait(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.tracker.away = True
+    hanging = Hanging(world.tracker.origin)
+    monkeypatch.setattr(world.tracker, "origin", hanging)
     shipper = world.shipper()
-    started = time.monotonic()
     for _ in range(50):
         shipper.put(STAGE)
-    assert time.monotonic() - started < 5
+    assert hanging.asked.wait(60)
+    for _ in range(50):
+        shipper.put(STAGE)
+    assert hanging.num_ended == 0
+    hanging.ends.set()
     told(shipper, PARENT)
-    (warning,) = [record.getMessage() for record in caplog.records]
+    (warning,) = warnings(caplog)
     assert "ConnectionError: refused: line 2 line 3" in warning
     assert "\n" not in warning
 
@@ -356,13 +381,14 @@ def test_a_refusal_is_said_and_the_others_are_told(
 def test_a_slow_tracker_is_not_waited_for_beyond_the_deadline(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.tracker, "origin", lambda: time.sleep(30))
+    hanging = Hanging()
+    monkeypatch.setattr(world.tracker, "origin", hanging)
     shipper = world.shipper()
     shipper.put(PARENT)
-    started = time.monotonic()
     shipper.close(0.2)
-    assert time.monotonic() - started < 2
-    assert "the next run sends the rest" in caplog.text
+    assert hanging.num_ended == 0
+    assert "the next run sends the rest" in warnings(caplog)[-1]
+    hanging.ends.set()
 
 
 def test_a_damaged_ledger_is_one_that_knows_nothing(world: World) -> None:

@@ -1,16 +1,19 @@
 """A home with work to tell a tracker about, and a tracker that fails on request."""
 
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
 from infra.host.processes import ProcessIdentity
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
+from infra.tracking import shipper as shipper_module
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
 from infra.tracking.ledger import Ledger, Owner, RunEntry
@@ -22,6 +25,8 @@ from infra.tracking.tracker import (
     TrackerSettings,
 )
 
+CLOSE_S = 600.0
+"""How long a test waits for a shipper, which is never so long: a deadline is missed on purpose."""
 FINGERPRINT = "f" * 64
 GONE = Owner(host=socket.gethostname(), process=ProcessIdentity(pid=2**22 - 1, started="0"))
 MINE = Owner.this_process()
@@ -117,7 +122,16 @@ class World:
 def told(shipper: Shipper, *entries: RunEntry) -> None:
     for entry in entries:
         shipper.put(entry)
-    shipper.close(20)
+    shipper.close(CLOSE_S)
+
+
+def warnings(caplog: pytest.LogCaptureFixture, of: str = shipper_module.__name__) -> list[str]:
+    """What one logger warned of; threads of other tests may still say something of theirs."""
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if each.name == of and each.levelno >= logging.WARNING
+    ]
 
 
 def losses(*steps: int) -> list[tuple[str, int, float]]:

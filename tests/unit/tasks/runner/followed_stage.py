@@ -1,6 +1,9 @@
 """One stage as the task that follows its job sees it, and a job server that injects bad days."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engines.config.sections import PromoteConfig
@@ -20,6 +23,31 @@ from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")
 REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, seed=0)
+
+
+class Clock:
+    """Time of the thread that made it, which passes only while that thread sleeps.
+
+    Stands for the module `time` in what is tested; other threads have the real one.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._now_s = time.monotonic()
+        self.on_sleep: list[Callable[[], None]] = []
+        """What happens elsewhere in the meantime."""
+
+    def monotonic(self) -> float:
+        here = threading.current_thread() is self._thread
+        return self._now_s if here else time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        if threading.current_thread() is not self._thread:
+            time.sleep(seconds)
+            return
+        self._now_s += seconds
+        for happens in self.on_sleep:
+            happens()
 
 
 class Jobs:
@@ -57,7 +85,8 @@ class Jobs:
 class Stage:
     """One stage, as the task sees it."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, clock: Clock) -> None:
+        self.clock = clock
         self.storage = LocalStorage(tmp_path / "store")
         self.channel = self.storage.channel(REQUEST.fingerprint)
         self.submission = Submission(
@@ -96,8 +125,14 @@ class Stage:
     def journal(self, attempt: int = 0) -> Journal:
         return Journal(self.channel.local_dir(attempt) / "journal.jsonl")
 
-    def heartbeat(self, attempt: int = 0) -> Heartbeat:
-        return Heartbeat(self.channel.local_dir(attempt) / "heartbeat", every_s=0.05)
+    @contextmanager
+    def heartbeat(self, attempt: int = 0) -> Iterator[None]:
+        """Beats whenever the clock goes on; its own thread comes to none."""
+        path = self.channel.local_dir(attempt) / "heartbeat"
+        with Heartbeat(path, every_s=3600.0) as heartbeat:
+            self.clock.on_sleep.append(heartbeat._beat)
+            yield
+            self.clock.on_sleep.remove(heartbeat._beat)
 
     def commit(self, content: str = "{}") -> None:
         """As the job of the last attempt."""

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import RunState, TrackerSettings
+from tasks.runner import recorder as recorder_module
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
 
@@ -98,27 +98,46 @@ def test_a_failed_run_is_continued_by_its_retry(
     assert [run["state"] for run in runs(tracker).values()] == ["FINISHED", "FINISHED"]
 
 
-class SlowTracker(JsonLinesTracker):
-    """Takes a while to note a state."""
+class InterruptedTracker(JsonLinesTracker):
+    """Somebody presses Ctrl-C while it is about to note the first state."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        self.is_interrupted = False
+        self.closings = [threading.Event(), threading.Event()]
+        """That of the end, and the one in haste."""
 
     def set_state(
         self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
     ) -> None:
-        time.sleep(0.5)
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            assert self.closings[0].wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self.closings[1].wait(60)
         super().set_state(run_id, state, tags, metrics)
 
 
-def test_ctrl_c_while_the_end_is_told_does_not_lose_it(tmp_path: Path) -> None:
-    tracker = SlowTracker(TrackerSettings(tmp_path))
+def test_ctrl_c_while_the_end_is_told_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "CLOSE_IN_HASTE_S", 600.0)
+    tracker = InterruptedTracker(TrackerSettings(tmp_path))
     history = StageHistory(open_storage(str(tmp_path / "store")))
+    shipper = Shipper(Ledger(tmp_path, tracker.address, "s"), tracker, history, ship_every_s=0.01)
     recorder = Recorder(
-        Shipper(Ledger(tmp_path, tracker.address, "s"), tracker, history, ship_every_s=0.01),
-        identity={"flow_run_id": "one"}, name="tiny", params={}, tags={}, store_uri="s",
-    )  # fmt: skip
+        shipper, identity={"flow_run_id": "one"}, name="tiny", params={}, tags={}, store_uri="s"
+    )
+    close, closings = shipper.close, iter(tracker.closings)
+
+    def closing(*deadlines_s: float) -> None:
+        next(closings).set()
+        close(*deadlines_s)
+
+    monkeypatch.setattr(shipper, "close", closing)
     recorder.stage_started(request("sft"))
     recorder.stage_finished(request("sft"), record(request("sft")))
     recorder.run_finished(tmp_path / "runs", {})
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         recorder.close()
     assert {run["state"] for run in runs(tracker).values()} == {"FINISHED"}

@@ -173,7 +173,7 @@ def test_nothing_is_served_around_an_update(hf_dir: Path, tmp_path: Path) -> Non
         await give_weights(replica, hf_dir, 0)
         await replica.call("pause", ())
         waiting = asyncio.create_task(client.post("completions", prompt="1+2=", max_tokens=40))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (await replica.call("health", ())).num_running:
                 await asyncio.sleep(0.01)
         # With its sample in flight the engine would refuse the update, and end the run.
@@ -246,7 +246,7 @@ def test_a_request_stands_in_the_way_of_nothing_that_needs_an_idle_engine(
         client = Client(tmp_path / "told.json")
         assert (await endpoint.call("health", ())).can_serve
         waiting = asyncio.create_task(client.post("completions", prompt="1", max_tokens=4))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (await endpoint.call("health", ())).num_running:
                 await asyncio.sleep(0.01)
         changing = asyncio.create_task(

@@ -122,7 +122,7 @@ def test_beats_and_journal_reach_a_watcher_who_shares_no_directory(
         assert not (tmp_path / "home/remote").exists()
     finally:
         job.kill()
-        job.wait(30)
+        job.wait(60)
 
 
 def test_a_journal_goes_on_on_another_machine(

@@ -40,7 +40,7 @@ def test_a_failure_is_told_though_the_file_before_it_still_comes(tmp_path: Path)
     def read(name: str, start: int, end: int) -> bytes:
         asked.append(name)
         if name == "f000":
-            assert failed.wait(20)
+            assert failed.wait(60)
             return b"x"
         failed.set()
         raise StoreUnreachableError("no answer")

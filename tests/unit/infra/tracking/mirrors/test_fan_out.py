@@ -1,8 +1,8 @@
 """Several trackers that are told the same: each all of it, whatever becomes of another."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
@@ -15,6 +15,7 @@ from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import MetricPoint, TrackedRun, TrackerSettings
+from infra.waiting import wait_for
 
 FINGERPRINT = "f" * 64
 OWNER = Owner.this_process()
@@ -52,13 +53,13 @@ class World:
             (home / str(number)).mkdir()
             self.trackers.append(Named(TrackerSettings(home / str(number))))
 
-    def fan_out(self, num_mirrors: int) -> FanOut:
+    def fan_out(self, num_mirrors: int, ship_every_s: float = 0.01) -> FanOut:
         first, *mirrors = [
             Shipper(
                 Ledger(self.home, tracker.address, "store"),
                 tracker,
                 StageHistory(self.store),
-                ship_every_s=0.01,
+                ship_every_s=ship_every_s,
                 retry_after_s=0.05,
             )
             for tracker in self.trackers[: 1 + num_mirrors]
@@ -93,7 +94,7 @@ def test_every_tracker_is_told_everything_once(world: World) -> None:
     world.train(1, 2)
     fan_out.journal_grew(STAGE.key)
     fan_out.put(finished(STAGE))
-    fan_out.close(10)
+    fan_out.close(600)
     assert fan_out.is_settled(STAGE.key)
     for number in range(3):
         assert world.steps(number) == [1, 2]
@@ -105,12 +106,12 @@ def test_a_mirror_that_is_away_keeps_nothing_from_the_others(world: World) -> No
     world.train(1)
     fan_out = world.fan_out(2)
     fan_out.put(finished(STAGE))
-    fan_out.close(10)
+    fan_out.close(600)
     assert not fan_out.is_settled(STAGE.key)
     assert world.steps(0) == world.steps(2) == [1]
     world.trackers[1].away = False
     later = world.fan_out(2)
-    later.close(10)
+    later.close(600)
     assert later.is_settled(STAGE.key)
     assert [world.steps(number) for number in range(3)] == [[1], [1], [1]]
 
@@ -119,23 +120,51 @@ def test_a_mirror_that_comes_later_is_told_of_what_is_used_again(world: World) -
     world.train(1, 2)
     alone = world.fan_out(0)
     alone.put(finished(STAGE))
-    alone.close(10)
+    alone.close(600)
     assert alone.is_settled(STAGE.key)
     both = world.fan_out(1)
     assert not both.is_settled(STAGE.key)
     known = both.find(STAGE.key)
     assert known is not None
     both.put(known)
-    both.close(10)
+    both.close(600)
     assert both.is_settled(STAGE.key)
     assert world.steps(0) == world.steps(1) == [1, 2]
 
 
-def test_they_are_waited_for_together(world: World) -> None:
+def test_they_are_told_to_the_end_at_the_same_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the end only where the others are about to, and no round comes by itself."""
+    fan_out, all_of_them = world.fan_out(2, ship_every_s=3600.0), Barrier(3, timeout=60)
+    fan_out.put(RUN)
+    wait_for(
+        lambda: all(tracker.path.exists() and RUN.key in tracker.path.read_text()
+                    for tracker in world.trackers), "the beginning to be told", 60.0, 0.01
+    )  # fmt: skip
     for tracker in world.trackers:
-        tracker.away = True
+        monkeypatch.setattr(tracker, "set_state", lambda *_: all_of_them.wait())
+    fan_out.put(finished(RUN))
+    fan_out.close(600)
+    assert fan_out.is_settled(RUN.key)
+
+
+def test_they_are_waited_for_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes later is waited for as if it had been waited for from the beginning."""
+    waited, let_go = list[float](), Event()
+    close = Shipper.close
+
+    def noted(shipper: Shipper, deadline_s: float, upload_s: float, waited_s: float) -> None:
+        waited.append(waited_s)
+        close(shipper, deadline_s, upload_s, waited_s)
+
+    monkeypatch.setattr(Shipper, "close", noted)
+    for tracker in world.trackers:
+        monkeypatch.setattr(tracker, "origin", lambda: str(let_go.wait(60)))
     fan_out = world.fan_out(2)
     fan_out.put(STAGE)
-    began = time.monotonic()
     fan_out.close(0.2)
-    assert time.monotonic() - began < 2
+    assert len(waited) == 3
+    assert waited[0] < waited[1] < waited[2]
+    assert waited[1] >= 0.2
+    let_go.set()
