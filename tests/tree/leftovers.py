@@ -3,7 +3,8 @@
 Looked for, once the fixtures of a test have ended: threads that our code started, processes,
 listening sockets of Python, variables of the environment. Each belongs to the test, module or
 session whose turn it was when it began: what a fixture of a module begins ends with the module,
-and so does what is begun by its threads, its pools and its processes.
+and so does what is begun by its threads, its pools and its processes, and a process that works in
+its directories.
 Promises: a message of one line for each thing, what it is, since when and from where; no test
 waits unless something is left. Variables that `infra.env` sets for the life of a process may stay.
 Does not promise: to see what a library starts for itself, nor a process that has neither our
@@ -14,6 +15,7 @@ import concurrent.futures
 import functools
 import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -52,6 +54,8 @@ class Owner:
     began_s: float = field(default_factory=lambda: _uptime_s())
     threads: list[weakref.ref[threading.Thread]] = field(default_factory=list)
     sockets: list[weakref.ref[socket.socket]] = field(default_factory=list)
+    directories: list[bytes] = field(default_factory=list)
+    """Temporary ones that were made in its turn."""
     variables: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     """What each variable of the environment was, and where our code changed it, if it did."""
 
@@ -129,8 +133,13 @@ def _note_socket(listening: socket.socket) -> None:
         begun.owner.sockets.append(weakref.ref(listening))
 
 
-def _note_child(child: subprocess.Popen[bytes]) -> None:
+def _note_child(child: subprocess.Popen[bytes], _: object) -> None:
     _origins[child.pid] = _origin()[1]
+
+
+def _note_directory(_: pytest.TempPathFactory, made: Path) -> None:
+    if _turn:
+        _turn[0].directories.append(bytes(made))
 
 
 def _note_variable(environ: "os._Environ[str]", name: str) -> None:
@@ -152,7 +161,7 @@ def _record(kind: type, method: str, note: Callable[..., None], *, after: bool =
             note(self, *args[:1]) if kind is os._Environ else note(self)
         returned = original(self, *args, **kwargs)
         if after:
-            note(self)
+            note(self, returned)
         return returned
 
     setattr(kind, method, noted)
@@ -165,6 +174,7 @@ def record_what_begins() -> None:
     _record(pool_threads.ThreadPoolExecutor, "__init__", _note_pool)
     _record(socket.socket, "listen", _note_socket)
     _record(subprocess.Popen, "__init__", _note_child, after=True)
+    _record(pytest.TempPathFactory, "mktemp", _note_directory, after=True)
     _record(os._Environ, "__setitem__", _note_variable)
     _record(os._Environ, "__delitem__", _note_variable)
 
@@ -182,20 +192,27 @@ class Process:
 
     @classmethod
     def look(cls, pid: int) -> "Process":
-        """Whose it is: by the mark in its environment, or, as a child of ours, by its start."""
+        """Whose it is: by the mark in its environment, or, as a child of ours, by its start.
+
+        Raises:
+            OSError: it is gone.
+        """
         stat = _stat(pid)
         parent, began_s = int(stat[1]), int(stat[19]) * _TICK_S
-        command = _bytes(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:200]
-        mark = f"{MARK}={_process}:".encode()
-        marked = [v for v in _bytes(pid, "environ").split(b"\0") if v.startswith(mark)]
+        arguments, environment = _bytes(pid, "cmdline"), _bytes(pid, "environ")
+        command = arguments.replace(b"\0", b" ").decode(errors="replace")[:200].strip()
+        marked = re.search(rf"{MARK}={_process}:(\d+)".encode(), environment)
         owner = 0
         if any(name in command for name in _OF_PYTHON):
             pass
         elif marked:
-            owner = int(marked[0].removeprefix(mark))
+            owner = int(marked[1])
         elif parent == os.getpid():
             owner = max((o.number for o in _owners if o.began_s < began_s + _TICK_S), default=0)
-        return cls(pid, parent, command.strip(), began_s, owner)
+        if owner == _owners[-1].number:  # a server that the first test to need it starts
+            homes = [o for o in _owners for d in o.directories if d in arguments + environment]
+            owner = homes[0].number if homes else owner
+        return cls(pid, parent, command, began_s, owner)
 
     def lives(self) -> bool:
         """Whether it still runs."""
@@ -216,10 +233,10 @@ def _uptime_s() -> float:
 
 
 def _bytes(pid: int, name: str) -> bytes:
-    """A file of a process; nothing if it may not be read."""
+    """A file of a process; nothing if it is another user's, the kernel's or gone."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except PermissionError:
+    except OSError:
         return b""
 
 

@@ -98,6 +98,16 @@ def server():
     os.environ["RLHF_GIVEN"] = before
 
 @pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    yield home
+    os.kill(int((home / "pid").read_text()), 9)
+
+def test_server_of_a_module(home):
+    child = subprocess.Popen(["sleep", "30"], env={**os.environ, "RLHF_HOME": str(home)})
+    (home / "pid").write_text(str(child.pid))
+
+@pytest.fixture(scope="module")
 def pool():
     with ThreadPoolExecutor(2) as pool:
         yield pool
@@ -184,4 +194,4 @@ def test_each_thing_that_is_left_is_an_error_that_names_it(tmp_path: Path) -> No
 def test_what_is_ended_is_no_error(tmp_path: Path) -> None:
     code, report = run(CLEAN, tmp_path, 20)
     assert code == 0, report
-    assert "8 passed" in report
+    assert "9 passed" in report

@@ -356,11 +356,13 @@ def test_a_refusal_is_said_and_the_others_are_told(
 def test_a_slow_tracker_is_not_waited_for_beyond_the_deadline(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.tracker, "origin", lambda: time.sleep(30))
+    is_over = threading.Event()
+    monkeypatch.setattr(world.tracker, "origin", lambda: is_over.wait(30) and "slow")
     shipper = world.shipper()
     shipper.put(PARENT)
     started = time.monotonic()
     shipper.close(0.2)
+    is_over.set()
     assert time.monotonic() - started < 2
     assert "the next run sends the rest" in caplog.text
 
