@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import Leftovers
 
 
-def pytest_configure() -> None:
-    """Let SIGINT reach what tests start: a shell's background job, and its children, ignore it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Look for what each test leaves behind, and let SIGINT reach what tests start.
+
+    A shell's background job, and its children, ignore it.
+    """
+    config.pluginmanager.register(Leftovers())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

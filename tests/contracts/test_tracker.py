@@ -12,7 +12,6 @@ are there once; positions survive the process. Not covered: how it looks.
 import importlib
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
@@ -136,18 +135,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def make(
     name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Tracker]:
+) -> Iterator[Callable[[], Tracker]]:
     """A tracker as another process would make it: of the same service, knowing nothing."""
     home = tmp_path_factory.mktemp("tracker")
     uri = request.config.getoption("--tracker-uri", default=None)
-    # The address of whoever runs the tests is not that of the test.
-    for variable in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE"):
-        os.environ.pop(variable, None)
     try:
         TRACKERS.find(name)
     except ConfigError as error:
         pytest.skip(str(error))
-    return lambda: TRACKERS.load(name)(TrackerSettings(home, uri, "contract"))
+    with pytest.MonkeyPatch.context() as patch:
+        # The address of whoever runs the tests is not that of the test.
+        for variable in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE"):
+            patch.delenv(variable, raising=False)
+        yield lambda: TRACKERS.load(name)(TrackerSettings(home, uri, "contract"))
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # its service is a process of its own
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Datasets, logged models and traces in MLflow: there once, whoever tells them, how often ever."""
 
 import json
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from infra.tracking.tracker import TrackedOutput, TrackedRun, TrackerSettings
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # The address of whoever runs the tests is not that of the test.
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    return tmp_path_factory.mktemp("home")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        # The address of whoever runs the tests is not that of the test.
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield tmp_path_factory.mktemp("home")
 
 
 def policy(digit: str) -> Artifact:

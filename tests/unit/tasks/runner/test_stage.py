@@ -108,6 +108,7 @@ def test_a_forced_stage_is_not_begun_by_the_job_before_it(
     context = new_context(jobs, tmp_path, **({"later": "token"} if forced else {}))
     context.run(requests()[0])
     assert (jobs.specs[0].then is None) == forced
+    context._recorder.close()
 
 
 def test_the_end_of_a_run_stops_what_its_job_began_for_it(jobs: Jobs, tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def test_the_end_of_a_run_stops_what_its_job_began_for_it(jobs: Jobs, tmp_path: 
     context.run(first)
     context.stop_jobs()
     assert jobs.stopped == [jobs.storage.attempts.entries(later.fingerprint)[0].holder.ray_job]
+    context._recorder.close()
 
 
 @pytest.mark.parametrize("moment", ["before it is told", "after it is told"])

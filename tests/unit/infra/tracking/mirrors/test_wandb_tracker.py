@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ tracker.set_state(run_id, "FINISHED", {"output.digest": "d"}, {"accuracy": 0.5})
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WandbTracker:
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbTracker]:
     for variable in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(variable, raising=False)
-    return WandbTracker(TrackerSettings(tmp_path))
+    yield WandbTracker(TrackerSettings(tmp_path))
+    import wandb
+
+    wandb.teardown()
 
 
 def points(*steps: int) -> list[MetricPoint]:
