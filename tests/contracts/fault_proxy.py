@@ -89,7 +89,7 @@ def fault_proxy(service: str) -> Iterator[FaultProxy]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(30)
+        thread.join(60)
 
 
 class _Server(ThreadingHTTPServer):

@@ -212,7 +212,7 @@ def on_ranks(size: int, job: Callable[[int, Gather], Found]) -> list[Found]:
     Returns:
         What each rank's job returned.
     """
-    barrier, parts = Barrier(size, timeout=30), [torch.empty(0)] * size
+    barrier, parts = Barrier(size, timeout=240), [torch.empty(0)] * size
 
     def gather_as(rank: int) -> Gather:
         def gather(own_N: Tensor) -> Tensor:

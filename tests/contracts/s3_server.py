@@ -58,7 +58,7 @@ def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
     finally:
         stuck.cancel()
         server.kill()
-        server.communicate(timeout=30)
+        server.communicate(timeout=60)
 
 
 def serve(host: str) -> None:

@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def config(request: pytest.FixtureRequest, reward: str) -> Iterator[RewardConfig]:
     given = request.config.getoption("--reward-kwargs", default=None)
-    limits = {"function": reward, "timeout_s": 30, "max_unscored_frac": 1.0}
+    limits = {"function": reward, "timeout_s": 240, "max_unscored_frac": 1.0}
     if given is not None:
         yield RewardConfig.model_validate({**limits, "kwargs": json.loads(given)})
     elif reward == "http":

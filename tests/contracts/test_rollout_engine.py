@@ -257,14 +257,19 @@ def test_score_agrees_with_a_forward_pass(served):
             assert (torch.tensor(logprobs) - expected).abs().max() <= MAX_LOGPROB_DIFFERENCE
 
 
+async def until_it_samples(served, num_samples: int = 1) -> None:
+    async with asyncio.timeout(60):
+        while (await served.engine.health()).num_running < num_samples:
+            await asyncio.sleep(0.01)
+
+
 def test_abort_yields_partial_samples_and_the_engine_goes_on(served):
     served.send(model(served.tied, 1), 0)
     asked = requests(max_new_tokens=250)
 
     async def scenario(named):
         task = asyncio.create_task(served.collect(asked))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.02)
+        await until_it_samples(served)
         with pytest.raises(RolloutError):  # the ids are taken
             served.engine.generate(asked)
         await served.engine.abort(named)
@@ -283,7 +288,7 @@ def test_after_an_abort_or_a_call_that_was_given_up_it_may_sleep_and_be_updated(
 
     async def begun():
         task = asyncio.create_task(served.collect(asked))
-        await asyncio.sleep(0.02)
+        await until_it_samples(served)
         return task
 
     async def scenario():
@@ -341,6 +346,7 @@ def test_pause_and_resume_do_not_change_the_samples(served):
     async def paused_before():
         await served.engine.pause()
         task = asyncio.create_task(served.collect(requests()))
+        await until_it_samples(served, 12)
         await asyncio.sleep(0.1)
         assert (await served.engine.health()).num_running == 12
         await served.engine.resume()

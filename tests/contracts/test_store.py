@@ -128,7 +128,7 @@ def test_of_many_claims_of_one_entry_one_succeeds(uri: str, fingerprint: str) ->
 
     def claim() -> None:
         store = open_storage(uri)
-        barrier.wait(30)
+        barrier.wait(60)
         try:
             store.attempts.hold(fingerprint, holder(), 0)
             outcomes.append(True)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.stacks
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
-ENDS_S = 60.0
+ENDS_S = 240.0
 PROBES = """
 import os, signal, time
 from prefect import flow

@@ -47,7 +47,7 @@ def test_a_rank_whose_node_dies_ends_the_stage_and_the_next_run_continues(
     failed = resumed["failed"]
     assert failed["code"] == 1
     assert f"of 2 on node {resumed['lost']} failed in " in failed["printed"]
-    assert failed["seconds"] < 30.0
+    assert failed["seconds"] < 60.0, "Ray itself would have noticed by then"
     assert resumed["code"] == 0, resumed["printed"]
     assert "continuing after step" in resumed["printed"]
     assert trained(resumed) == trained(pipelines["whole"])

@@ -44,7 +44,7 @@ def test_of_two_groups_that_need_every_node_one_waits_and_both_finish(
 def test_a_node_that_dies_ends_the_group_by_name(found: dict[str, Any]) -> None:
     killed = found["killed"]
     assert "of 2 on node 10.77.0.3 failed in train" in killed["error"]
-    assert killed["seconds"] < 30.0
+    assert killed["seconds"] < 60.0, "Ray itself would have noticed by then"
 
 
 def test_nodes_leave_nothing_when_their_test_is_killed(
@@ -57,4 +57,4 @@ def test_nodes_leave_nothing_when_their_test_is_killed(
     assert any("gcs_server" in " ".join(p.cmdline()) for p in started)
     nodes.kill()
     nodes.wait(timeout=60.0)
-    wait_for(lambda: not any(p.is_running() for p in started), "the nodes to be gone", 10.0)
+    wait_for(lambda: not any(p.is_running() for p in started), "the nodes to be gone", 60.0)

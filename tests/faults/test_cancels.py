@@ -25,8 +25,8 @@ from infra.waiting import wait_for
 pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 
 NUM_CANCELS = int(os.environ.get("NUM_CANCELS", "10"))
-LEFT_S = 30.0
-ENDS_S = 60.0
+LEFT_S = 120.0
+ENDS_S = 240.0
 RUN = settings("sft.num_steps=20", "rl.num_steps_per_round=4", "checkpoint.every_num_steps=2")
 
 

@@ -217,7 +217,9 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
         "from engines.rewards.base import ScoreRequest\n"
         "from engines.rewards.pool import ScoringPool\n"
         "from engines.rewards.process import WorkerSetup\n"
-        f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 600.0, None), 2)\n"
+        f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 3.0, None), 2)\n"
+        # What they end by themselves comes earlier than this.
+        "for process in pool._processes: process._timeout_s = 600.0\n"
         "pids = [int(r.value) for r in pool.score([ScoreRequest('d', 'pid', '')] * 20)]\n"
         "print(*set(pids), flush=True)\n"
         "pool.score([ScoreRequest('d', 'regex', '')])\n"
