@@ -112,14 +112,17 @@ def test_a_refusal_is_not_repeated() -> None:
 
 
 def test_a_server_that_hangs_costs_its_sample_and_its_deadline() -> None:
+    is_over = threading.Event()
+
     def answer(asked: dict[str, Any], _: object) -> tuple[int, bytes]:
         if asked["solution_str"] == "hang":
-            time.sleep(30)
+            is_over.wait(30)
         return 200, b"1"
 
     with server(answer) as url:
         start = time.monotonic()
         hung, fine = scored(url, "hang", "fine", timeout_s=2.0, num_workers=2)
+        is_over.set()
         assert time.monotonic() - start < 20
     assert isinstance(hung, Unscored)
     assert fine == Score(1.0)
