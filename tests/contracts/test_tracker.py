@@ -148,8 +148,14 @@ def make(
         for variable in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE"):
             patch.delenv(variable, raising=False)
         yield lambda: TRACKERS.load(name)(TrackerSettings(home, uri, "contract"))
+
+
+@pytest.fixture(autouse=True)
+def _no_service_is_left() -> Iterator[None]:
+    """Weights & Biases starts a process of its own, for as long as it is not told to end."""
+    yield
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # its service is a process of its own
+        sys.modules["wandb"].teardown()
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,12 @@ ROLLOUT = RolloutConfig(placement="disaggregated", openai_endpoint=True, timeout
 
 @pytest.fixture(autouse=True)
 def own_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica sends what its process prints to its log; here that would be the tests' own."""
+    """A replica sends what its process prints to its log; here that would be the tests' own.
+
+    Asked for its node, Ray would start a cluster of its own for this process.
+    """
     monkeypatch.setattr("engines.controller.replica.log_to", lambda path: None)
+    monkeypatch.setattr("engines.controller.replica.this_node", lambda: "here")
 
 
 @pytest.fixture(scope="module")
