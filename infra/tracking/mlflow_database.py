@@ -98,12 +98,12 @@ def ensure_whole(database: Path) -> None:
 
 def _make_anew(database: Path, error: Exception) -> None:
     """Set a database aside that could not be migrated, and put an empty one in its place."""
-    reason = " ".join(str(error).split())[:120]
+    reason = " ".join(str(error).partition("[SQL")[0].split())[:120]
     foreign = _foreign(database)
     if foreign:
         raise ServiceError(
-            f"{database} {foreign}, and MLflow cannot migrate it; restore a copy of it, or rename "
-            f"it and the next run makes a new one from the ledger ({reason})"
+            f"{database} {foreign}; restore a copy of it, or rename it and the next run makes a "
+            f"new one from the ledger (MLflow cannot migrate it: {reason})"
         ) from error
     aside = database.with_name(f"{database.name}.broken-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
     _replace(database, copied=False, aside=aside)
@@ -115,23 +115,25 @@ def _make_anew(database: Path, error: Exception) -> None:
 
 
 def _replace(database: Path, *, copied: bool, aside: Path | None = None) -> None:
-    """Bring a database to MLflow's tables under a temporary name, then give it its own."""
-    from mlflow.store.db.utils import (
-        _initialize_tables,
-        _upgrade_db,
-        create_sqlalchemy_engine_with_retry,
-    )
+    """Bring a database to MLflow's tables under a temporary name, then give it its own.
+
+    Args:
+        database: where it lies in the end.
+        copied: begin with what is there, else with nothing.
+        aside: what there is gets this name.
+    """
+    from mlflow.store.db.utils import _initialize_tables, _upgrade_db
+    from sqlalchemy import NullPool, create_engine
 
     made = temporary_sibling(database)
-    engine = create_sqlalchemy_engine_with_retry(f"sqlite:///{made}")
+    engine = create_engine(f"sqlite:///{made}", poolclass=NullPool)
     try:
         if copied:
-            with closing(_connect(database)) as source, closing(sqlite3.connect(made)) as copy:
-                source.backup(copy)
+            with closing(_connect(database)) as source:
+                source.execute("VACUUM INTO ?", (str(made),))
             _upgrade_db(engine)
         else:
             _initialize_tables(engine)
-        engine.dispose()
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         if aside is not None:
@@ -140,7 +142,6 @@ def _replace(database: Path, *, copied: bool, aside: Path | None = None) -> None
         made.rename(database)
         fsync_directory(database.parent)
     finally:
-        engine.dispose()
         for path in _files(made):
             path.unlink()
 
@@ -178,7 +179,7 @@ def _foreign(database: Path) -> str:
                     found += [f"{num_rows} of {table}"] if num_rows else []
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode in _UNREADABLE or _is_absent(error):
-            return f"what it holds cannot be read ({error})"
+            return f"cannot be read ({error})"
         raise
     return f"holds what other programs wrote ({', '.join(found)})" if found else ""
 
