@@ -20,6 +20,7 @@ from rlhf.testing.s3_server import BUCKET, environment, s3_server
 from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
+from infra.store.s3 import mirror
 from infra.store.stage_log import Attempt, Holder, generation, journal_segments
 from infra.store.stage_spec import Adoption, CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
@@ -49,8 +50,9 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def store(uri: str) -> Storage:
-    return open_storage(uri)
+def store(uri: str, tmp_path: Path) -> Iterator[Storage]:
+    yield open_storage(uri)
+    mirror.end_below(tmp_path)  # which a process otherwise ships until its end
 
 
 @pytest.fixture
