@@ -80,7 +80,7 @@ faults-long: $(STAMP)  ## the same with 200 more random kills, 100 cancels and 2
 	NUM_CANCELS=100 RACE_ROUNDS=200 $(MAKE) faults FAULTS=
 
 test-first-minute: $(STAMP)  ## forty ends of a home's first minute, each followed by the same command
-	$(BIN)/python -m pytest tests/faults/test_first_minute.py $(ARGS)
+	NUM_BUSY_LOOPS=3 $(BIN)/python -m pytest tests/faults/test_first_minute.py $(ARGS)
 
 test-nightly: $(STAMP)  ## what a night has time for: 200 random kills
 	$(BIN)/python -m pytest --ignore tests/contracts -m nightly $(ARGS)
