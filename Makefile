@@ -25,7 +25,7 @@ VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_ans
 # Whole pipelines come first as they are collected: behind many small files, a last long one would
 # leave a core idle.
 SPREAD := --dist loadfile --no-loadscope-reorder
-NUM_CORES := $(shell nproc)
+NUM_CORES = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)))')
 # Ranks of one test wait for each other: those of two tests fill two cores.
 TWO_AT_ONCE := -n 2 --dist worksteal
 # Empty adds what is for a night.
@@ -65,10 +65,11 @@ test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
 	@log=$$(mktemp); status=0; \
 	$(BIN)/python -m pytest --ignore tests/contracts \
 	  -m "slow and exclusive and not nightly" $(ARGS) > $$log 2>&1 & exclusive=$$!; \
-	trap 'kill $$exclusive 2>/dev/null; rm -f $$log' EXIT; \
+	trap 'kill -INT $$exclusive; wait $$exclusive; cat $$log; rm -f $$log; exit 130' INT TERM; \
+	echo "the exclusive ones write to $$log"; \
 	$(BIN)/python -m pytest -n $(NUM_CORES) $(SPREAD) --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS) || status=$$?; \
-	wait $$exclusive || status=$$?; cat $$log; exit $$status
+	wait $$exclusive || status=$$?; cat $$log; rm -f $$log; exit $$status
 
 test-stacks: $(STAMP)  ## whole stacks killed at every phase, further layouts; too long for .ci/run
 	$(BIN)/python -m pytest --ignore tests/contracts -m stacks $(ARGS)

@@ -53,6 +53,8 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
         return path
     try:
         found = tracker.incumbent(asked.name, asked.alias)
+    except ServiceError:  # says what to do
+        raise
     except Exception as error:  # what a service that is away raises is its own affair
         said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
         raise ServiceError(

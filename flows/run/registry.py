@@ -85,6 +85,8 @@ class Registry:
         gate = self._gate
         try:
             return self._tracker.incumbent(gate.model_name, gate.alias)
+        except ServiceError:  # says what to do
+            raise
         except Exception as error:  # what a service that is away raises is its own affair
             said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             raise ServiceError(

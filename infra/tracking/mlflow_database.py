@@ -3,25 +3,34 @@
 `python -m infra.tracking.mlflow_database DATABASE PROGRAM ARGUMENT...` prepares a database and
 then becomes the program, which is how the MLflow server of `rlhf up` starts.
 Promises: whenever a process is killed, the database is as it was or it is whole, and the next
-process goes on from there. A database that MLflow cannot migrate is renamed, with one line that
-says so, and an empty one takes its place; a tracker sees by `origin` that it is another one, and
-is told everything again. That happens only if every run, model and trace in it is of this project:
-otherwise, and if it cannot be read, nothing is changed and the error says what to do.
-Does not promise: that a process which has the database open during a migration writes to the new
-one.
+process goes on from there; no row that another program commits meanwhile is lost. A database that
+MLflow cannot migrate keeps its bytes under another name, with one line that says so, and a new one
+takes its place, with its registered models and their aliases; a tracker sees by `origin` that it
+is another one, and sends the runs that it knows. That happens only if every run, model and trace
+in it is of this project. Otherwise, if it cannot be read, and if a newer MLflow made it, nothing
+is changed and the error says what to do.
+Does not promise: notes, assessments and empty experiments that people added to one that is
+replaced; they are in the file that is kept.
 """
 
 import logging
 import os
+import shutil
 import sqlite3
 import sys
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.errors import ServiceError
+from infra.errors import EXIT_USER_ERROR, PipelineError, ServiceError
 from infra.host.records import file_lock
-from infra.store.atomic import fsync_directory, remove_abandoned, temporary_sibling
+from infra.store.atomic import (
+    TEMPORARY_PREFIX,
+    fsync_directory,
+    is_abandoned,
+    temporary_sibling,
+)
 
 LOCK_DEADLINE_S = 120.0
 BUSY_S = 60.0
@@ -35,7 +44,9 @@ _OF_THE_MACHINE = frozenset(
     }
 )
 """What SQLite answers on a full disk and the like, which says nothing of the database."""
-_OURS = {
+_UNFINISHED = "_alembic_tmp_"
+"""Begins the name of the copy of a table that a migration was making."""
+_ROWS_OF_OTHERS = {
     "runs": "SELECT run_uuid FROM runs EXCEPT SELECT run_uuid FROM tags WHERE key = 'rlhf.key'",
     "logged_models": (
         "SELECT model_id FROM logged_models EXCEPT "
@@ -50,13 +61,18 @@ _OURS = {
         "SELECT request_id FROM trace_tags WHERE key = 'rlhf.step'"
     ),
 }
-"""Tables whose rows a program makes, each with a query for the rows that this project did not."""
-_PARTS = (
+"""Tables whose rows programs make, each with a query for those that this project did not make."""
+_DEPENDENT_TABLES = (
     *("alembic_", "experiment", "workspaces", "scheduler_leases", "registered_model"),
     *("params", "metrics", "latest_metrics", "tags", "inputs", "input_tags", "datasets"),
     *("logged_model_", "model_version_", "trace_", "spans", "span_metrics", "assessments", "sql_"),
 )
 """Beginnings of names of tables whose rows belong to a row of those, or to MLflow itself."""
+_REGISTRY = (
+    *("registered_models", "registered_model_tags", "registered_model_aliases"),
+    *("model_versions", "model_version_tags"),
+)
+"""Tables of the registry, each behind those that it refers to."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,119 +91,192 @@ def ensure_whole(database: Path) -> None:
         database: the SQLite file; absolute.
 
     Raises:
-        ServiceError: it cannot be migrated or read, and holds, or may hold, what other programs
-            wrote.
+        ServiceError: a newer MLflow made it, or it cannot be migrated or read and holds, or may
+            hold, what other programs wrote.
         OSError: the disk refuses.
     """
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they print tracebacks of SQL
     database.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(database.parent)
+    for path in database.parent.glob(f"{TEMPORARY_PREFIX}{database.name}-*"):
+        if is_abandoned(path):
+            path.unlink(missing_ok=True)
     if database.exists() and not database.stat().st_size:
         database.unlink()  # SQLite had opened it and was killed before its first write
     if not database.exists():
-        _replace(database, copied=False)
+        for path in _files(database):  # SQLite would play it into the new database
+            path.rename(_aside(path))
+        with _beside(database) as made:
+            _make_tables(made)
+            _publish(made, database)
     elif not _is_current(database):
+        with _held(database), _beside(database) as made:
+            aside = _migrate(database, made)
+            _publish(made, database)
+        if aside is not None:
+            _log.warning(
+                "tracking: MLflow could not migrate %s; it is kept as %s, and the runs that this "
+                "home knows are sent to a new one",
+                *(database, aside.name),
+            )
+
+
+def _migrate(database: Path, made: Path) -> Path | None:
+    """Make the migrated database, else a new one; the name under which the old one is kept then."""
+    from mlflow.store.db.utils import _upgrade_db
+
+    try:
+        with closing(_connect(database)) as source:
+            source.execute("VACUUM INTO ?", (str(made),))
+        _upgrade_db(_engine(made))
+        return None
+    except Exception as error:  # a migration raises whatever it stumbles over
+        if _is_of_the_machine(error):
+            raise
+        reason = " ".join(str(error).partition("[SQL")[0].split())[:120]
+        if others := _others(database):
+            raise _refusal(database, f"{others} (MLflow cannot migrate it: {reason})") from error
+    for path in _files(made):
+        path.unlink()
+    _make_tables(made)
+    _carry_registry(database, made)
+    aside = _aside(database)
+    try:
+        aside.hardlink_to(database)
+    except OSError:  # a file system without links
+        shutil.copyfile(database, aside)
+    return aside
+
+
+def _make_tables(made: Path) -> None:
+    from mlflow.store.db.utils import _initialize_tables
+
+    _initialize_tables(_engine(made))
+
+
+def _engine(made: Path):  # noqa: ANN202  SQLAlchemy's, which is imported with MLflow
+    from sqlalchemy import URL, NullPool, create_engine
+
+    return create_engine(URL.create("sqlite", database=str(made)), poolclass=NullPool)
+
+
+def _carry_registry(database: Path, made: Path) -> None:
+    """Copy registered models with versions and aliases: a gate and `rlhf gc` go by them."""
+    with closing(_connect(made)) as new:
+        new.execute("ATTACH ? AS old", (str(database),))
         try:
-            _replace(database, copied=True)
-        except Exception as error:  # a migration raises whatever it stumbles over
+            for table in _REGISTRY:
+                there = {row[1] for row in new.execute(f'PRAGMA old.table_info("{table}")')}
+                here = [row[1] for row in new.execute(f'PRAGMA main.table_info("{table}")')]
+                columns = ", ".join(f'"{name}"' for name in here if name in there)
+                if columns:
+                    new.execute(
+                        f'INSERT INTO main."{table}" ({columns}) '  # noqa: S608  its own names
+                        f'SELECT {columns} FROM old."{table}"'
+                    )
+            new.commit()
+        except sqlite3.DatabaseError as error:
             if _is_of_the_machine(error):
                 raise
-            _make_anew(database, error)
+            said = f"holds registered models that cannot be carried over ({error})"
+            raise _refusal(database, said) from error
 
 
-def _make_anew(database: Path, error: Exception) -> None:
-    """Set a database aside that could not be migrated, and put an empty one in its place."""
-    reason = " ".join(str(error).partition("[SQL")[0].split())[:120]
-    foreign = _foreign(database)
-    if foreign:
-        raise ServiceError(
-            f"{database} {foreign}; restore a copy of it, or rename it and the next run makes a "
-            f"new one from the ledger (MLflow cannot migrate it: {reason})"
-        ) from error
-    aside = database.with_name(f"{database.name}.broken-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
-    _replace(database, copied=False, aside=aside)
-    _log.warning(
-        "tracking: %s could not be migrated (%s); it is kept as %s, and every run is told again "
-        "to a new one",
-        *(database, reason, aside.name),
-    )
+def _publish(made: Path, database: Path) -> None:
+    """Give a whole database its name."""
+    with made.open("rb+") as file:
+        os.fsync(file.fileno())
+    if database.exists():
+        shutil.copymode(database, made)
+    made.replace(database)
+    fsync_directory(database.parent)
 
 
-def _replace(database: Path, *, copied: bool, aside: Path | None = None) -> None:
-    """Bring a database to MLflow's tables under a temporary name, then give it its own.
-
-    Args:
-        database: where it lies in the end.
-        copied: begin with what is there, else with nothing.
-        aside: what there is gets this name.
-    """
-    from mlflow.store.db.utils import _initialize_tables, _upgrade_db
-    from sqlalchemy import NullPool, create_engine
-
+@contextmanager
+def _beside(database: Path) -> Iterator[Path]:
+    """The name of a database that is being made; nothing of it stays."""
     made = temporary_sibling(database)
-    engine = create_engine(f"sqlite:///{made}", poolclass=NullPool)
     try:
-        if copied:
-            with closing(_connect(database)) as source:
-                source.execute("VACUUM INTO ?", (str(made),))
-            _upgrade_db(engine)
-        else:
-            _initialize_tables(engine)
-        with made.open("rb+") as file:
-            os.fsync(file.fileno())
-        if aside is not None:
-            for path in _files(database):  # a journal left behind would be played into the new one
-                path.rename(aside.with_name(path.name.replace(database.name, aside.name, 1)))
-        made.rename(database)
-        fsync_directory(database.parent)
+        yield made
     finally:
         for path in _files(made):
             path.unlink()
 
 
+@contextmanager
+def _held(database: Path) -> Iterator[None]:
+    """Keep writers out until another file has the name; they are refused then, by SQLite."""
+    with closing(_connect(database)) as holder:
+        # A log of writes would be taken for that of the new file; locked while others have one.
+        holder.execute("PRAGMA journal_mode = DELETE")
+        holder.execute("BEGIN IMMEDIATE")
+        yield
+
+
 def _is_current(database: Path) -> bool:
     """Whether the last migration of this MLflow is noted; it is noted when it is done."""
-    from mlflow.store.db.utils import _get_latest_schema_revision
+    from alembic.script import ScriptDirectory
+    from mlflow.store.db.utils import _get_alembic_config
 
+    scripts = ScriptDirectory.from_config(_get_alembic_config(""))
     with closing(_connect(database)) as connection:
         try:
-            found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+            rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
         except sqlite3.DatabaseError as error:
-            if _is_absent(error) or error.sqlite_errorcode in _UNREADABLE:
-                return False
-            raise
-    return found == [(_get_latest_schema_revision(),)]
+            if _code(error) in _UNREADABLE:
+                raise _refusal(database, f"cannot be read ({error})") from error
+            if _code(error) != sqlite3.SQLITE_ERROR:  # there is no such table
+                raise
+            return False
+    noted = {version for (version,) in rows}
+    if unknown := noted - {each.revision for each in scripts.walk_revisions()}:
+        said = f"was made by a newer MLflow (revision {min(unknown)}), which opens it"
+        raise _refusal(database, said)
+    return noted == {scripts.get_current_head()}
 
 
-def _foreign(database: Path) -> str:
+def _others(database: Path) -> str:
     """What of a database is not this project's, in words; empty if there is nothing."""
     found = []
     try:
         with closing(_connect(database)) as connection:
             query = "SELECT name FROM sqlite_master WHERE type = 'table'"
-            tables = [name for (name,) in connection.execute(query).fetchall()]
-            for table in tables:
-                # A migration that was killed leaves a copy, or the copy alone.
-                if table.removeprefix("_alembic_tmp_") in {*tables} - {table}:
+            tables = {name for (name,) in connection.execute(query).fetchall()}
+            for table in sorted(tables):
+                of = table.removeprefix(_UNFINISHED)
+                is_lone = of not in tables
+                if (of in tables and of != table) or (
+                    of.startswith(_DEPENDENT_TABLES)
+                    and of not in _ROWS_OF_OTHERS
+                    and not (is_lone and of in _REGISTRY)
+                ):
                     continue
-                if table not in _OURS and table.startswith(_PARTS):
-                    continue
-                others = _OURS.get(table, f'SELECT * FROM "{table}"')  # noqa: S608  its own name
-                if connection.execute(f'SELECT 1 FROM "{table}" LIMIT 1').fetchone():  # noqa: S608
-                    num_rows = len(connection.execute(others).fetchall())
-                    found += [f"{num_rows} of {table}"] if num_rows else []
+                rows = f'SELECT * FROM "{table}"'  # noqa: S608  its own name
+                if connection.execute(f"{rows} LIMIT 1").fetchone():
+                    others = connection.execute(_ROWS_OF_OTHERS.get(table, rows)).fetchall()
+                    found += [f"{len(others)} of {table}"] if others else []
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode in _UNREADABLE or _is_absent(error):
+        if _code(error) in {*_UNREADABLE, sqlite3.SQLITE_ERROR}:
             return f"cannot be read ({error})"
         raise
     return f"holds what other programs wrote ({', '.join(found)})" if found else ""
 
 
+def _refusal(database: Path, said: str) -> ServiceError:
+    return ServiceError(
+        f"{database} {said}; restore a copy of it, or rename it: the next run makes a new one and "
+        "sends what this home knows, without the aliases that people gave"
+    )
+
+
 def _is_of_the_machine(error: Exception) -> bool:
     cause = getattr(error, "orig", error)  # SQLAlchemy's errors carry SQLite's
-    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-    return isinstance(cause, OSError | MemoryError) or code in _OF_THE_MACHINE
+    return isinstance(cause, OSError | MemoryError) or _code(cause) in _OF_THE_MACHINE
+
+
+def _code(error: Exception) -> int:
+    """SQLite's own code of an error; 0 for any other."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _files(database: Path) -> list[Path]:
@@ -196,20 +285,24 @@ def _files(database: Path) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
+def _aside(path: Path) -> Path:
+    """A fresh name under which a file is kept."""
+    return path.with_name(f"{path.name}.broken-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+
+
 def _connect(database: Path) -> sqlite3.Connection:
     return sqlite3.connect(database, timeout=BUSY_S)
-
-
-def _is_absent(error: sqlite3.DatabaseError) -> bool:
-    """Whether a query named a table or column that is not there."""
-    return error.sqlite_errorcode == sqlite3.SQLITE_ERROR
 
 
 def main(database: str, *program: str) -> None:
     """Prepare a database, then become the program that serves it."""
     path = Path(database).resolve()
-    with database_lock(path):
-        ensure_whole(path)
+    try:
+        with database_lock(path):
+            ensure_whole(path)
+    except PipelineError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(EXIT_USER_ERROR)
     os.execvp(program[0], program)  # noqa: S606  a command line of ours
 
 

@@ -68,8 +68,9 @@ class MlflowTracker:
         uri = settings.uri or env.MLFLOW_TRACKING_URI.get() or f"{SQLITE}{settings.home}/mlflow.db"
         self._database: Path | None = None
         if uri.startswith(SQLITE):
-            self._database = Path(uri.removeprefix(SQLITE)).resolve()
-            uri = f"{SQLITE}{self._database}"
+            path, *query = uri.removeprefix(SQLITE).partition("?")
+            self._database = Path(path).resolve()
+            uri = f"{SQLITE}{self._database}{''.join(query)}"
         self.uri = uri
         self._files = settings.home / "mlflow-artifacts"
         self._experiment = settings.experiment

@@ -104,13 +104,24 @@ def prefect_has(at: int) -> Seen:
 
 
 def first_command(home: Home, store: Path, seen: Seen, end: End, *overrides: str) -> None:
-    """Begin the run and end it at a place; one that was faster has ended by itself."""
+    """Begin the run, and end it at a place, which is before its own end."""
     out = home.path.with_name("first")
     with out.open("wb") as file:
-        run = subprocess.Popen(command(home, store), stdout=file, stderr=file, env=home.environment)
-    wait_for(lambda: run.poll() is not None or seen(home), out.name, DEADLINE_S, poll_s=POLL_S)
-    end(home, run)
-    run.wait(DEADLINE_S)
+        run = subprocess.Popen(
+            command(home, store, *overrides), stdout=file, stderr=file, env=home.environment
+        )
+
+    def is_there() -> bool:
+        assert run.poll() is None, out.read_text()
+        return seen(home)
+
+    try:
+        wait_for(is_there, "the place", DEADLINE_S, poll_s=POLL_S)
+        end(home, run)
+        assert run.wait(DEADLINE_S) != 0
+    finally:
+        run.kill()
+        run.wait()
 
 
 def command(home: Home, store: Path, *overrides: str) -> list[str]:
@@ -132,7 +143,7 @@ def kill_all(home: Home, run: Run) -> None:
 def completes(home: Home, store: Path, *overrides: str) -> None:
     """The same command again: MLflow holds every stage, and Prefect the run."""
     ended = subprocess.run(
-        command(home, store),
+        command(home, store, *overrides),
         capture_output=True,
         text=True,
         env=home.environment,

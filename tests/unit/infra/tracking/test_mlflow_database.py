@@ -16,7 +16,9 @@ import pytest
 from mlflow.store.db.utils import create_sqlalchemy_engine_with_retry
 from tracked_world import PARENT, told
 
+from infra.errors import ServiceError
 from infra.store.storage import LocalStorage
+from infra.tracking import mlflow_database
 from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mlflow_database import ensure_whole
@@ -64,16 +66,22 @@ def spoil(database: Path, *statements: str) -> bytes:
 TELL = """
 import sys
 from pathlib import Path
+from mlflow.tracking import MlflowClient
 from tracked_world import PARENT, STAGE, World, finished, told
 from infra.tracking.mlflow_tracker import MlflowTracker
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import TrackerSettings
+from infra.tracking.tracker import TrackedRun, TrackerSettings
 home = Path(sys.argv[1])
 world, tracker = World(home), MlflowTracker(TrackerSettings(home, f"sqlite:///{home}/mlflow.db"))
 world.train(1, 2)
 world.commit()
 shipper = Shipper(world.ledger(tracker), tracker, world.history, ship_every_s=0.01)
 told(shipper, PARENT, finished(STAGE), finished(PARENT))
+client = MlflowClient(tracking_uri=tracker.uri, registry_uri=tracker.uri)
+client.create_registered_model("policy")
+run_id = tracker.open_run(TrackedRun(STAGE.key, "sft"))
+client.create_model_version("policy", "/nowhere", run_id, tags={"rlhf.digest": "d" * 64})
+client.set_registered_model_alias("policy", "by-hand", "1")
 """
 
 
@@ -107,9 +115,13 @@ def told_home(told_once: Path, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "kept").rename(told_once)
 
 
+def tracker_of(home: Path) -> MlflowTracker:
+    return MlflowTracker(TrackerSettings(home, f"sqlite:///{home}/mlflow.db"))
+
+
 def tell_again(home: Path) -> None:
     """What a later run tells that reuses the stage."""
-    tracker = MlflowTracker(TrackerSettings(home, f"sqlite:///{home}/mlflow.db"))
+    tracker = tracker_of(home)
     ledger = Ledger(home, tracker.address, "store")
     shipper = Shipper(ledger, tracker, StageHistory(LocalStorage(home / "store")))
     told(shipper, PARENT.model_copy(update={"key": "c" * 64, "state": "FINISHED"}))
@@ -177,7 +189,14 @@ def test_fault_row_29_one_that_cannot_be_migrated_is_made_anew_and_told_everythi
     told_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = spoil(told_home / "mlflow.db", OLDER)
+    (told_home / "mlflow.db").chmod(0o600)
+    # A gate and a collection that ask before anything is told again know every alias.
+    bearer = tracker_of(told_home).incumbent("policy", "by-hand")
+    assert bearer is not None
+    assert bearer.artifact.digest == "d" * 64
+    assert tracker_of(told_home).aliased() == {"d" * 64: "policy@by-hand"}
     tell_again(told_home)
+    assert (told_home / "mlflow.db").stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(told_home / "mlflow.db")) as connection:
         states = connection.execute("SELECT name, status FROM runs ORDER BY name").fetchall()
         losses = connection.execute("SELECT step, value FROM metrics WHERE key = 'train/loss'")
@@ -187,7 +206,7 @@ def test_fault_row_29_one_that_cannot_be_migrated_is_made_anew_and_told_everythi
     assert aside.read_bytes() == broken
     assert files(told_home) == ["mlflow.db", aside.name]
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("infra.tracking")]
-    assert "could not be migrated (" in line
+    assert "could not migrate" in line
     assert aside.name in line
     assert "\n" not in line
 
@@ -224,24 +243,116 @@ def test_a_full_disk_is_no_reason_to_set_one_aside(small_disk: Path, tmp_path: P
     filler.unlink()
 
 
-def test_the_journal_of_one_that_is_set_aside_goes_with_it(tmp_path: Path) -> None:
-    """SQLite would play it into the database that takes the place."""
+def test_one_of_a_newer_mlflow_is_refused_and_left(tmp_path: Path) -> None:
+    ensure_whole(tmp_path / "mlflow.db")
+    before = spoil(tmp_path / "mlflow.db", "UPDATE alembic_version SET version_num = 'ffff'")
+    with pytest.raises(ServiceError, match=r"made by a newer MLflow \(revision ffff\)"):
+        ensure_whole(tmp_path / "mlflow.db")
+    assert (tmp_path / "mlflow.db").read_bytes() == before
+    assert files(tmp_path) == ["mlflow.db"]
+
+
+def test_a_table_that_a_killed_migration_left_is_judged_by_its_name(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     ensure_whole(database)
-    spoil(database, OLDER)
+    lone = "ALTER TABLE latest_metrics RENAME TO _alembic_tmp_latest_metrics"
+    row = "INSERT INTO _alembic_tmp_latest_metrics VALUES ('a', 1, 0, 0, 0, 'r')"
+    spoil(database, OLDER, lone, row)
+    ensure_whole(database)
+    assert run_names(database) == []
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program in the middle of a transaction, some of which is on the disk already."""
+    ensure_whole(tmp_path / "mlflow.db")
+    spoil(tmp_path / "mlflow.db", OLDER)
     code = (
-        "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
         "c.execute('PRAGMA cache_size = 1'); c.execute('BEGIN');"
         "c.execute('CREATE TABLE half AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 "
-        "FROM n LIMIT 50000) SELECT i FROM n'); os._exit(0)"
+        "FROM n LIMIT 50000) SELECT i FROM n'); print('there', flush=True); input();"
+        "c.execute('COMMIT')"
     )
-    subprocess.run([sys.executable, "-c", code, str(database)], check=True, timeout=60)
-    assert (tmp_path / "mlflow.db-journal").stat().st_size
-    ensure_whole(database)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "mlflow.db")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert (tmp_path / "mlflow.db-journal").stat().st_size
+        yield process
+        process.kill()
+
+
+def is_sound(database: Path) -> bool:
     with closing(sqlite3.connect(database)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'half'")
-    assert MlflowTracker(TrackerSettings(tmp_path, f"sqlite:///{database}")).origin()
+        return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_writer_is_waited_for_and_nothing_of_its_is_lost(
+    tmp_path: Path, writer: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = tmp_path / "mlflow.db"
+    monkeypatch.setattr(mlflow_database, "BUSY_S", 0.1)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        ensure_whole(database)
+    assert files(tmp_path) == ["mlflow.db", "mlflow.db-journal"]
+    writer.communicate("\n", timeout=60)
+    with pytest.raises(ServiceError, match="other programs wrote \\(50000 of half\\)"):
+        ensure_whole(database)
+    assert is_sound(database)
+
+
+def test_what_a_killed_writer_left_is_not_played_into_a_new_one(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    writer.kill()
+    writer.wait()
+    database = tmp_path / "mlflow.db"
+    database.rename(tmp_path / "renamed.db")  # by hand, and the journal was forgotten
+    ensure_whole(database)
+    assert is_sound(database)
+    assert not (tmp_path / "mlflow.db-journal").exists()
+    (kept,) = tmp_path.glob("mlflow.db-journal.broken-*")
+    assert kept.stat().st_size
+
+
+def test_what_a_killed_writer_left_is_undone_before_a_migration(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    writer.kill()
+    writer.wait()
+    ensure_whole(tmp_path / "mlflow.db")
+    assert is_sound(tmp_path / "mlflow.db")
+    (kept,) = tmp_path.glob("mlflow.db.broken-*")
+    assert is_sound(kept)
+
+
+def test_a_log_of_writes_that_others_have_open_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = tmp_path / "mlflow.db"
+    ensure_whole(database)
+    monkeypatch.setattr(mlflow_database, "BUSY_S", 0.1)
+    with closing(sqlite3.connect(database)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute(OLDER)
+        other.commit()
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            ensure_whole(database)
+    ensure_whole(database)
+    assert is_sound(database)
+
+
+def test_files_of_others_beside_it_are_left(tmp_path: Path) -> None:
+    for name in (".tmp-precious", ".tmp-mlflow.db-of-somebody"):
+        (tmp_path / name).write_text("")
+    os.utime(tmp_path / ".tmp-precious", (0, 0))
+    ensure_whole(tmp_path / "mlflow.db")
+    assert {".tmp-precious", ".tmp-mlflow.db-of-somebody"} <= {p.name for p in tmp_path.iterdir()}
 
 
 def test_a_server_becomes_the_program_once_the_database_is_there(tmp_path: Path) -> None:
@@ -255,3 +366,13 @@ def test_a_server_becomes_the_program_once_the_database_is_there(tmp_path: Path)
     )
     assert done.stdout == "['a b', 'c']\n", done.stderr
     assert run_names(database) == []
+    database.write_bytes(b"not a database" * 100)
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.tracking.mlflow_database", str(database), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be read" in done.stderr
+    assert done.stderr.count("\n") == 1
