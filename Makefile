@@ -26,8 +26,6 @@ VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_ans
 # leave a core idle.
 SPREAD := --dist loadfile --no-loadscope-reorder
 NUM_CORES = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)))')
-# Ranks of one test wait for each other: those of two tests fill two cores.
-TWO_AT_ONCE := -n 2 --dist worksteal
 # Empty adds what is for a night.
 FAULTS       ?= -m "not nightly"
 # Two ranks; empty adds four.
@@ -103,7 +101,7 @@ races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at o
 
 contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
 	set -e; for backend in $(BACKENDS); do \
-	  $(BIN)/python -m pytest $(TWO_AT_ONCE) --pyargs $(BACKEND_CONTRACT) --backend $$backend \
+	  $(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs $(BACKEND_CONTRACT) --backend $$backend \
 	    -m "$(BACKEND_TIER)" $(ARGS); done
 	$(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs rlhf.testing \
 	  --ignore tests/contracts/test_backend.py --ignore tests/contracts/test_checkpoint_kill.py $(ARGS)
