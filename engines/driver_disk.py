@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -133,6 +132,7 @@ class OtherDisk:
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root
+        self._is_closed = threading.Event()
         make_directories(root.parent)
         remove_abandoned(root.parent)
         make_directories(root)
@@ -175,12 +175,15 @@ class OtherDisk:
         """See `Disk`. A file that does not grow is replaced."""
         threading.Thread(target=self._follow, args=(path, every_s), daemon=True).start()
 
+    def close(self) -> None:
+        """End what follows files; it ends with the process otherwise."""
+        self._is_closed.set()
+
     def _follow(self, path: Path, every_s: float) -> None:
         from ray.exceptions import RayError
 
         sent_bytes, changed_at, local = 0, 0, self.local(path)
-        while True:
-            time.sleep(every_s)
+        while not self._is_closed.wait(every_s):
             # The driver notices that it hears nothing.
             with suppress(OSError, RayError, DeadlineError):
                 os.utime(self._root)

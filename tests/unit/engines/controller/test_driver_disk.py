@@ -34,11 +34,12 @@ def access(directory: Path) -> DiskAccess:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OtherDisk:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherDisk]:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     found = access(tmp_path / "stage").disk()
     assert isinstance(found, OtherDisk)
-    return found
+    yield found
+    found.close()
 
 
 def contents(path: Path) -> dict[str, bytes]:
