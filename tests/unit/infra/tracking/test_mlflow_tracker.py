@@ -18,7 +18,7 @@ from tracked_world import CLOSE_S, warnings
 
 from infra.host.loopback_http import answers_ok
 from infra.host.ports import pick_ports
-from infra.host.processes import start_detached, stop_all
+from infra.host.processes import is_alive, start_detached, stop_all
 from infra.host.records import file_lock
 from infra.services.commands import mlflow_server
 from infra.store.stage_log import Holder
@@ -183,9 +183,15 @@ def test_a_run_that_ends_on_a_server_prints_nothing(tmp_path: Path) -> None:
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
     command = mlflow_server(tmp_path, pick_ports(1)[0])
-    server = start_detached(command.argv, tmp_path / "server.log", command.environment)
+    log = tmp_path / "server.log"
+    server = start_detached(command.argv, log, command.environment)
+
+    def answers() -> bool:
+        assert is_alive(server), log.read_text()
+        return answers_ok(f"{command.url}/health")
+
     try:
-        wait_for(lambda: answers_ok(f"{command.url}/health"), "MLflow", 120.0)
+        wait_for(answers, f"MLflow, whose log is {log}", 600.0)
         ended = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), command.url],
             capture_output=True,
