@@ -263,7 +263,7 @@ def test_of_two_jobs_that_need_the_whole_cluster_one_waits(jobs: RayJobs) -> Non
     _running(jobs, "whole-a-0")
     jobs.submit("whole-b-0", second)
     with pytest.raises(DeadlineError):
-        wait_for(lambda: jobs.status("whole-b-0").state != JobState.PENDING, "a turn", 8.0)
+        wait_for(lambda: jobs.status("whole-b-0").state != JobState.PENDING, "a turn", 3.0)
     jobs.stop("whole-a-0")
     assert _ended(jobs, "whole-b-0").state == JobState.SUCCEEDED
 

@@ -355,6 +355,7 @@ def test_files_of_others_beside_it_are_left(tmp_path: Path) -> None:
     assert {".tmp-precious", ".tmp-mlflow.db-of-somebody"} <= {p.name for p in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_server_becomes_the_program_once_the_database_is_there(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     arguments = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "a b", "c"]
