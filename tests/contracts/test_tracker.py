@@ -144,7 +144,7 @@ def make(
     except ConfigError as error:
         pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        # The address of whoever runs the tests is not that of the test.
+        # The addresses in the environment of the test run are not those of the test.
         for variable in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE"):
             patch.delenv(variable, raising=False)
         yield lambda: TRACKERS.load(name)(TrackerSettings(home, uri, "contract"))

@@ -24,8 +24,8 @@ class Reading:
     Attributes:
         is_cpu: the clock counts the processor's time.
         is_point: a point in time; else what passed between two.
-        later_s: what was added to a point in time; None: nobody knows how much.
-        per_s: how much of the number is a second; None: nobody knows.
+        later_s: what was added to a point in time; None if that is unknown.
+        per_s: how much of the number is a second; None if that is unknown.
     """
 
     is_cpu: bool

@@ -29,7 +29,7 @@ from infra.errors import DeadlineError
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4096
 HANG_S = 60.0
-"""Longer than anything here takes; deadlines that nobody is meant to miss are longer still."""
+"""Guard against hanging; a deadline that a test must not reach is longer."""
 # Not forks of this process: threads of gloo may be left in it.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["engines.weight_sync.collective"])

@@ -27,7 +27,7 @@ from infra.waiting import wait_for
 
 BUCKET_BYTES = 4096
 HANG_S = 60.0
-"""Longer than anything here takes; deadlines that nobody is meant to miss are longer still."""
+"""Guard against hanging; a deadline that a test must not reach is longer."""
 
 
 def weights() -> list[tuple[str, Tensor]]:

@@ -36,9 +36,9 @@ DEADLINE_S = 240.0
 
 @pytest.fixture(autouse=True)
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
-    """What `stop_all` sends to whom; half of its deadline is over at the tenth look.
+    """Signals that `stop_all` sends, by process; half of its deadline is over at the tenth look.
 
-    After that time stands still: whoever was killed may take what it needs to be gone.
+    After that the clock stands still: a killed process may take as long as it needs to end.
     """
     sent: list[tuple[int, set[int]]] = []
     signal_all, now_s = processes._signal, [0.0]

@@ -24,7 +24,7 @@ from infra.tracking.tracker import TrackedOutput, TrackedRun, TrackerSettings
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        # The address of whoever runs the tests is not that of the test.
+        # The addresses in the environment of the test run are not those of the test.
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield tmp_path_factory.mktemp("home")
 
