@@ -6,6 +6,7 @@
 Nothing else in those pages is written by hand.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,15 +181,21 @@ def algorithms_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def recipes_with(setting: str, name: str) -> list[str]:
-    """Recipes that ship, and have a stage that runs a part."""
+@functools.cache
+def shipped_recipes() -> dict[str, Any]:
+    """Each recipe that ships, by name."""
     from flows.recipe.recipe import parse_recipe
     from flows.recipe.source import read_recipe, recipe_names
 
+    return {name: parse_recipe(read_recipe(name)) for name in recipe_names()}
+
+
+def recipes_with(setting: str, name: str) -> list[str]:
+    """Recipes that ship, and have a stage that runs a part."""
     *path, last = setting.split(".")
     found = []
-    for recipe in recipe_names():
-        place: Any = parse_recipe(read_recipe(recipe))
+    place: Any
+    for recipe, place in shipped_recipes().items():
         if path[0] == "rl" and not place.rl.num_rounds:
             continue
         for key in path:

@@ -186,9 +186,7 @@ def test_good_files_pass(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import nowhere_to_be_found\ndef compute_score(**_): return 1.0\n", "nowhere_to_be_found"),
         ("def compute_score(solution, answer):\n    return 1.0\n", "it is called with data_source"),
-        ("def compute_score(**_):\n    return 'good'\n", "returned a str; need a number"),
         ("import os\nos._exit(7)\ndef compute_score(**_): return 1.0\n", "ended with code 7"),
     ],
 )
@@ -317,6 +315,7 @@ def test_suites_are_looked_at_as_the_recipe_is(directory: Path) -> None:
         directory, suite, f"suites.mine.reward.function={directory}/bad.py:compute_score"
     )
     assert text.startswith("suites.mine.reward.function: ")
+    assert "returned a str; need a number" in text
     (directory / "held_out.jsonl").write_text('{"a": 1}\n')
     text = problem(directory, suite)
     assert text.startswith("suites.mine.data.evaluation.0.format: got auto; columns of held_out")
