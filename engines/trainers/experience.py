@@ -7,7 +7,7 @@ Letters: B samples, K of them kept, T tokens, G groups (prompts).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,13 +21,10 @@ from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.config.rules.components import KEYS, compared_components
 from engines.errors import RewardError
-from engines.images import ImagePatches
+from engines.trainers.packing import See, pack, segment_rewards_T
 from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.types import TokenBatch
-
-See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Patches of the images of sequences, given as files."""
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
 
@@ -74,7 +71,7 @@ class Experience:
     @property
     def truncated_B(self) -> Tensor:
         """(B,) bool: cut at the length limit."""
-        return torch.tensor([s.completion.finish_reason == "length" for s in self.samples]).bool()
+        return torch.tensor([s.trajectory.finish == "length" for s in self.samples]).bool()
 
     def with_columns(self, **columns: Tensor) -> "Experience":
         """The same samples with per-token columns added."""
@@ -86,8 +83,7 @@ class Experience:
 
     def name_of(self, sample: int) -> str:
         """What a sample is called in an error line."""
-        completion = self.samples[sample].completion
-        return f"{completion.request_id} sample {completion.sample_index}"
+        return self.samples[sample].trajectory.name
 
     @property
     def positive_T(self) -> Tensor:
@@ -137,7 +133,9 @@ class Experience:
         """
         self._check_components(compared_components(algorithm))
         mask_T = self.batch.columns["loss_mask"] > 0
+        trajectories = [sample.trajectory for sample in self.samples]
         rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
+        rewards_T = rewards_T + segment_rewards_T(trajectories, self.batch)
         kl_metrics: dict[str, float] = {}
         if algorithm.use_kl_in_reward:
             kl_T, kl = reward_kl(algorithm.kl_penalty, self.batch)
@@ -236,29 +234,22 @@ class Collector:
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index = [place for place, group in enumerate(chosen) for _ in group]
-        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples, self._see))
+        return Experience(
+            samples, torch.tensor(index, dtype=torch.int64), _packed(samples, self._see)
+        )
 
     def scored(self) -> Experience:
         """Everything that was scored, kept or not."""
         samples = tuple(sample for batch in self.batches for sample in batch.samples)
         index = [sample.group for sample in samples]
-        return Experience(samples, torch.tensor(index, dtype=torch.int64), pack(samples, self._see))
+        return Experience(
+            samples, torch.tensor(index, dtype=torch.int64), _packed(samples, self._see)
+        )
 
 
-def pack(samples: Sequence[ScoredSample], see: See | None = None) -> TokenBatch:
-    """Prompt and completion of each sample end to end, with mask, rollout logprobs and images."""
-    batch = TokenBatch.from_sequences(
-        [sample.prompt_ids + sample.completion.token_ids for sample in samples],
-        images=see([sample.images for sample in samples]) if see else None,
-        loss_mask=[_column(sample, [1.0] * len(sample.completion.token_ids)) for sample in samples],
-        rollout_logprobs=[_column(sample, sample.completion.logprobs) for sample in samples],
-    )
+def _packed(samples: Sequence[ScoredSample], see: See | None) -> TokenBatch:
+    batch = pack([sample.trajectory for sample in samples], see)
     greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
     if not greedy:
         return batch
     return batch.with_rows(**{GREEDY_SCORES: torch.tensor(greedy, dtype=torch.float64)})
-
-
-def _column(sample: ScoredSample, values: Sequence[float]) -> list[float]:
-    """Values of the sampled tokens behind zeros for the prompt."""
-    return [0.0] * len(sample.prompt_ids) + list(values)

@@ -78,33 +78,32 @@ class SampleKeeper:
                 logger.warning("samples of step %d are not kept: %s", global_step, error)
 
     def _sample(self, first: Experience, place: int) -> KeptSample:
-        sample, answer = first.samples[place], first.samples[place].completion
+        sample, answer = first.samples[place], first.samples[place].trajectory
+        prompt_ids, token_ids = answer.prompt.token_ids_P.tolist(), answer.token_ids.tolist()
         row = first.batch.select([place])
-        columns = {name: column[len(sample.prompt_ids) :] for name, column in row.columns.items()}
+        columns = {name: column[len(prompt_ids) :] for name, column in row.columns.items()}
         half = MAX_NUM_TOKENS // 2
-        num_tokens = len(answer.token_ids)
+        num_tokens = len(token_ids)
         is_long = num_tokens > MAX_NUM_TOKENS
         parts = [slice(0, half), slice(num_tokens - half, None)] if is_long else [slice(None)]
         mismatch_T = None
         if "old_logprobs" in columns:
             mismatch_T = columns["old_logprobs"] - columns["rollout_logprobs"]
         advantages_T = columns.get("advantages")
-        prompt = self._tokenizer.decode(sample.prompt_ids)
+        prompt = self._tokenizer.decode(prompt_ids)
         return KeptSample(
             name=first.name_of(place),
             group=int(first.group_index_B[place]),
             prompt=prompt[:MAX_PROMPT_CHARS] + " [...]" * (len(prompt) > MAX_PROMPT_CHARS),
             tokens=tuple(
-                text
-                for part in parts
-                for text in token_texts(self._tokenizer, answer.token_ids[part])
+                text for part in parts for text in token_texts(self._tokenizer, token_ids[part])
             ),
             num_tokens=num_tokens,
             mismatch=() if mismatch_T is None else _numbers(mismatch_T, parts),
             score=_finite(sample.score),
             reward=_finite(sample.reward),
             advantage=None if advantages_T is None else _finite(float(advantages_T.mean())),
-            finish_reason=answer.finish_reason,
+            finish_reason=answer.finish,
             extras={name: _finite(value) for name, value in sample.extras.items()},
         )
 

@@ -75,10 +75,10 @@ def step_metrics(
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
     """Scores, rewards, advantages and lengths of the samples that are trained on."""
-    completions = [sample.completion for sample in experience.samples]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
-    prompts = torch.tensor([len(s.prompt_ids) for s in experience.samples], dtype=torch.float64)
-    cut = [c.finish_reason == "length" for c in completions]
+    sampled = [sample.trajectory for sample in experience.samples]
+    lengths = torch.tensor([each.num_sampled for each in sampled], dtype=torch.float64)
+    prompts = torch.tensor([len(t.prompt.token_ids_P) for t in sampled], dtype=torch.float64)
+    cut = [each.finish == "length" for each in sampled]
     sampled_T = experience.batch.columns["loss_mask"] > 0
     groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
     return {

@@ -3,34 +3,30 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engines.types import Completion
+from engines.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """One completion with its prompt and score.
+    """One trajectory with its score.
 
     Attributes:
         group: index of its prompt within the RL step.
-        prompt_ids: the prompt.
-        completion: what was sampled.
+        trajectory: what was sampled.
         score: what the reward function gave.
         reward: the score with its shaping (overlong punishment): what advantages are made of.
         extras: what else the reward function reported, by name.
         correct: a right answer.
         greedy_reward: of the greedy answer to the same prompt, where the estimator reads it.
-        images: files of the images in the prompt.
     """
 
     group: int
-    prompt_ids: tuple[int, ...]
-    completion: Completion
+    trajectory: Trajectory
     score: float
     reward: float
     extras: Mapping[str, float] = field(default_factory=dict)
     correct: bool = False
     greedy_reward: float | None = None
-    images: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import NO_JUDGES, Judges
 from engines.trainers.prompts import PromptBatch
 from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest
 
 NO_SHAPING = OverlongConfig()
@@ -109,19 +110,18 @@ class CompletionScorer:
             baseline = greedy[place] if greedy else None
             if greedy and baseline is None:
                 continue
+            prompt = Prompt.of(request)
             for completion, score in zip(completions[place], scores[place], strict=True):
                 if score is not None:
                     samples.append(
                         ScoredSample(
                             group=prompts.first_group + place,
-                            prompt_ids=request.prompt_ids,
-                            completion=completion,
+                            trajectory=Trajectory.of(prompt, completion),
                             score=score.value,
                             reward=score.value + self._shaping(completion),
                             extras=score.extras,
                             correct=is_correct(score),
                             greedy_reward=baseline,
-                            images=request.images,
                         )
                     )
         everything = [completion for row in completions[:num_prompts] for completion in row]

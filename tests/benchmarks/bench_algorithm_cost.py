@@ -38,6 +38,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Collector
 from engines.trainers.guards.mismatch import MeasuredObjective
+from engines.trainers.packing import pack
 from engines.trainers.samples import ScoredBatch
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.create import create_engine
@@ -217,7 +218,7 @@ def main() -> None:
             name: stack.enter_context(closing(ScoredStep(hf_dir, scored, **rl)))
             for name, rl in ALGORITHMS.items()
         }
-        num_tokens = sum(len(s.prompt_ids + s.completion.token_ids) for s in scored.samples)
+        num_tokens = pack([each.trajectory for each in scored.samples]).num_tokens
         print(f"  {machine()}")
         print(
             f"  {num_parameters / 1e6:.2f} M parameters, {num_tokens} tokens, "

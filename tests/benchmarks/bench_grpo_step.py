@@ -25,8 +25,11 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.trainers.experience import Experience, ScoredSample, pack
+from engines.trainers.experience import Experience
+from engines.trainers.packing import pack
+from engines.trainers.samples import ScoredSample
 from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.trajectory import Prompt, Trajectory
 from engines.types import RolloutRequest, SamplingParams
 
 VOCAB_SIZE, LR, STEPS_PER_TURN = 64, 1e-6, 3
@@ -111,16 +114,18 @@ class Ours:
             for i, ids in enumerate(chosen)
         ]
         groups = self._worker.generate(requests)
+        prompts_asked = [Prompt.of(request) for request in requests]
         samples = tuple(
-            ScoredSample(g, requests[g].prompt_ids, completion, score, score)
+            ScoredSample(g, Trajectory.of(prompts_asked[g], completion), score, score)
             for g, group in enumerate(groups)
             for completion in group
             for score in [len(set(completion.token_ids)) / 64]
         )
-        self._num_tokens += sum(len(sample.completion.token_ids) for sample in samples)
+        self._num_tokens += sum(sample.trajectory.num_sampled for sample in samples)
         index_B = torch.tensor([sample.group for sample in samples])
         algorithm = AlgorithmConfig()
-        experience = Experience(samples, index_B, pack(samples)).with_advantages(algorithm)
+        batch = pack([sample.trajectory for sample in samples])
+        experience = Experience(samples, index_B, batch).with_advantages(algorithm)
         loss_fn = policy_loss_fn(algorithm, self._workload.max_new_tokens)
         self._worker.train(experience.batch, loss_fn)
         self._worker.sync_weights(self._step)

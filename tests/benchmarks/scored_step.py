@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from tiny_model import NUM_SPECIAL
 
 from engines.config.stages.rl import RLRoundStageConfig
@@ -20,7 +21,7 @@ from engines.trainers.rl import RLTrainer
 from engines.trainers.rl_metrics import step_metrics
 from engines.trainers.samples import ScoredBatch, ScoredSample
 from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
-from engines.types import Completion
+from engines.trajectory import Prompt, Segment, Trajectory
 
 VOCAB_SIZE, MAX_NEW_TOKENS, MAX_LENGTH = 4096, 256, 512
 NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 8, 8, 2
@@ -43,17 +44,17 @@ def draw_samples() -> ScoredBatch:
     """Answers of 1 to 256 tokens, mean about 60, behind prompts of 8 to 32."""
     draw, samples = random.Random(0), []
     for group in range(NUM_PROMPTS):
-        prompt = tuple(draw.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(draw.randint(8, 32)))
+        ids = [draw.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(draw.randint(8, 32))]
+        prompt = Prompt(f"prompt={group}", np.array(ids, np.int32))
         for index in range(GROUP_SIZE):
             length = min(MAX_NEW_TOKENS, 1 + int(draw.expovariate(1 / 60)))
             tokens = tuple(draw.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(length))
             logprobs = tuple(draw.uniform(-9.0, -8.0) for _ in tokens)
             reason = "length" if length == MAX_NEW_TOKENS else "stop"
-            completion = Completion(
-                f"prompt={group}", index, tokens, logprobs, (0,) * length, reason
-            )
+            segment = Segment.sampled(tokens, logprobs, (0,) * length)
             score = float(draw.random() < 0.5)
-            samples.append(ScoredSample(group, prompt, completion, score, score))
+            answer = Trajectory(prompt, index, (segment,), reason)
+            samples.append(ScoredSample(group, answer, score, score))
     return ScoredBatch(tuple(samples), len(samples), 0, 0)
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,14 +15,13 @@ from engines.errors import RewardError
 from engines.trainers.experience import Collector, Experience
 from engines.trainers.rl_metrics import experience_metrics
 from engines.trainers.samples import ScoredBatch, ScoredSample
-from engines.types import Completion
+from engines.trajectory import Prompt, Segment, Trajectory
 
 
 def sample(group: int, score: float, tokens: tuple[int, ...] = (7,), shaping: float = 0.0):
-    completion = Completion(
-        f"prompt={group}", 0, tokens, tuple(-0.5 for _ in tokens), tuple(0 for _ in tokens), "stop"
-    )
-    return ScoredSample(group, (1, 2, 3), completion, score, score + shaping)
+    prompt = Prompt(f"prompt={group}", np.array([1, 2, 3], np.int32))
+    segment = Segment.sampled(tokens, [-0.5] * len(tokens), [0] * len(tokens))
+    return ScoredSample(group, Trajectory(prompt, 0, (segment,), "stop"), score, score + shaping)
 
 
 def batch(*samples: ScoredSample, unscored: int = 0) -> ScoredBatch:
@@ -160,7 +160,7 @@ class Watched(ScoredSample):
 
 def num_looks(size: int) -> int:
     """Of the advantages and the metrics of a step."""
-    made = Watched(0, (1,), sample(0, 1.0).completion, 1.0, 1.0, {"acc": 1.0, "length": 3.0})
+    made = Watched(0, sample(0, 1.0).trajectory, 1.0, 1.0, {"acc": 1.0, "length": 3.0})
     experience = collect(*[made] * size)
     Watched.looks.clear()
     experience_metrics(experience.with_advantages(AlgorithmConfig()))

@@ -78,9 +78,9 @@ def test_advantages_and_targets_are_those_of_a_float_loop(
         columns, rows = experience.batch.columns, experience.batch.rows
         bounds = experience.batch.cu_seqlens.tolist()
         for number, sample in enumerate(experience.samples):
-            own = slice(bounds[number + 1] - len(sample.completion.token_ids), bounds[number + 1])
+            own = slice(bounds[number + 1] - sample.trajectory.num_sampled, bounds[number + 1])
             values = columns["values"][own].tolist()
-            is_cut = sample.completion.finish_reason == "length"
+            is_cut = sample.trajectory.finish == "length"
             kinds.add(is_cut)
             behind = float(rows["last_values"][number]) if is_cut else 0.0
             assert float(rows["last_values"][number]) != 0

@@ -45,7 +45,7 @@ def test_groups_scores_and_counts() -> None:
             [[completion(1, 2), completion(1, 3)], [completion(1), completion(9, reason="abort")]],
         )
     assert [(s.group, s.score, s.reward) for s in batch.samples] == [(4, 1, 1), (4, 0, 0)]
-    assert batch.samples[0].prompt_ids == (5, 6)
+    assert batch.samples[0].trajectory.prompt.token_ids_P.tolist() == [5, 6]
     assert (batch.num_generated, batch.num_unscored, batch.num_aborted) == (4, 1, 1)
 
 

@@ -1,0 +1,94 @@
+"""From trajectories to the packed batch that ranks train on.
+
+Promises: the loss is over the tokens of trained segments, those of a shared prefix in one
+trajectory only; what a segment earned stands on an action of the policy.
+Letters: B trajectories, T tokens of all of them, S segments, prompts among them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.images import ImagePatches
+from engines.trajectory import Segment, Trajectory
+from engines.types import TokenBatch
+
+See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
+"""Patches of the images of sequences, given as files."""
+
+
+def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:
+    """Lay trajectories end to end, each behind its prompt.
+
+    Args:
+        trajectories: B of them.
+        see: makes the patches of their images; None: they show none.
+
+    Returns:
+        Columns `loss_mask` (1 on tokens that are trained on), `rollout_logprobs` and those of the
+        segments; 0 on prompts, and in segments without such a column.
+    """
+    segments = [part for each in trajectories for part in _parts(each)]
+    lengths_B = torch.tensor(
+        [0, *(len(each.prompt.token_ids_P) + each.num_sampled for each in trajectories)]
+    )
+    ends_B = lengths_B.cumsum(0)
+    trained_T = _joined([np.full(part.num_tokens, part.trained, np.float32) for part in segments])
+    for each, start in zip(trajectories, ends_B.tolist(), strict=False):
+        behind = start + len(each.prompt.token_ids_P)
+        trained_T[behind : behind + each.branch_point] = 0
+    names = sorted({name for part in segments for name in part.columns})
+    return TokenBatch(
+        _joined([part.token_ids_N for part in segments]).to(torch.int64),
+        ends_B.to(torch.int32),
+        {
+            "loss_mask": trained_T,
+            "rollout_logprobs": _joined([part.logprobs_N for part in segments]),
+            **{name: _joined(_column(segments, name)) for name in names},
+        },
+        see([each.images for each in trajectories]) if see else None,
+    )
+
+
+def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
+    """What each segment earned, on the last trained token up to its end; 0 elsewhere.
+
+    What was earned before the first trained token is left out: no action of the policy led to it.
+
+    Args:
+        trajectories: B of them.
+        batch: of these, by `pack`.
+
+    Returns:
+        (T,) float64.
+    """
+    rewards_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    place_T = torch.arange(batch.num_tokens)
+    last_T = torch.where(batch.columns["loss_mask"] > 0, place_T, -1).cummax(0).values
+    for each, start in zip(trajectories, batch.cu_seqlens.tolist(), strict=False):
+        end = start + len(each.prompt.token_ids_P)
+        for segment in each.segments:
+            end += segment.num_tokens
+            if segment.reward is not None and end and int(last_T[end - 1]) >= start:
+                rewards_T[int(last_T[end - 1])] += segment.reward
+    return rewards_T
+
+
+def _parts(trajectory: Trajectory) -> tuple[Segment, ...]:
+    return (Segment.given(trajectory.prompt.token_ids_P), *trajectory.segments)
+
+
+def _column(segments: Sequence[Segment], name: str) -> list[NDArray[Any]]:
+    width = next(part.columns[name].shape[1:] for part in segments if name in part.columns)
+    return [
+        part.columns.get(name, np.zeros((part.num_tokens, *width), np.float32)) for part in segments
+    ]
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """One tensor of all, in the type of the first; (0,) float32 of none."""
+    return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
