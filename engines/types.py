@@ -11,10 +11,14 @@ and the first position of every sequence has no prediction: its logprob is 0 and
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engines.images import ImagePatches
+from engines.segments import Float32Array, Int32Array, Int64Array, Segment
+from engines.structured_output import StructuredOutput
 
 
 @dataclass(frozen=True)
@@ -316,29 +320,6 @@ class PoisonedUpdate:
 
 
 @dataclass(frozen=True)
-class StructuredOutput:
-    """A form that a sample has to have; exactly one of the three.
-
-    Attributes:
-        json_schema: JSON Schema, as JSON text.
-        regex: that the whole text matches.
-        choice: texts, of which it is one.
-    """
-
-    json_schema: str | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(
-                f"structured output: got {' and '.join(given) or 'nothing'}; need one of "
-                "json_schema, regex and choice"
-            )
-
-
-@dataclass(frozen=True)
 class SamplingParams:
     """The sampling distribution of one request, and what ends a sample.
 
@@ -450,39 +431,70 @@ class RolloutRequest:
             A request for them alone, in the order of the partials.
         """
         chosen = self.select(partial.sample_index for partial in partials)
-        drawn = [len(partial.token_ids) for partial in partials]
+        drawn = [partial.token_ids.tolist() for partial in partials]
         return replace(
             chosen,
-            prefixes=tuple(chosen.prefix(at) + p.token_ids for at, p in enumerate(partials)),
-            draw_offsets=tuple(chosen.draw_offset(at) + num for at, num in enumerate(drawn)),
+            prefixes=tuple((*chosen.prefix(at), *ids) for at, ids in enumerate(drawn)),
+            draw_offsets=tuple(chosen.draw_offset(at) + len(ids) for at, ids in enumerate(drawn)),
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Completion:
     """One finished sample.
 
     Attributes:
         request_id: the request it answers.
         sample_index: of the sample, see `RolloutRequest.sample_indices`.
-        token_ids: sampled tokens without the prefix; the token that ended it is the last one.
-        logprobs: of each of these tokens under the sampling distribution.
-        policy_versions: version of the weights that sampled each of them.
+        tokens: that were sampled, without the prefix; the token that ended it is the last one.
         finish_reason: `stop` (end-of-sequence, stop token or stop string), `length` or `abort`.
     """
 
     request_id: str
     sample_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_versions: tuple[int, ...]
+    tokens: Segment
     finish_reason: str
+
+    def __init__(
+        self,
+        request_id: str,
+        sample_index: int,
+        token_ids: ArrayLike,
+        logprobs: ArrayLike,
+        policy_versions: ArrayLike,
+        finish_reason: str,
+    ) -> None:
+        """From N numbers each; `policy_versions` are those of the weights that sampled each token.
+
+        Raises:
+            ValueError: not the same number of all three.
+        """
+        tokens = Segment.sampled(token_ids, logprobs, policy_versions)
+        named = {"request_id": request_id, "sample_index": sample_index}
+        vars(self).update(named, tokens=tokens, finish_reason=finish_reason)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """(N,) int32."""
+        return self.tokens.token_ids_N
+
+    @property
+    def logprobs(self) -> Float32Array:
+        """(N,) float32, of each token under the sampling distribution."""
+        return self.tokens.logprobs_N
+
+    @property
+    def policy_versions(self) -> Int64Array:
+        """(N,) int64, of the weights that sampled each token."""
+        return self.tokens.versions_N
 
     def then(self, rest: "Completion") -> "Completion":
         """This partial sample and what was sampled behind it, as one."""
-        return replace(
-            rest,
-            token_ids=self.token_ids + rest.token_ids,
-            logprobs=self.logprobs + rest.logprobs,
-            policy_versions=self.policy_versions + rest.policy_versions,
+        return Completion(
+            rest.request_id,
+            rest.sample_index,
+            np.concatenate([self.token_ids, rest.token_ids]),
+            np.concatenate([self.logprobs, rest.logprobs]),
+            np.concatenate([self.policy_versions, rest.policy_versions]),
+            rest.finish_reason,
         )

@@ -16,9 +16,13 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.rewards.answers.extraction import ANSWER
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ComputeScore = Callable[..., Any | Awaitable[Any]]
 
@@ -32,15 +36,16 @@ class SampledTokens:
 
     Attributes:
         prompt_ids: of the prompt.
-        token_ids: (T,) the completion; the token that ended it is the last one.
-        logprobs: (T,) of each of them under the sampling distribution, in nats.
+        token_ids: (T,) the completion; the token that ended it is the last one. In the process of a
+            reward function a tuple, before that an array.
+        logprobs: (T,) of each of them under the sampling distribution, in nats; likewise.
         finish_reason: `stop` or `length`.
         num_turns: answers of the policy in this sample.
     """
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: "tuple[int, ...] | NDArray[np.int32]"
+    logprobs: "tuple[float, ...] | NDArray[np.float32]"
     finish_reason: str
     num_turns: int = 1
 

@@ -79,8 +79,15 @@ def message_of(request: ScoreRequest, form: Form) -> dict[str, Any]:
     """
     message = {name: getattr(request, name) for name in ScoreRequest.__dataclass_fields__}
     tokens = request.tokens
-    if tokens is not None and form != "sample":
-        tokens = SampledTokens((), (), (), tokens.finish_reason, tokens.num_turns)
+    if tokens is not None:
+        read = form == "sample"
+        tokens = SampledTokens(
+            tokens.prompt_ids if read else (),
+            tuple(map(int, tokens.token_ids)) if read else (),
+            tuple(map(float, tokens.logprobs)) if read else (),
+            tokens.finish_reason,
+            tokens.num_turns,
+        )
     return {
         **message,
         "extra_info": dict(request.extra_info),

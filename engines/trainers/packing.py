@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.images import ImagePatches
-from engines.trajectory import Segment, Trajectory
+from engines.segments import Segment
+from engines.trajectory import Trajectory
 from engines.types import TokenBatch
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]

@@ -3,7 +3,8 @@
 import json
 
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
-from engines.types import SamplingParams, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import SamplingParams
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:

@@ -50,7 +50,7 @@ class CompletionScorer:
 
     def decode(self, completion: Completion) -> str:
         """Text of a completion, without special tokens."""
-        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
 
     def judge(
         self,

@@ -155,6 +155,6 @@ def largest_difference(
     by_id = {request.request_id: request for request in asked}
     worst = 0.0
     for c in completions:
-        expected = reference_logprobs(made, by_id[c.request_id], c.token_ids)
+        expected = reference_logprobs(made, by_id[c.request_id], c.token_ids.tolist())
         worst = max(worst, float((expected - torch.tensor(c.logprobs)).abs().max()))
     return worst

@@ -154,9 +154,9 @@ def interrupted_difference(served: Served) -> float:
     worst = 0.0
     for request in long:
         c = completions[request.request_id]
-        num_old = c.policy_versions.count(1)
+        num_old = c.policy_versions.tolist().count(1)
         assert 0 < num_old < len(c.token_ids)
-        by_old, by_new = (reference_logprobs(m, request, c.token_ids) for m in (old, new))
+        by_old, by_new = (reference_logprobs(m, request, c.token_ids.tolist()) for m in (old, new))
         expected = torch.cat([by_old[:num_old], by_new[num_old:]])
         worst = max(worst, float((torch.tensor(c.logprobs) - expected).abs().max()))
     return worst

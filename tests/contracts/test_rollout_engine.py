@@ -85,7 +85,7 @@ def faulty(engine_name, tmp_path_factory) -> Iterator[Served]:
 
 
 def token_ids(completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [c.token_ids for c in completions]
+    return [c.token_ids.tolist() for c in completions]
 
 
 def test_its_row_tells_what_it_can_do(served):
@@ -148,7 +148,7 @@ def test_distributions_may_be_mixed_in_one_batch(served):
     completions = served.generate(asked)
     assert largest_difference(made, asked, completions) <= MAX_LOGPROB_DIFFERENCE
     greedy = [c for c in completions if c.request_id.startswith("0.0")]
-    assert len({c.token_ids for c in greedy}) == 1
+    assert len({tuple(c.token_ids) for c in greedy}) == 1
     hottest = made(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax()
     assert greedy[0].token_ids[0] == int(hottest)
 
@@ -231,7 +231,7 @@ def test_samples_end_at_the_first_eos_or_at_their_limit(served):
         assert c.finish_reason == ("stop" if c.token_ids[-1] == EOS else "length")
         assert len(c.token_ids) == 40 or c.finish_reason == "stop"
         assert len(c.logprobs) == len(c.policy_versions) == len(c.token_ids)
-        assert all(math.isfinite(logprob) and logprob <= 0 for logprob in c.logprobs)
+        assert all(math.isfinite(logprob) and logprob <= 0 for logprob in c.logprobs.tolist())
 
 
 def test_requests_that_cannot_be_served_are_refused(served):
@@ -380,10 +380,12 @@ def test_an_update_between_two_tokens_shows_in_their_versions(served):
     assert len(completions) == 4
     for request in long:
         c = completions[request.request_id]
-        num_old = c.policy_versions.count(1)
-        assert c.policy_versions == (1,) * num_old + (2,) * (len(c.token_ids) - num_old)
+        num_old = c.policy_versions.tolist().count(1)
+        assert c.policy_versions.tolist() == [1] * num_old + [2] * (len(c.token_ids) - num_old)
         assert 0 < num_old < len(c.token_ids), "the samples of a call advance together"
-        by = {v: reference_logprobs(m, request, c.token_ids) for v, m in ((1, old), (2, new))}
+        by = {
+            v: reference_logprobs(m, request, c.token_ids.tolist()) for v, m in ((1, old), (2, new))
+        }
         expected = torch.cat([by[1][:num_old], by[2][num_old:]])
         assert (torch.tensor(c.logprobs) - expected).abs().max() <= MAX_LOGPROB_DIFFERENCE
 

@@ -30,7 +30,8 @@ from rlhf.testing.test_rollout_engine import MAX_LOGPROB_DIFFERENCE, engine_name
 
 from engines.errors import RolloutError
 from engines.rollout.base import Capability
-from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import Completion, RolloutRequest, SamplingParams
 
 __all__ = ["engine_name"]  # pytest finds the fixture by its name in this module
 
@@ -64,7 +65,14 @@ def continued(request: RolloutRequest, first: list[Completion], num: int) -> Rol
     """The samples of a request that are longer than so many tokens, behind these."""
     return request.behind(
         [
-            replace(c, token_ids=c.token_ids[:num])
+            Completion(
+                c.request_id,
+                c.sample_index,
+                c.token_ids[:num],
+                c.logprobs[:num],
+                c.policy_versions[:num],
+                c.finish_reason,
+            )
             for c in first
             if c.request_id == request.request_id and len(c.token_ids) > num
         ]
@@ -85,15 +93,15 @@ def test_a_continued_sample_goes_on_where_it_was_cut(served: Served, sampling, n
     by_id = {request.request_id: request for request in asked}
     for rest in rests:
         full = whole[rest.request_id, rest.sample_index]
-        request, given = by_id[rest.request_id], full.token_ids[:num_given]
+        request, given = by_id[rest.request_id], full.token_ids[:num_given].tolist()
         if exact:
-            assert given + rest.token_ids == full.token_ids
+            assert given + rest.token_ids.tolist() == full.token_ids.tolist()
             assert rest.finish_reason == full.finish_reason
         assert num_given + len(rest.token_ids) <= 24
         assert (rest.finish_reason == "stop") == (rest.token_ids[-1] == EOS)
-        expected = reference_logprobs(made, request, given + rest.token_ids)[num_given:]
+        expected = reference_logprobs(made, request, given + rest.token_ids.tolist())[num_given:]
         assert (torch.tensor(rest.logprobs) - expected).abs().max() <= MAX_LOGPROB_DIFFERENCE
-        assert rest.policy_versions == (0,) * len(rest.token_ids)
+        assert rest.policy_versions.tolist() == [0] * len(rest.token_ids)
     assert token_ids(served.run(gather(served, again))) == token_ids(rests)
 
 
@@ -114,11 +122,11 @@ def test_a_continued_sample_repeats_no_draw(flat: Served):
     exact = Capability.EXACT_CONTINUATION in flat.engine.capabilities
     num_same = num_compared = 0
     for completion in rest:
-        full = whole[completion.sample_index].token_ids
-        repeated = list(zip(completion.token_ids, full, strict=False))
+        full = whole[completion.sample_index].token_ids.tolist()
+        repeated = list(zip(completion.token_ids.tolist(), full, strict=False))
         num_compared += len(repeated)
         num_same += sum(one == other for one, other in repeated)
-        assert not exact or full[num:] == completion.token_ids
+        assert not exact or full[num:] == completion.token_ids.tolist()
     assert num_compared > 40
     assert num_same / num_compared < 0.2  # by chance 1 of 32
 
@@ -145,10 +153,13 @@ def test_what_an_abort_cut_short_is_put_together(served: Served):
         c = whole[place]
         assert (c.finish_reason == "stop") == (c.token_ids[-1] == EOS)
         assert len(c.token_ids) == len(c.logprobs) == len(c.policy_versions) <= 200
-        logprobs = reference_logprobs(made, asked, c.token_ids)
+        logprobs = reference_logprobs(made, asked, c.token_ids.tolist())
         assert (torch.tensor(c.logprobs) - logprobs).abs().max() <= MAX_LOGPROB_DIFFERENCE
         if Capability.EXACT_CONTINUATION in served.engine.capabilities:
-            assert (c.token_ids, c.finish_reason) == (full.token_ids, full.finish_reason)
+            assert (c.token_ids.tolist(), c.finish_reason) == (
+                full.token_ids.tolist(),
+                full.finish_reason,
+            )
 
 
 def test_an_offset_stands_for_tokens_in_the_prompt(served: Served):
@@ -166,7 +177,7 @@ def test_an_offset_stands_for_tokens_in_the_prompt(served: Served):
             (request.seeds[place],),
             draw_offsets=(len(prefix),),
         )
-        assert token_ids(served.generate([plain])) == [completion.token_ids]
+        assert token_ids(served.generate([plain])) == [completion.token_ids.tolist()]
 
 
 def test_some_samples_of_a_request_are_those_of_the_whole(served: Served):
@@ -175,8 +186,8 @@ def test_some_samples_of_a_request_are_those_of_the_whole(served: Served):
     some = whole.select((3, 1))
     assert (some.seeds, some.sample_indices) == ((4, 2), (3, 1))
     found = served.run(gather(served, [some]))
-    assert [(c.sample_index, c.token_ids) for c in found] == [
-        (index, expected[index].token_ids) for index in (1, 3)
+    assert [(c.sample_index, c.token_ids.tolist()) for c in found] == [
+        (index, expected[index].token_ids.tolist()) for index in (1, 3)
     ]
 
 
@@ -248,11 +259,11 @@ def test_stop_tokens_end_samples_and_change_nothing_else(served: Served):
     ended = served.generate(requests(40, stop_token_ids=stops))
     assert token_ids(ended) != token_ids(free)
     for one, other in zip(ended, free, strict=True):
-        end = next((n for n, t in enumerate(other.token_ids, 1) if t in stops), None)
-        assert one.token_ids == other.token_ids[:end]
+        end = next((n for n, t in enumerate(other.token_ids.tolist(), 1) if t in stops), None)
+        assert one.token_ids.tolist() == other.token_ids[:end].tolist()
         assert one.finish_reason == ("stop" if end else other.finish_reason)
         assert len(one.logprobs) == len(one.policy_versions) == len(one.token_ids)
-        assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
+        assert one.logprobs.tolist() == pytest.approx(other.logprobs[:end].tolist(), abs=1e-5)
 
 
 def first_end(ids: tuple[int, ...], stop: tuple[str, ...]) -> int | None:
@@ -265,18 +276,18 @@ def first_end(ids: tuple[int, ...], stop: tuple[str, ...]) -> int | None:
 def test_stop_strings_end_samples_with_the_token_that_completes_them(served: Served):
     free = served.generate(requests(40))
     # Of two tokens each, from several samples, and one that never comes.
-    stop = (*(text_of(c.token_ids[6:8]) for c in free[::4] if len(c.token_ids) > 8), "?")
+    stop = (*(text_of(c.token_ids[6:8].tolist()) for c in free[::4] if len(c.token_ids) > 8), "?")
     assert "" not in stop
     assert len(stop) > 2
     ended = served.generate(requests(40, stop=stop))
     num_ended = 0
     for one, other in zip(ended, free, strict=True):
-        end = first_end(other.token_ids, stop)
+        end = first_end(other.token_ids.tolist(), stop)
         num_ended += end is not None
-        assert one.token_ids == other.token_ids[:end]
+        assert one.token_ids.tolist() == other.token_ids[:end].tolist()
         assert one.finish_reason == ("stop" if end else other.finish_reason)
         assert len(one.logprobs) == len(one.policy_versions) == len(one.token_ids)
-        assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
+        assert one.logprobs.tolist() == pytest.approx(other.logprobs[:end].tolist(), abs=1e-5)
     assert num_ended > 1
 
 
@@ -296,14 +307,15 @@ def test_a_stop_string_may_begin_in_the_prefix(served: Served):
         [whole] = served.generate([request])
         if len(whole.token_ids) > 8:
             break
-    stop = (text_of(whole.token_ids[3:6]),)
-    end = first_end(whole.token_ids, stop)
+    stop = (text_of(whole.token_ids[3:6].tolist()),)
+    end = first_end(whole.token_ids.tolist(), stop)
     assert end is not None
     ending = replace(request, sampling=replace(greedy, stop=stop))
-    [found] = served.run(gather(served, [replace(ending, prefixes=(whole.token_ids[: end - 1],))]))
-    assert (found.token_ids, found.finish_reason) == ((whole.token_ids[end - 1],), "stop")
+    drawn = tuple(whole.token_ids[:end].tolist())
+    [found] = served.run(gather(served, [replace(ending, prefixes=(drawn[:-1],))]))
+    assert (found.token_ids.tolist(), found.finish_reason) == ([drawn[-1]], "stop")
     with pytest.raises(RolloutError, match="it is finished"):
-        served.generate([replace(ending, prefixes=(whole.token_ids[:end],))])
+        served.generate([replace(ending, prefixes=(drawn,))])
 
 
 def test_structured_output_is_kept_or_refused(served: Served):
@@ -321,7 +333,7 @@ def test_structured_output_is_kept_or_refused(served: Served):
             served.generate(asked)
         return
     completions = served.generate(asked)
-    texts = [text_of(c.token_ids) for c in completions]
+    texts = [text_of(c.token_ids.tolist()) for c in completions]
     assert set(texts[:3]) <= {"the", "other"}
     assert set(texts[3:6]) <= {"abeee", "cdeee"}
     assert set(texts[6:]) == {"null"}
@@ -339,5 +351,5 @@ def test_256_requests_at_a_time_with_a_shared_prefix(served: Served):
     found = served.generate(asked)
     assert largest_difference(model(True, 1), asked, found) <= MAX_LOGPROB_DIFFERENCE
     for place in (0, 100, 255):
-        assert token_ids(served.generate([asked[place]])) == [found[place].token_ids]
+        assert token_ids(served.generate([asked[place]])) == [found[place].token_ids.tolist()]
     assert len(set(token_ids(found))) > 200

@@ -81,7 +81,7 @@ def differences(
     parts = []
     for done in completions:
         prompt = prompts[done.request_id]
-        ids = torch.tensor([[*prompt, *done.token_ids]], device=device)
+        ids = torch.tensor([[*prompt, *done.token_ids.tolist()]], device=device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
         parts.append((logprobs.squeeze(1).cpu() - torch.tensor(done.logprobs)).abs())
@@ -123,10 +123,10 @@ def test_trainer_and_rollout_agree(platform: PlatformBase, model_dir: Path, dtyp
     prompts = {request.request_id: request.prompt_ids for request in asked}
     completions = generate_all(engine, asked, timeout_s=120.0)
     batch = TokenBatch.from_sequences(
-        [[*prompts[c.request_id], *c.token_ids] for c in completions],
+        [[*prompts[c.request_id], *c.token_ids.tolist()] for c in completions],
         loss_mask=[[0.0] * len(prompts[c.request_id]) + [1.0] * len(c.token_ids)
                    for c in completions],
-        rollout_logprobs=[[0.0] * len(prompts[c.request_id]) + list(c.logprobs)
+        rollout_logprobs=[[0.0] * len(prompts[c.request_id]) + c.logprobs.tolist()
                           for c in completions],
     )  # fmt: skip
     found = (trainer.infer_batch(batch).logprobs_T - batch.columns["rollout_logprobs"]).abs()
@@ -212,4 +212,4 @@ def test_sleep_frees_the_device(platform: PlatformBase, model_dir: Path) -> None
     asyncio.run(engine.wake_up())
     send_weights(engine, trainer.get_per_tensor_param(), 1)
     again = generate_all(engine, greedy, timeout_s=120.0)
-    assert [c.token_ids for c in again] == [c.token_ids for c in first]
+    assert [c.token_ids.tolist() for c in again] == [c.token_ids.tolist() for c in first]

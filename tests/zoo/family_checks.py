@@ -165,7 +165,9 @@ def samples(family: Family) -> None:
     ]
     completions = generate_all(rollout, requests, timeout_s=600.0)
     by_id = {request.request_id: request.prompt_ids for request in requests}
-    family.sampled = [(by_id[c.request_id], c.token_ids, c.logprobs) for c in completions]
+    family.sampled = [
+        (by_id[c.request_id], c.token_ids.tolist(), c.logprobs.tolist()) for c in completions
+    ]
     num_tokens = sum(len(tokens) for _, tokens, _ in family.sampled)
     if num_tokens < len(completions) * 2:
         raise Lacking(f"only {num_tokens} tokens came of {len(completions)} samples")

@@ -148,8 +148,8 @@ async def _samples(engine: RolloutEngine) -> tuple[SampledAnswer, ...]:
     return tuple(
         SampledAnswer(
             prompt_ids=request.prompt_ids,
-            token_ids=each.token_ids,
-            logprobs=each.logprobs,
+            token_ids=tuple(each.token_ids.tolist()),
+            logprobs=tuple(each.logprobs.tolist()),
             greedy=request.sampling.temperature == 0,
         )
         for request, row in zip(asked, rows, strict=True)

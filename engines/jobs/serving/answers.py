@@ -201,8 +201,17 @@ def find_answers(
 
 def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
     """Write completions as parquet; equal ones give equal bytes, for one version of pyarrow."""
-    rows = [dataclasses.asdict(each) for of_request in answers for each in of_request]
-    table = pa.Table.from_pylist(rows, _SCHEMA)
+    samples = [each for of_request in answers for each in of_request]
+    columns = [
+        [each.request_id for each in samples],
+        [each.sample_index for each in samples],
+        [each.token_ids for each in samples],
+        [each.logprobs for each in samples],
+        [each.policy_versions for each in samples],
+        [each.finish_reason for each in samples],
+    ]
+    arrays = [pa.array(values, of.type) for values, of in zip(columns, _SCHEMA, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=_SCHEMA)
     pq.write_table(table, path, compression="zstd", store_schema=False)
 
 
@@ -212,9 +221,9 @@ def read_answers(path: Path) -> list[Completion]:
         Completion(
             request_id=row["request_id"],
             sample_index=row["sample_index"],
-            token_ids=tuple(row["token_ids"]),
-            logprobs=tuple(row["logprobs"]),
-            policy_versions=tuple(row["policy_versions"]),
+            token_ids=row["token_ids"],
+            logprobs=row["logprobs"],
+            policy_versions=row["policy_versions"],
             finish_reason=row["finish_reason"],
         )
         for row in pq.read_table(path, schema=_SCHEMA).to_pylist()

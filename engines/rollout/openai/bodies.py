@@ -18,7 +18,8 @@ from engines.config.base import StrictModel
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import Completion, RolloutRequest, SamplingParams
 
 MODEL = "policy"
 """Name of the served model: the weights of the run, whichever version."""
@@ -169,7 +170,7 @@ def answer(
     """
     is_chat = isinstance(body, ChatBody)
     num_sampled = sum(len(completion.token_ids) for completion in completions)
-    versions = [version for each in completions for version in each.policy_versions]
+    versions = [version for each in completions for version, _ in each.tokens.version_runs]
     return {
         "id": request.request_id,
         "object": "chat.completion" if is_chat else "text_completion",
@@ -186,22 +187,23 @@ def answer(
 
 
 def _choice(completion: Completion, tokenizer: DirectoryTokenizer, is_chat: bool) -> dict[str, Any]:
-    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    tokens = [tokenizer.decode([token]) for token in completion.token_ids]
+    token_ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    tokens = [tokenizer.decode([token]) for token in token_ids]
     logprobs: dict[str, Any]
     if is_chat:
-        pairs = zip(tokens, completion.logprobs, strict=True)
+        pairs = zip(tokens, values, strict=True)
         rows = [{"token": token, "logprob": value, "top_logprobs": []} for token, value in pairs]
         said: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
         logprobs = {"content": rows}
     else:
         said = {"text": text}
-        logprobs = {"tokens": tokens, "token_logprobs": list(completion.logprobs)}
+        logprobs = {"tokens": tokens, "token_logprobs": values}
     return {
         "index": completion.sample_index,
         **said,
         "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
-        "token_ids": list(completion.token_ids),
-        "policy_versions": list(completion.policy_versions),
+        "token_ids": token_ids,
+        "policy_versions": completion.policy_versions.tolist(),
     }

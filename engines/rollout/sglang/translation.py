@@ -15,7 +15,8 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
-from engines.types import Completion, RolloutRequest, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE = 1e-5
 """SGLang takes a smaller one for 0."""
@@ -176,9 +177,8 @@ def completion(
     certain = sampling.top_k == 1 and sampling.temperature > 0
     logprobs = tuple(0.0 if certain else row[0] for row in rows)
     kept = slice(num_until_stop)
-    return Completion(
-        *sample.key, token_ids[kept], logprobs[kept], tuple(map(int, versions[kept])), reason
-    )
+    numbers = [int(version) for version in versions[kept]]
+    return Completion(*sample.key, token_ids[kept], logprobs[kept], numbers, reason)
 
 
 def _reason(

@@ -80,9 +80,9 @@ class Sample:
         return Completion(
             request_id=request_id,
             sample_index=sample_index,
-            token_ids=tuple(self.token_ids[num_given:]),
-            logprobs=tuple(self.logprobs),
-            policy_versions=tuple(self.versions),
+            token_ids=self.token_ids[num_given:],
+            logprobs=self.logprobs,
+            policy_versions=self.versions,
             finish_reason=finish_reason,
         )
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
-from engines.types import Completion, RolloutRequest, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises a smaller positive temperature to this, and takes the smallest for 0; a larger one
@@ -120,4 +121,4 @@ def completion(sample: RunningSample, output: Any, num_until_stop: int | None = 
     logprobs = tuple(row[token].logprob for row, token in zip(rows, token_ids, strict=True))
     kept = slice(num_until_stop)
     reason = output.finish_reason if num_until_stop is None else "stop"
-    return Completion(*sample.key, token_ids[kept], logprobs[kept], tuple(versions[kept]), reason)
+    return Completion(*sample.key, token_ids[kept], logprobs[kept], versions[kept], reason)

@@ -146,10 +146,10 @@ def check_versions(completions: Sequence[Sequence[Completion]], version: int) ->
         RolloutError: names the sample and its versions.
     """
     for completion in (completion for row in completions for completion in row):
-        versions = completion.policy_versions
-        if len(versions) != len(completion.token_ids) or {*versions} - {version}:
+        versions = {sampled for sampled, _ in completion.tokens.version_runs}
+        if versions - {version} or (len(completion.token_ids) and not versions):
             raise RolloutError(
                 f"{completion.request_id} sample {completion.sample_index}: "
-                f"{len(completion.token_ids)} tokens of versions {sorted({*versions})}, "
+                f"{len(completion.token_ids)} tokens of versions {sorted(versions)}, "
                 f"published is {version}; its samples cannot be trained on as on-policy"
             )

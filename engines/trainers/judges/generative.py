@@ -77,7 +77,7 @@ class GenerativeJudge:
         ]
         answers = self._generate(requests) if requests else []
         said = {
-            text: self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            text: self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
             for text, [completion] in zip(asked, answers, strict=True)
             if completion.finish_reason == "stop"
         }

@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
         texts = []
         for chunk in _chunks(asked):
             for request, [answer] in zip(chunk, self._generate(chunk), strict=True):
-                text = self.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
+                text = self.tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
                 stop = list(request.sampling.stop)
                 texts.append(postprocess_generated_text(str(text), stop, think_end_token=None))
             self._report(len(texts), len(asked), "answers")

@@ -50,9 +50,9 @@ def packed(asked: list[RolloutRequest], completions: list[list[Completion]]) -> 
         for completion in row
     ]
     return TokenBatch.from_sequences(
-        [(*prompt, *completion.token_ids) for prompt, completion in pairs],
+        [(*prompt, *completion.token_ids.tolist()) for prompt, completion in pairs],
         loss_mask=[[0] * len(p) + [1] * len(c.token_ids) for p, c in pairs],
-        rollout_logprobs=[[0] * len(p) + list(c.logprobs) for p, c in pairs],
+        rollout_logprobs=[[0] * len(p) + c.logprobs.tolist() for p, c in pairs],
         advantages=[
             [0] * len(p) + [(-1) ** i] * len(c.token_ids) for i, (p, c) in enumerate(pairs)
         ],
@@ -90,7 +90,7 @@ def test_samples_come_by_request_and_seed_and_carry_the_version(
     assert {version for row in rows for c in row for version in c.policy_versions} == {7}
     # Alone or in company, a sample is the same: what makes the number of ranks immaterial.
     alone = worker.generate(requests()[1:2])[0]
-    assert [c.token_ids for c in alone] == [c.token_ids for c in rows[1]]
+    assert [c.token_ids.tolist() for c in alone] == [c.token_ids.tolist() for c in rows[1]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -314,7 +314,7 @@ def test_two_ranks_train_and_sample_like_one(
     for group in (one, two):
         group.run(ModelWorker.sync_weights, 5)
         rows = group.run(ModelWorker.generate, requests)
-        samples.append([completion.token_ids for row in rows for completion in row])
+        samples.append([completion.token_ids.tolist() for row in rows for completion in row])
     assert samples[0] == samples[1]
     # A batch with fewer sequences than ranks trains too.
     lone = batch.select([0])

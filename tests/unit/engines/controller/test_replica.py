@@ -75,7 +75,7 @@ def two_versions(workers: WorkerGroup, rollout: Rollout) -> list[Any]:
 
 def drawn(found: list[Any]) -> list[Any]:
     """The tokens of what `two_versions` sampled."""
-    return [[[c.token_ids for c in row] for row in rows] for rows in (found[1], found[4])]
+    return [[[c.token_ids.tolist() for c in row] for row in rows] for rows in (found[1], found[4])]
 
 
 def test_engines_beside_the_ranks_sample_what_those_inside_do(
@@ -93,7 +93,9 @@ def test_engines_beside_the_ranks_sample_what_those_inside_do(
         assert [health.version for health in rollout.health()] == [7, 7]  # devices of their own
     # Another batch rounds differently, by far less than what a draw notices here.
     assert (found[0], found[3]) == (expected[0], expected[3])
-    tokens = [[[c.token_ids for c in row] for row in rows] for rows in (found[4], expected[4])]
+    tokens = [
+        [[c.token_ids.tolist() for c in row] for row in rows] for rows in (found[4], expected[4])
+    ]
     assert tokens[0] == tokens[1]
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{os.getpid()}-*"))
 

@@ -107,7 +107,9 @@ class Lab:
         )
         scorer = SimpleNamespace(
             tokenizer=self.tokenizer,
-            decode=lambda each: self.tokenizer.decode(each.token_ids, skip_special_tokens=True),
+            decode=lambda each: self.tokenizer.decode(
+                each.token_ids.tolist(), skip_special_tokens=True
+            ),
             judge=lambda _, completions, __: [
                 [Score(float(place)) for place, _ in enumerate(each)] for each in completions
             ],
@@ -116,7 +118,7 @@ class Lab:
         def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
             return [
                 [
-                    Completion(request.request_id, place, tuple(ids), (), (), "stop")
+                    Completion(request.request_id, place, ids, [0.0] * len(ids), (), "stop")
                     for place, ids in enumerate(answer(request))
                 ]
                 for request in requests

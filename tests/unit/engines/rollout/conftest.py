@@ -123,7 +123,8 @@ class Lab:
         """Largest |reported - teacher-forced| logprob."""
         by_id = {request.request_id: request for request in requests}
         differences = [
-            self.teacher_forced(model, by_id[c.request_id], c.token_ids) - torch.tensor(c.logprobs)
+            self.teacher_forced(model, by_id[c.request_id], c.token_ids.tolist())
+            - torch.tensor(c.logprobs)
             for c in completions
         ]
         return float(torch.cat(differences).abs().max())

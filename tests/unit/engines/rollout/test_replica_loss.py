@@ -103,8 +103,8 @@ def test_fault_row_5_samples_of_a_replica_that_died_come_from_the_next(lab, rout
         assert service.num_restarts == len(spare.replaced) == 1
         assert service.states() == [ReplicaState.HEALTHY]
     # Another batch rounds differently, by less than a draw notices here.
-    assert [[c.token_ids for c in row] for row in found] == [
-        [c.token_ids for c in row] for row in expected
+    assert [[c.token_ids.tolist() for c in row] for row in found] == [
+        [c.token_ids.tolist() for c in row] for row in expected
     ]
     if routing == "by_place":
         assert found == expected
@@ -174,7 +174,9 @@ def test_at_the_deadline_samples_are_aborted_and_the_next_batch_goes_on(build_la
         assert [c.finish_reason for c in rows[1]] == ["abort", "abort"]
         assert all(len(c.token_ids) == len(c.logprobs) > 2 for c in rows[1])
         assert spare.replaced == []
-        assert [c.token_ids for c in service.generate(short)[0]] == [rows[0][0].token_ids]
+        assert [c.token_ids.tolist() for c in service.generate(short)[0]] == [
+            rows[0][0].token_ids.tolist()
+        ]
         with pytest.raises(DeadlineError, match="one sample to be finished"):
             service.generate([long])
 

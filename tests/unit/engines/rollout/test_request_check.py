@@ -6,7 +6,8 @@ import pytest
 
 from engines.errors import RolloutError
 from engines.rollout.request_check import check_request, check_requests
-from engines.types import RolloutRequest, SamplingParams, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import RolloutRequest, SamplingParams
 
 FORM = StructuredOutput(choice=("a", "b"))
 GOOD = RolloutRequest("r=1", (1, 2, 3), SamplingParams(5, 0.0, 1.0, 0), (7,))

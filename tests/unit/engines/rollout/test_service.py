@@ -82,8 +82,8 @@ def test_replicas_share_the_requests_and_come_back_as_one(lab) -> None:
         found = service.generate(requests)
         assert [health.version for health in service.health()] == [3, 3, 3]
     assert report.version == 3
-    assert [[c.token_ids for c in row] for row in found] == [
-        [c.token_ids for c in row] for row in expected
+    assert [[c.token_ids.tolist() for c in row] for row in found] == [
+        [c.token_ids.tolist() for c in row] for row in expected
     ]
     ids = [request.request_id for request in requests]
     assert asked == [ids[0::3], ids[1::3], ids[2::3]]

@@ -134,6 +134,21 @@ def test_a_broken_reward_stops_the_round(run_round) -> None:
         run_round("often_broken", max_unscored_frac=0.0)
 
 
+def changed(
+    completion: Completion, *, version: int | None = None, finish_reason: str | None = None
+) -> Completion:
+    """The same sample of another version, or that ended otherwise."""
+    own = completion.policy_versions
+    return Completion(
+        completion.request_id,
+        completion.sample_index,
+        completion.token_ids,
+        completion.logprobs,
+        own if version is None else [version] * len(own),
+        finish_reason or completion.finish_reason,
+    )
+
+
 def test_a_round_stops_rather_than_train_on_its_shortest_answers(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +159,7 @@ def test_a_round_stops_rather_than_train_on_its_shortest_answers(
         rows = generate(rollout, requests)
         return [
             [
-                replace(each, finish_reason="abort") if place > 1 else each
+                changed(each, finish_reason="abort") if place > 1 else each
                 for place, each in enumerate(row)
             ]
             for row in rows
@@ -209,7 +224,7 @@ def test_samples_of_other_weights_than_the_published_ones_are_refused(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(*args) -> list[list[Completion]]:
-        return [[replace(c, policy_versions=(7,) * 5) for c in row] for row in generate(*args)]
+        return [[changed(c, version=7) for c in row] for row in generate(*args)]
 
     generate = ServedRollout.generate
     monkeypatch.setattr(ServedRollout, "generate", stale)

@@ -99,7 +99,7 @@ def test_every_tensor_arrives_in_its_own_dtype(tmp_path, model_type, dtype):
         assert tensor.dtype == expected.dtype, name
         assert torch.equal(tensor, expected), name
     (completion, *_) = generate_all(engine, [REQUEST])
-    assert completion.policy_versions == (0,) * len(completion.token_ids)
+    assert completion.policy_versions.tolist() == [0] * len(completion.token_ids)
 
 
 @pytest.mark.parametrize("model_type", sorted(KEPT.keys() - {"minimax_m2"}))
@@ -123,7 +123,7 @@ def test_a_buffer_changed_in_training_changes_what_is_sampled(tmp_path, trainer)
         arrived = held(engine)[BIAS]
         assert arrived.dtype == torch.float32
         assert torch.equal(arrived, values)
-        logprobs.append([c.logprobs for c in generate_all(engine, [REQUEST])])
+        logprobs.append([c.logprobs.tolist() for c in generate_all(engine, [REQUEST])])
     assert logprobs[0] == logprobs[1] != logprobs[2]
 
 

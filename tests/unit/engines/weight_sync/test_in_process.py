@@ -75,7 +75,7 @@ def test_a_sync_reports_what_was_sent_and_is_served(make_engine, tied):
     assert report.num_bytes == 4 * sum(tensor.numel() for tensor in sent.values())
     assert report.digest == combine((n, tensor_checksum(t)) for n, t in sent.items())
     (completion, _) = generate_all(engine, [REQUEST])
-    assert completion.policy_versions == (3,) * len(completion.token_ids)
+    assert completion.policy_versions.tolist() == [3] * len(completion.token_ids)
 
 
 def test_the_digest_is_that_of_the_bytes(make_engine):

@@ -18,7 +18,7 @@ from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.store.canonical import sha256_json
 from tasks.runner.numeric_code import numeric_sources
 
-FLOATS = st.floats(max_value=0.0, allow_nan=False)
+FLOATS = st.floats(max_value=0.0, allow_nan=False, width=32)
 
 
 @st.composite

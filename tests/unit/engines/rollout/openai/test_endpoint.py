@@ -139,12 +139,12 @@ def test_an_answer_is_what_the_engine_samples(hf_dir: Path, tmp_path: Path) -> N
             replica, RolloutRequest("own", prompt_ids, SamplingParams(9, 0.7), (5, 6))
         )
         for choice, sample in zip(chat["choices"], expected, strict=True):
-            assert tuple(choice["token_ids"]) == sample.token_ids
+            assert choice["token_ids"] == sample.token_ids.tolist()
             assert choice["message"]["content"] == tokenizer.decode(
-                sample.token_ids, skip_special_tokens=True
+                sample.token_ids.tolist(), skip_special_tokens=True
             )
             logprobs = [row["logprob"] for row in choice["logprobs"]["content"]]
-            assert logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+            assert logprobs == pytest.approx(sample.logprobs.tolist(), abs=1e-5)
             assert set(choice["policy_versions"]) == {7}
         assert chat["system_fingerprint"] == "version=7"
         assert chat["usage"]["prompt_tokens"] == len(prompt_ids)

@@ -34,7 +34,8 @@ from engines.rollout.sglang.translation import (
     stream_start,
 )
 from engines.rollout.transformers.sampling import stream_starts, uniforms
-from engines.types import RolloutRequest, SamplingParams, StructuredOutput
+from engines.structured_output import StructuredOutput
+from engines.types import Completion, RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
@@ -143,19 +144,17 @@ def test_a_temperature_that_sglang_would_change_is_refused() -> None:
 
 def test_each_token_gets_the_version_of_its_span() -> None:
     found = completion(sample(), answer(), EOS)
-    assert (found.token_ids, found.logprobs) == ((7, 8), (-0.5, -1.5))
-    assert (found.policy_versions, found.finish_reason) == ((3, 4), "length")
+    assert found == Completion("a", 0, (7, 8), (-0.5, -1.5), (3, 4), "length")
 
 
 def test_a_stop_string_cuts_what_sglang_sampled_beyond_it() -> None:
     found = completion(sample(), answer(finish_reason=None), EOS, num_until_stop=1)
-    assert (found.token_ids, found.logprobs, found.policy_versions) == ((7,), (-0.5,), (3,))
-    assert found.finish_reason == "stop"
+    assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 
 def test_the_one_token_of_top_k_1_is_certain() -> None:
     request = replace(REQUEST, sampling=SamplingParams(2, 0.7, top_k=1))
-    assert completion(sample(request), answer(), EOS).logprobs == (0.0, 0.0)
+    assert completion(sample(request), answer(), EOS).logprobs.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def rest_of(requests: Sequence[RolloutRequest], whole: Sequence[Completion], cut
         replace(
             request,
             prefixes=tuple(
-                c.token_ids[: cut + 2 * c.sample_index]
+                c.token_ids[: cut + 2 * c.sample_index].tolist()
                 for c in whole
                 if c.request_id == request.request_id
             ),
@@ -63,8 +63,8 @@ def test_a_sample_goes_on_as_if_it_had_not_been_cut(windowed, cut: int):
     rests = generate_all(engine, rest_of(requests, whole, cut))
     for rest, full in zip(rests, whole, strict=True):
         given = cut + 2 * full.sample_index
-        assert rest.token_ids == full.token_ids[given:]
-        assert rest.logprobs == pytest.approx(full.logprobs[given:], abs=1e-5)
+        assert rest.token_ids.tolist() == full.token_ids[given:].tolist()
+        assert rest.logprobs.tolist() == pytest.approx(full.logprobs[given:].tolist(), abs=1e-5)
         assert len(rest.policy_versions) == LENGTH - given
         assert rest.finish_reason == "length"
 
@@ -83,21 +83,21 @@ def test_without_its_offset_a_sample_would_repeat_its_draws(lab):
     for full in whole:
         again = RolloutRequest(
             "again",
-            (5, *full.token_ids[:8]),
+            (5, *full.token_ids[:8].tolist()),
             SamplingParams(8),
             (request.seeds[full.sample_index],),
         )
         [repeated] = generate_all(engine, [again])
-        assert repeated.token_ids == full.token_ids[:8]
+        assert repeated.token_ids.tolist() == full.token_ids[:8].tolist()
         [rest] = generate_all(engine, [replace(again, draw_offsets=(8,))])
-        assert rest.token_ids == full.token_ids[8:]
+        assert rest.token_ids.tolist() == full.token_ids[8:].tolist()
 
 
 def test_a_few_random_numbers_may_be_skipped(lab):
     """An offset is a number of draws, not of tokens that stand somewhere."""
     request = RolloutRequest("r", (5, 6), SamplingParams(1, temperature=2.0), (3,))
     tokens = {
-        generate_all(lab.engine(), [replace(request, draw_offsets=(offset,))])[0].token_ids
+        tuple(generate_all(lab.engine(), [replace(request, draw_offsets=(offset,))])[0].token_ids)
         for offset in range(12)
     }
     assert len(tokens) > 2
@@ -112,7 +112,7 @@ def test_samples_with_and_without_prefixes_share_a_batch(windowed):
     ]
     for found, full in zip(generate_all(engine, mixed), whole, strict=True):
         given = 6 + 2 * full.sample_index if full.sample_index else 0
-        assert found.token_ids == full.token_ids[given:]
+        assert found.token_ids.tolist() == full.token_ids[given:].tolist()
 
 
 def test_an_update_in_the_middle_of_a_continued_sample(windowed):
@@ -139,13 +139,13 @@ def test_an_update_in_the_middle_of_a_continued_sample(windowed):
     for c in found:
         request = by_id[c.request_id]
         given = request.prefix(c.sample_index)
-        full = (*given, *c.token_ids)
+        full = (*given, *c.token_ids.tolist())
         by_version = [
             windowed.teacher_forced(model, request, full)[len(given) :]
             for model in (windowed.model, other)
         ]
-        num_old = c.policy_versions.count(0)
-        assert c.policy_versions == (0,) * num_old + (1,) * (len(c.token_ids) - num_old)
+        num_old = c.policy_versions.tolist().count(0)
+        assert c.policy_versions.tolist() == [0] * num_old + [1] * (len(c.token_ids) - num_old)
         expected = torch.cat([by_version[0][:num_old], by_version[1][num_old:]])
         assert (expected - torch.tensor(c.logprobs)).abs().max() <= 1e-5
 

@@ -62,8 +62,8 @@ def test_requests_join_a_running_batch_and_leave_it_alone(long_lab):
     joined, first_done, rest = run(scenario())
     assert not first_done  # the short ones came out while the long ones were running
     together = joined | rest
-    assert {k: c.token_ids for k, c in together.items()} == {
-        k: c.token_ids for k, c in alone.items()
+    assert {k: c.token_ids.tolist() for k, c in together.items()} == {
+        k: c.token_ids.tolist() for k, c in alone.items()
     }
 
 
@@ -114,13 +114,13 @@ def test_every_token_carries_the_version_that_sampled_it(long_lab):
     by_id = {request.request_id: request for request in requests}
     crossing = 0
     for completion in completions.values():
-        versions = completion.policy_versions
+        versions = completion.policy_versions.tolist()
         split = versions.count(0)
-        assert versions == (0,) * split + (7,) * (30 - split)
+        assert versions == [0] * split + [7] * (30 - split)
         crossing += 0 < split < 30
         request = by_id[completion.request_id]
-        old = long_lab.teacher_forced(long_lab.model, request, completion.token_ids)
-        new = long_lab.teacher_forced(other, request, completion.token_ids)
+        old = long_lab.teacher_forced(long_lab.model, request, completion.token_ids.tolist())
+        new = long_lab.teacher_forced(other, request, completion.token_ids.tolist())
         expected = torch.cat([old[:split], new[split:]])
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
     assert crossing == 5
@@ -163,9 +163,12 @@ def test_abort_gives_the_partial_sample_and_spares_the_others(long_lab, paused):
         if completion.request_id == aborted_id:
             assert completion.finish_reason == "abort"
             assert 0 < len(completion.token_ids) < 30
-            assert completion.token_ids == full.token_ids[: len(completion.token_ids)]
+            assert (
+                completion.token_ids.tolist()
+                == full.token_ids[: len(completion.token_ids)].tolist()
+            )
         else:
-            assert completion.token_ids == full.token_ids
+            assert completion.token_ids.tolist() == full.token_ids.tolist()
             assert completion.finish_reason == "length"
 
 

@@ -110,7 +110,7 @@ def test_samples_in_flight_are_what_they_would_have_been(lab) -> None:
         if reads:
             check(lab.model, asked(num_top=3), await engine.prompt_logprobs(asked(num_top=3)))
         found += [completion async for completion in stream]
-        return sorted((c.request_id, c.sample_index, c.token_ids) for c in found)
+        return sorted((c.request_id, c.sample_index, c.token_ids.tolist()) for c in found)
 
     alone = asyncio.run(both(lab.engine(), reads=False))
     assert asyncio.run(both(lab.engine(), reads=True)) == alone

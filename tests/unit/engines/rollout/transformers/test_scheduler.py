@@ -90,9 +90,9 @@ def test_versions_are_stamped_where_they_change() -> None:
     sample.stamp(2)  # nothing new was sampled
     assert not sample.append(6, -3.0)
     completion = sample.completion("length", version=3)
-    assert completion.policy_versions == (1, 1, 3)
-    assert completion.token_ids == (4, 5, 6)
-    assert completion.logprobs == (-1.0, -2.0, -3.0)
+    assert completion.policy_versions.tolist() == [1, 1, 3]
+    assert completion.token_ids.tolist() == [4, 5, 6]
+    assert completion.logprobs.tolist() == [-1.0, -2.0, -3.0]
 
 
 def test_a_sample_behind_a_prefix_counts_it_and_hands_out_what_is_new() -> None:
@@ -105,7 +105,8 @@ def test_a_sample_behind_a_prefix_counts_it_and_hands_out_what_is_new() -> None:
     assert not rest.append(6, -1.0)
     assert rest.append(7, -2.0)  # the fourth of four
     completion = rest.completion("length", version=5)
-    assert (completion.sample_index, completion.token_ids) == (3, (6, 7))
-    assert (completion.logprobs, completion.policy_versions) == ((-1.0, -2.0), (5, 5))
+    assert (completion.sample_index, completion.token_ids.tolist()) == (3, [6, 7])
+    assert completion.logprobs.tolist() == [-1.0, -2.0]
+    assert completion.policy_versions.tolist() == [5, 5]
     offset = RolloutRequest("a", (1, 2, 4, 5), SamplingParams(2), (9,), draw_offsets=(2,))
     assert Sample(offset, 0, 0).stream_origin == 2

@@ -22,7 +22,7 @@ from engines.rollout.vllm.translation import (
     completion,
     vllm_seed,
 )
-from engines.types import RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest, SamplingParams
 
 LOCKS = Path(__file__).resolve().parents[5] / "infra/locks"
 
@@ -96,15 +96,12 @@ def test_behind_spent_draws_vllm_starts_another_stream() -> None:
 
 def test_a_stop_string_cuts_what_vllm_sampled_beyond_it() -> None:
     found = completion(sample(), output(finish_reason="abort"), num_until_stop=1)
-    assert (found.token_ids, found.logprobs, found.policy_versions) == ((7,), (-0.5,), (3,))
-    assert found.finish_reason == "stop"
+    assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 
 def test_each_token_gets_the_version_of_its_span() -> None:
     found = completion(sample(), output())
-    assert found.token_ids == (7, 8)
-    assert found.logprobs == (-0.5, -1.5)
-    assert found.policy_versions == (3, 4)
+    assert found == Completion("a", 0, (7, 8), (-0.5, -1.5), (3, 4), "length")
 
 
 @pytest.mark.parametrize(

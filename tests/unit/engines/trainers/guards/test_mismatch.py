@@ -88,6 +88,6 @@ def test_tokens_of_other_weights_are_named() -> None:
         return Completion("round=1/step=2/prompt=0", 3, (5, 6), (-1.0, -1.0), versions, "stop")
 
     check_versions([[completion(4, 4)]], 4)
-    for versions, shown in (((4, 5), r"\[4, 5\]"), ((4,), r"\[4\]"), ((), r"\[\]")):
+    for versions, shown in (((4, 5), r"\[4, 5\]"), ((5, 5), r"\[5\]"), ((), r"\[\]")):
         with pytest.raises(RolloutError, match=f"prompt=0 sample 3: 2 tokens of versions {shown}"):
             check_versions([[completion(4, 4), completion(*versions)]], 4)

@@ -32,7 +32,7 @@ def completion(text: str, finish_reason: str = "stop") -> Completion:
 
 
 def decoded(completion: Completion) -> str:
-    return "".join(map(chr, completion.token_ids))
+    return "".join(map(chr, completion.token_ids.tolist()))
 
 
 def test_a_conversation_asks_for_its_first_answer() -> None:
