@@ -12,6 +12,7 @@ environment nor us as its parent.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import os
@@ -30,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from infra.errors import DeadlineError
+from infra.waiting import wait_for
 
 MARK = "PYTEST_LEFTOVERS_OWNER"
 """The variable of the environment by which a process tells whose turn began it."""
@@ -199,6 +203,8 @@ class Process:
         """
         stat = _stat(pid)
         parent, began_s = int(stat[1]), int(stat[19]) * _TICK_S
+        if parent == os.getpid():
+            _see_it_begun(pid)
         arguments, environment = _bytes(pid, "cmdline"), _bytes(pid, "environ")
         command = arguments.replace(b"\0", b" ").decode(errors="replace")[:200].strip()
         marked = re.search(rf"{MARK}={_process}:(\d+)".encode(), environment)
@@ -230,6 +236,17 @@ class Process:
 def _uptime_s() -> float:
     """The clock by which processes begin."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _see_it_begun(pid: int) -> None:
+    """Wait until a child of ours has its command line: amid its `exec` it has none for a moment."""
+    with contextlib.suppress(DeadlineError):
+        wait_for(
+            lambda: _bytes(pid, "cmdline") or _stat(pid)[0] == "Z",
+            f"command line of process {pid}",
+            _YOUNG_S,
+            poll_s=0.001,
+        )
 
 
 def _bytes(pid: int, name: str) -> bytes:

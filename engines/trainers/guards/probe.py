@@ -54,9 +54,9 @@ class WeightProbe:
         """See `engines.rollout.publishing.Probe`."""
         rows = list(zip(requests, found, strict=True))
         batch = TokenBatch.from_sequences(
-            [(*request.prompt_ids, *found.token_ids.tolist()) for request, found in rows],
+            [(*request.prompt_ids, *said.token_ids.tolist()) for request, said in rows],
             rollout_logprobs=[
-                [0.0] * len(request.prompt_ids) + found.logprobs.tolist() for request, found in rows
+                [0.0] * len(request.prompt_ids) + said.logprobs.tolist() for request, said in rows
             ],
         )
         differences_T = (self._infer_logprobs(batch) - batch.columns["rollout_logprobs"]).abs()

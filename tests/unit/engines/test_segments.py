@@ -1,0 +1,60 @@
+"""Segments: runs of versions, equality, and what a token costs."""
+
+import pickle
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.segments import Segment
+from engines.trainers.packing import pack
+from engines.trajectory import Prompt, Trajectory
+from engines.types import Completion, RolloutRequest, SamplingParams
+
+NUM_TOKENS = 8192
+
+
+@given(st.lists(st.integers(0, 2)))
+def test_versions_are_kept_by_their_runs(versions: list[int]) -> None:
+    segment = Segment.sampled(versions, [0.0] * len(versions), versions)
+    assert segment.versions_N.tolist() == versions
+    runs = segment.version_runs
+    assert all(first[0] != second[0] for first, second in zip(runs, runs[1:], strict=False))
+
+
+def test_segments_are_equal_where_all_their_values_are() -> None:
+    segment = Segment.sampled([1, 2], [-0.5, float("nan")], [3, 3])
+    assert segment == Segment.sampled([1, 2], [-0.5, float("nan")], [3, 3])
+    assert segment != Segment.sampled([1, 3], [-0.5, float("nan")], [3, 3])
+    assert segment != replace(segment, reward=1.0)
+    columns = {"k": np.zeros(2, np.float32)}
+    assert segment != replace(segment, columns=columns)
+    assert replace(segment, columns=columns) == replace(segment, columns={**columns})
+    assert segment != "segment"
+
+
+@pytest.mark.parametrize("num_versions", [1, 4])
+def test_a_token_costs_nine_bytes_on_the_wire(num_versions: int) -> None:
+    """Eight, and what an answer is whatever its length."""
+    versions = np.arange(NUM_TOKENS) * num_versions // NUM_TOKENS
+    answer = Completion(
+        "round=1/step=3/prompt=17", 3, np.arange(NUM_TOKENS), np.zeros(NUM_TOKENS), versions, "stop"
+    )
+    assert len(pickle.dumps(answer, protocol=5)) <= 9 * NUM_TOKENS
+
+
+def test_no_token_is_a_python_object_between_an_answer_and_a_batch() -> None:
+    num_samples, tokens = 16, np.arange(NUM_TOKENS, dtype=np.int32)
+    request = RolloutRequest("prompt=0", tuple(range(4)), SamplingParams(9), (0,) * num_samples)
+    before = sys.getallocatedblocks()
+    prompt = Prompt.of(request)
+    answers = [
+        Completion(request.request_id, sample, tokens + 1, tokens * -0.5, tokens * 0, "stop")
+        for sample in range(num_samples)
+    ]
+    batch = pack([Trajectory.of(prompt, answer) for answer in answers])
+    assert sys.getallocatedblocks() - before < NUM_TOKENS
+    assert batch.num_tokens == num_samples * (NUM_TOKENS + 4)
