@@ -21,8 +21,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """More than cores: a third of their time tests wait, for processes that they start."""
+    """More than cores: a third of their time tests wait, for processes that they start.
+
+    Job environments, which the contracts run in too, have no xdist.
+    """
     num_cores = len(os.sched_getaffinity(0))
     return num_cores + max(1, num_cores // 8)
 

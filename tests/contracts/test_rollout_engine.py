@@ -85,7 +85,7 @@ def faulty(engine_name, tmp_path_factory) -> Iterator[Served]:
 
 
 def token_ids(completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [c.token_ids.tolist() for c in completions]
+    return [tuple(c.token_ids.tolist()) for c in completions]
 
 
 def test_its_row_tells_what_it_can_do(served):
