@@ -48,7 +48,11 @@ class Segment:
     columns: Mapping[str, Float32Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        arrays = {"logprobs_N": self.logprobs_N, "routes": self.routes, **self.columns}
+        arrays: dict[str, NDArray[Any] | None] = {
+            "logprobs_N": self.logprobs_N,
+            "routes": self.routes,
+            **self.columns,
+        }
         for name, array in arrays.items():
             if array is not None and len(array) != self.num_tokens:
                 raise ValueError(f"{name}: got {len(array)} rows; need {self.num_tokens}")
@@ -67,6 +71,12 @@ class Segment:
             token_ids: of N tokens.
             logprobs: of each.
             versions: of the weights that sampled each.
+
+        Returns:
+            A trained segment.
+
+        Raises:
+            ValueError: not the same number of all three.
         """
         versions_N = np.asarray(versions, np.int64)
         first = np.flatnonzero(np.diff(versions_N, prepend=versions_N[:1] - 1))

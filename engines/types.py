@@ -464,11 +464,7 @@ class Completion:
         policy_versions: ArrayLike,
         finish_reason: str,
     ) -> None:
-        """From N numbers each; `policy_versions` are those of the weights that sampled each token.
-
-        Raises:
-            ValueError: not the same number of all three.
-        """
+        """From N token ids, N logprobs and N versions of weights; a ValueError if N differs."""
         tokens = Segment.sampled(token_ids, logprobs, policy_versions)
         named = {"request_id": request_id, "sample_index": sample_index}
         vars(self).update(named, tokens=tokens, finish_reason=finish_reason)
