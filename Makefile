@@ -25,6 +25,7 @@ VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_ans
 # Whole pipelines come first as they are collected: behind many small files, a last long one would
 # leave a core idle.
 SPREAD := --dist loadfile --no-loadscope-reorder
+NUM_CORES = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)))')
 # Empty adds what is for a night.
 FAULTS       ?= -m "not nightly"
 # Two ranks; empty adds four.
@@ -35,7 +36,7 @@ BACKEND_TIER ?=
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contract-plugins contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): infra/locks/core.lock pyproject.toml
@@ -58,13 +59,13 @@ test: $(STAMP)  ## everything but the contracts and the tests marked slow
 	$(BIN)/python -m pytest -n auto $(SPREAD) --ignore tests/contracts -m "not slow and not gpu and not stacks and not matrix" $(ARGS)
 
 test-slow: $(STAMP)  ## the tests marked slow: whole pipelines, kills, services
-	@# The exclusive ones come one after the other, beside the others.
+	@# The exclusive ones come one after the other, beside a worker for each core.
 	@log=$$(mktemp); status=0; \
 	$(BIN)/python -m pytest --ignore tests/contracts \
 	  -m "slow and exclusive and not nightly" $(ARGS) > $$log 2>&1 & exclusive=$$!; \
 	trap 'kill -INT $$exclusive; wait $$exclusive; cat $$log; rm -f $$log; exit 130' INT TERM; \
 	echo "the exclusive ones write to $$log"; \
-	$(BIN)/python -m pytest -n auto $(SPREAD) --ignore tests/contracts \
+	$(BIN)/python -m pytest -n $(NUM_CORES) $(SPREAD) --ignore tests/contracts \
 	  -m "slow and not gpu and not exclusive" $(ARGS) || status=$$?; \
 	wait $$exclusive || status=$$?; cat $$log; rm -f $$log; exit $$status
 
@@ -99,19 +100,15 @@ races: $(STAMP)  ## two hundred rounds of ten followers that want one stage at o
 	RACE_ROUNDS=200 $(BIN)/python -m pytest tests/e2e/test_ownership.py $(ARGS)
 
 contracts: $(STAMP)  ## every training backend and the other plugins against their contracts
-	@# A third of their time they wait, for ranks and for deadlines.
-	$(MAKE) --jobs 3 --output-sync contract-plugins $(BACKENDS:%=contract-%)
+	set -e; for backend in $(BACKENDS); do \
+	  $(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs $(BACKEND_CONTRACT) --backend $$backend \
+	    -m "$(BACKEND_TIER)" $(ARGS); done
+	$(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs rlhf.testing \
+	  --ignore tests/contracts/test_backend.py --ignore tests/contracts/test_checkpoint_kill.py $(ARGS)
 	set -e; for name in $(ENVIRONMENTS); do \
 	  $(MAKE) env-$$name; \
 	  .envs/$$name/bin/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $$name \
 	    -m "$(ENVIRONMENT_TIER)" $(ARGS); done
-
-contract-plugins:
-	$(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs rlhf.testing \
-	  --ignore tests/contracts/test_backend.py --ignore tests/contracts/test_checkpoint_kill.py $(ARGS)
-
-contract-%:
-	$(BIN)/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $* -m "$(BACKEND_TIER)" $(ARGS)
 
 contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in its own environment
 	$(BIN)/python -m pytest --pyargs $(ROLLOUT_CONTRACT) --engine transformers $(ARGS)
