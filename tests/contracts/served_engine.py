@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class Served:
             name, directory, rollout, "float32", CPUPlatform(), adapter
         )
         self._loop = asyncio.Runner()
+        # The loop's own would begin with, and seem to be left by, the first test that needs it.
+        self._loop.get_loop().set_default_executor(ThreadPoolExecutor())
 
     def run(self, coroutine):
         async def with_deadline():
