@@ -70,13 +70,13 @@ class Segment:
         Args:
             token_ids: of N tokens.
             logprobs: of each.
-            versions: of the weights that sampled each.
+            versions: of the weights that sampled each; empty where they are not known.
 
         Returns:
             A trained segment.
 
         Raises:
-            ValueError: not the same number of all three.
+            ValueError: another number of logprobs, or of versions that are known, than of tokens.
         """
         versions_N = np.asarray(versions, np.int64)
         first = np.flatnonzero(np.diff(versions_N, prepend=versions_N[:1] - 1))
@@ -118,4 +118,5 @@ class Segment:
 
     def _values(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**values, **values.pop("columns")}
+        columns = values.pop("columns")
+        return values | {f"columns.{name}": column for name, column in columns.items()}

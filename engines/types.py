@@ -464,7 +464,7 @@ class Completion:
         policy_versions: ArrayLike,
         finish_reason: str,
     ) -> None:
-        """From N token ids, N logprobs and N versions of weights; a ValueError if N differs."""
+        """From N token ids, N logprobs and N versions or none; a ValueError if N differs."""
         tokens = Segment.sampled(token_ids, logprobs, policy_versions)
         named = {"request_id": request_id, "sample_index": sample_index}
         vars(self).update(named, tokens=tokens, finish_reason=finish_reason)

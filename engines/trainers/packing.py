@@ -68,6 +68,8 @@ def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> 
         (T,) float64.
     """
     rewards_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if all(part.reward is None for each in trajectories for part in each.segments):
+        return rewards_T
     place_T = torch.arange(batch.num_tokens)
     last_T = torch.where(batch.columns["loss_mask"] > 0, place_T, -1).cummax(0).values
     for each, start in zip(trajectories, batch.cu_seqlens.tolist(), strict=False):

@@ -11,7 +11,7 @@ with this Python. Of every stage are compared:
   AFTER has is no difference;
 - rows and summaries of its evaluations, and the answers that they judged, by digest.
 
-Takes about four minutes for each commit.
+Takes a minute or two for each case at each commit.
 """
 
 import argparse

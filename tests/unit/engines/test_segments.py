@@ -30,9 +30,12 @@ def test_segments_are_equal_where_all_their_values_are() -> None:
     assert segment == Segment.sampled([1, 2], [-0.5, float("nan")], [3, 3])
     assert segment != Segment.sampled([1, 3], [-0.5, float("nan")], [3, 3])
     assert segment != replace(segment, reward=1.0)
-    columns = {"k": np.zeros(2, np.float32)}
-    assert segment != replace(segment, columns=columns)
-    assert replace(segment, columns=columns) == replace(segment, columns={**columns})
+    one, same, other = (
+        replace(segment, columns={"reward": np.array([1, last], np.float32)}) for last in (2, 2, 3)
+    )
+    assert one == same
+    assert one != other
+    assert one != segment
     assert segment != "segment"
 
 
