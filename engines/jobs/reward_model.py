@@ -20,9 +20,9 @@ from engines.data.read.rows import PreferenceRow
 from engines.jobs.policy.stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
-from engines.trainers.progress import StageProgress
+from engines.trainers.loop.progress import StageProgress
 from engines.trainers.supervised.preference import RewardPairs
-from engines.trainers.supervised.trainer import SupervisedTrainer
+from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
 from engines.training.backends.merging import checkpoint_weights, merge_checkpoint
 from engines.training.roles import REWARD, ModelSource, RoleSpec, role_checkpoint
 
@@ -54,15 +54,17 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
             )
             workers = launched(context, stack, start.hf_dir, {REWARD: role}, training_set)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = SupervisedTrainer(
-            section,
-            training_set,
-            section.batch_size_pairs,
-            workers,
-            progress,
-            context.spec.seed,
-            KIND,
-        ).run()
+        trained = train_supervised(
+            SupervisedStage.of(
+                section,
+                training_set,
+                section.batch_size_pairs,
+                workers,
+                progress,
+                context.spec.seed,
+                KIND,
+            )
+        )
         _write(context, progress, config_dir)
         return JobOutput(KIND, {"num_steps": float(trained.num_steps), **trained.metrics})
 

@@ -41,12 +41,13 @@ from engines.jobs.serving.judges import JUDGE, asked_judges, judge_source, rewar
 from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards.probe import probe_prompt
 from engines.trainers.judges.asking import Judges
-from engines.trainers.prompts import PromptSource
-from engines.trainers.rl import RLTrainer
-from engines.trainers.scoring import CompletionScorer
-from engines.trainers.teacher import ServedTeacher
+from engines.trainers.rl import train_round
+from engines.trainers.samples.prompts import PromptSource
+from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.step.teacher import ServedTeacher
 from engines.training.roles import (
     CRITIC,
     POLICY,
@@ -80,27 +81,26 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             launched = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
-        trainer = RLTrainer(
-            config,
-            launched.workers,
-            launched.rollout,
-            prompts,
-            CompletionScorer(
+        inputs = RoundInputs(
+            workers=launched.workers,
+            rollout=launched.rollout,
+            prompts=prompts,
+            scorer=CompletionScorer(
                 rewards,
                 tokenizer,
                 rl.algorithm.overlong,
                 rl.sampling.max_new_tokens,
                 launched.judges,
             ),
-            progress,
-            probe_prompt(hf_dir, config.model.max_length),
-            int(text_config(hf_dir)["vocab_size"]),
-            trained_steps(before) if before else None,
-            context.attempt_dir,
-            launched.teacher,
+            progress=progress,
+            probe_prompt=probe_prompt(hf_dir, config.model.max_length),
+            vocab_size=int(text_config(hf_dir)["vocab_size"]),
+            before=trained_steps(before) if before else None,
+            attempt_dir=context.attempt_dir,
+            teacher=launched.teacher,
         )
-        trainer.run()
-        return policy_output(context, progress, hf_dir, trainer.trained_steps())
+        trained = train_round(assemble(config, inputs))
+        return policy_output(context, progress, hf_dir, trained)
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:

@@ -31,7 +31,7 @@ from engines.jobs.serving.load import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.trainers.supervised.self_play import (
     as_prompt,
     best_worst_pair,

@@ -21,7 +21,7 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.errors": "wording",
     "engines.jobs.process.causes": "wording",
     "engines.jobs.process.runtime": "specification in, published artifact out",
-    "engines.trainers.phases": "measures time",
+    "engines.trainers.loop.phases": "measures time",
     "hardware.detection": "chooses a platform",
     "hardware.platforms": "a table of names",
     "hardware.cpu_megatron": "counts for stages of that backend",

@@ -15,11 +15,11 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.read.tokenizer import text_config
-from engines.trainers.experience import Collector
-from engines.trainers.phases import PhaseClock
-from engines.trainers.rl import RLTrainer
-from engines.trainers.rl_metrics import step_metrics
-from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.trainers.assembly import RoundInputs, assemble
+from engines.trainers.loop.loop_step import LoopStep
+from engines.trainers.samples.scored import ScoredBatch, ScoredSample
+from engines.trainers.step.collector import Collector
+from engines.trainers.step.metrics import step_metrics
 from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.trajectory import Prompt, Segment, Trajectory
 
@@ -30,10 +30,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 8, 8, 2
 class NothingAround:
     """What a trainer asks of prompts, rollout and progress while it trains."""
 
-    seed = 0
-
-    def sleep(self) -> None:
-        """There is no rollout engine."""
+    seed, images, tokenizer = 0, None, None
 
     def say(self, line: str) -> None:
         """An update that is left out would change what is measured."""
@@ -98,16 +95,12 @@ class ScoredStep:
         worker.initialize()
         self._workers, self._scored = InProcessGroup(worker), scored
         around = cast(Any, NothingAround())
-        self._trainer = RLTrainer(
-            config,
-            self._workers,
-            around,
-            around,
-            cast(Any, None),
-            around,
-            [NUM_SPECIAL],
-            text_config(hf_dir)["vocab_size"],
+        self._config = config.rl
+        vocab_size = text_config(hf_dir)["vocab_size"]
+        inputs = RoundInputs(
+            self._workers, around, around, around, around, [NUM_SPECIAL], vocab_size
         )
+        self._round = assemble(config, inputs)
         self._step = 0
 
     def close(self) -> None:
@@ -117,11 +110,13 @@ class ScoredStep:
     def take(self) -> dict[str, float]:
         """One step; returns its metrics."""
         self._step += 1
-        config, clock = self._trainer.config, PhaseClock()
+        config, parts, step = self._config, self._round, LoopStep(self._step, self._step)
         collector = Collector(config.batch_size_prompts, config.algorithm.filter_groups)
         collector.add(self._scored)
-        experience, updates = self._trainer._train(collector.experience(), clock, self._step)
-        return step_metrics(collector, experience, updates, clock, self._workers.world_size)
+        batch = parts.preparer.fill(step, collector.experience())
+        batch = parts.objective.advantages(step, batch, parts.start)
+        updates = parts.updater.train(step, batch, parts.start)
+        return step_metrics(collector, batch, updates, step.clock, self._workers.world_size)
 
 
 def _roles(config: RLRoundStageConfig, hf_dir: Path) -> dict[RoleName, RoleSpec]:

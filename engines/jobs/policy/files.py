@@ -22,7 +22,7 @@ from engines.config.model import ModelConfig
 from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
-from engines.trainers.trained_steps import TrainedSteps
+from engines.trainers.loop.trained_steps import TrainedSteps
 from engines.training.roles import ModelSource
 from infra.errors import ConfigError
 from infra.store.canonical import canonical_json

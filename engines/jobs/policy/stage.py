@@ -16,8 +16,8 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
-from engines.trainers.progress import StageProgress
-from engines.trainers.trained_steps import TrainedSteps
+from engines.trainers.loop.progress import StageProgress
+from engines.trainers.loop.trained_steps import TrainedSteps
 from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
 from infra.identity.scripts import copy_script

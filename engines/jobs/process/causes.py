@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engines.errors import NonFiniteError, WorkerError
-from engines.trainers.phases import PHASE_NOTE
+from engines.trainers.loop.phases import PHASE_NOTE
 from infra.errors import DeadlineError
 from infra.redact import redact
 from infra.store.work_channel import Cause, JobProblem

@@ -38,7 +38,7 @@ from pydantic import ValidationError
 from engines.config.base import StrictModel
 from engines.config.stages.base import Runtime, StageConfig
 from engines.jobs.process.causes import job_problem
-from engines.trainers.phases import PHASE_NOTE, PhaseClock
+from engines.trainers.loop.phases import PHASE_NOTE, PhaseClock
 from infra import env
 from infra.errors import (
     EXIT_TERMINATED,

@@ -28,8 +28,8 @@ from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.generative import GenerativeJudge
 from engines.trainers.judges.reward_model import RewardModelJudge
-from engines.trainers.prompts import derive_seed
-from engines.trainers.sampling import sampling_params
+from engines.trainers.samples.params import sampling_params
+from engines.trainers.samples.prompts import derive_seed
 from engines.training.roles import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
 from infra.section_names import renamed_sections

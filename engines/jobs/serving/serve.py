@@ -15,7 +15,7 @@ from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
 from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import NO_JUDGES
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.training.roles import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
 

@@ -12,7 +12,7 @@ from engines.jobs.policy.files import copy_hf_files
 from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.serving.frozen import FrozenModel, replica_beside
-from engines.trainers.teacher import ServedTeacher
+from engines.trainers.step.teacher import ServedTeacher
 from engines.training.roles import ModelSource
 from engines.types import TokenBatch
 

@@ -19,9 +19,9 @@ from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
 from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
 from engines.trainers.evaluation.sampled import SampledAnswer, sampled_metrics
-from engines.trainers.prompts import sample_seeds
-from engines.trainers.sampling import sampling_params
-from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.trainers.samples.params import sampling_params
+from engines.trainers.samples.prompts import sample_seeds
+from engines.trainers.samples.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.vision.processor import PromptImages
 

@@ -31,16 +31,12 @@ class PoisonGuard:
         limit: how many may be left out.
         setting: names the limit, for error lines.
         say: tells a line to whoever watches.
-
-    Attributes:
-        num_poisoned: updates left out so far; a trainer keeps it in its checkpoints.
     """
 
     def __init__(
         self, workers: WorkerGroup, limit: int, setting: str, say: Callable[[str], None]
     ) -> None:
         self._workers, self._limit, self._setting, self._say = workers, limit, setting, say
-        self.num_poisoned = 0
 
     def taken(
         self,
@@ -48,6 +44,8 @@ class PoisonGuard:
         batch: TokenBatch,
         name_of: Callable[[int], str],
         role: RoleName = POLICY,
+        *,
+        num_before: int,
     ) -> TrainMetrics | None:
         """The metrics of an optimizer step that was taken.
 
@@ -56,6 +54,7 @@ class PoisonGuard:
             batch: it was taken on, with the row `ROW`.
             name_of: what a row of that number is called.
             role: that was trained.
+            num_before: updates that were left out before; a trainer keeps it in its checkpoints.
 
         Returns:
             None where it was left out.
@@ -65,16 +64,16 @@ class PoisonGuard:
         """
         if not isinstance(update, PoisonedUpdate):
             return update
-        self.num_poisoned += 1
+        num_poisoned = num_before + 1
         numbers = batch.rows[ROW].tolist()
         rows = [
             f"{name_of(int(numbers[row]))} ({', '.join(tensors)})"
             for row, tensors in sorted(self._spoiled(batch, role).items())
         ]
         line = f"{role}: {update.reason}; the update is left out; {_described(rows)}"
-        if self.num_poisoned > self._limit:
+        if num_poisoned > self._limit:
             raise NonFiniteError(
-                f"{line}: {self.num_poisoned} updates, more than {self._setting} {self._limit}; "
+                f"{line}: {num_poisoned} updates, more than {self._setting} {self._limit}; "
                 "look at these rows, lower the learning rate, or raise the limit"
             )
         self._say(line)

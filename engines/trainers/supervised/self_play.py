@@ -19,8 +19,8 @@ from engines.data.read.pairs import pair_lengths
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score
-from engines.trainers.prompts import derive_seed, sample_seeds
-from engines.trainers.sampling import sampling_params
+from engines.trainers.samples.params import sampling_params
+from engines.trainers.samples.prompts import derive_seed, sample_seeds
 from engines.types import Completion, RolloutRequest
 
 

@@ -9,22 +9,19 @@ committed, and looked at last, is the average of the weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.config.sections import SupervisedConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import order_of
+from engines.data.order.training_order import Order, order_of
 from engines.trainers.guards.poison import NUM_POISONED, PoisonGuard
-from engines.trainers.phases import PhaseClock
-from engines.trainers.progress import StageProgress
+from engines.trainers.loop.loop_step import LoopStep
+from engines.trainers.loop.progress import StageProgress
+from engines.trainers.supervised.state import SupervisedState
 from engines.trainers.supervised.training_set import TrainingSet
-from engines.types import TokenBatch
+from engines.types import TokenBatch, TrainMetrics
 from infra.tracking.comparison import BEFORE
-
-LOSS_AVERAGE = "loss_average"
-LOSS_AVERAGE_DECAY = 0.9
-_NUM_POISONED = "num_poisoned"
 
 
 @dataclass(frozen=True)
@@ -47,21 +44,28 @@ class Trained:
         return {**self.after, **{BEFORE + name: value for name, value in self.before.items()}}
 
 
-class SupervisedTrainer:
-    """Trains one role on rows with answers.
+@dataclass(frozen=True)
+class SupervisedStage:
+    """Training one role on rows with answers, and its parts.
 
-    Args:
+    Attributes:
         config: steps and limits.
         training_set: the rows, their batches, the loss.
-        rows_per_step: of one optimizer step, over all ranks.
+        order: which rows each step takes.
         workers: ranks that hold the role, with its first weights loaded.
+        guard: of the updates.
         progress: journal, step checkpoints and job clock.
-        seed: of the visiting order.
-        section: of the recipe, for error lines.
     """
 
-    def __init__(
-        self,
+    config: SupervisedConfig
+    training_set: TrainingSet
+    order: Order
+    workers: WorkerGroup
+    guard: PoisonGuard
+    progress: StageProgress
+
+    @staticmethod
+    def of(
         config: SupervisedConfig,
         training_set: TrainingSet,
         rows_per_step: int,
@@ -69,91 +73,81 @@ class SupervisedTrainer:
         progress: StageProgress,
         seed: int,
         section: str,
-    ) -> None:
-        self._config, self._set, self._workers = config, training_set, workers
-        self._progress = progress
-        self._before: Mapping[str, float] = {}
-        self._guard = PoisonGuard(
-            workers,
-            config.max_num_poisoned_updates,
-            f"{section}.max_num_poisoned_updates",
-            progress.say,
-        )
-        self._order = order_of(
-            config.order, training_set.visited, rows_per_step, seed, path=f"{section}.order"
-        )
+    ) -> "SupervisedStage":
+        """The stage of a configuration.
 
-    def run(self) -> Trained:
-        """Every step that no step checkpoint holds yet, until the target loss is reached.
+        Args:
+            config: steps and limits.
+            training_set: the rows, their batches, the loss.
+            rows_per_step: of one optimizer step, over all ranks.
+            workers: ranks that hold the role, with its first weights loaded.
+            progress: journal, step checkpoints and job clock.
+            seed: of the visiting order.
+            section: of the recipe, for error lines.
 
         Returns:
-            What was done, over all attempts.
+            Its parts.
         """
-        state = self._progress.resume(self._workers)
-        done = state.step
-        average = float(state.values[LOSS_AVERAGE]) if LOSS_AVERAGE in state.values else None
-        self._guard.num_poisoned = int(state.values.get(_NUM_POISONED, 0))
-        self._before = {
-            name.removeprefix(BEFORE): float(value)
-            for name, value in state.values.items()
-            if name.startswith(BEFORE)
-        }
-        if done == 0:
-            self._before = self._measured(0)
-        while done < self._config.num_steps and not self._reached_target(average):
-            done += 1
-            loss = self.step(done)
-            average = average if loss is None else moving_average(average, loss)
-            last = done == self._config.num_steps or self._reached_target(average)
-            every = self._set.measures_every
-            # After the last step held-out rows are looked at once, by the weights that stay.
-            if every is not None and done % every == 0 and not last:
-                self._measured(done)
-            self._progress.checkpoint_when_due(
-                done, self._workers, values=self._kept(average), last=last
-            )
-        self._progress.adopt_average(self._workers)
-        return Trained(done, self._before, self._measured(done))
+        setting = f"{section}.max_num_poisoned_updates"
+        guard = PoisonGuard(workers, config.max_num_poisoned_updates, setting, progress.say)
+        rows, path = training_set.visited, f"{section}.order"
+        order = order_of(config.order, rows, rows_per_step, seed, path=path)
+        return SupervisedStage(config, training_set, order, workers, guard, progress)
 
-    def _kept(self, average: float | None) -> dict[str, float]:
-        """What a step checkpoint holds of the loop."""
-        values = {BEFORE + name: value for name, value in self._before.items()}
-        if average is not None:
-            values[LOSS_AVERAGE] = average
-        return {**values, _NUM_POISONED: self._guard.num_poisoned}
+    def resumed(self) -> SupervisedState:
+        """The state of the newest valid step checkpoint, which the ranks load; or the first."""
+        state = SupervisedState.saved(self.progress.resume(self.workers))
+        return state if state.step else replace(state, before=self.measure(0))
 
-    def _measured(self, step: int) -> Mapping[str, float]:
-        """What held-out rows say after a step, recorded with it."""
-        with self._progress.clock("evaluate"):
-            found = self._set.measure(self._workers)
-        self._progress.measured(step, {f"val-core/{name}": each for name, each in found.items()})
-        return found
+    def is_last(self, state: SupervisedState) -> bool:
+        """Whether the loop ends with this state: all steps are done, or the loss is low enough."""
+        target, average = self.config.target_loss, state.loss_average
+        reached = target is not None and average is not None and average <= target
+        return reached or state.step >= self.config.num_steps
 
-    def step(self, step: int) -> float | None:
+    def batch(self, step: LoopStep) -> TokenBatch:
+        """The rows of a step, packed, with what only a model can say of them; phase `infer`."""
+        batch = self.training_set.batch(self.order.batch(step.number - 1))
+        with step.clock("infer"):
+            return self.training_set.complete(batch, self.workers)
+
+    def train(
+        self, step: LoopStep, batch: TokenBatch, state: SupervisedState
+    ) -> TrainMetrics | None:
         """One optimizer step.
 
         Args:
-            step: 1-based.
+            step: phase `train`.
+            batch: of the step.
+            state: before it.
 
         Returns:
-            Its loss; None where it was left out since that is no finite number.
+            None where it was left out.
 
         Raises:
             NonFiniteError: one more was left out than `max_num_poisoned_updates`.
         """
-        clock = PhaseClock()
-        batch = self.batch(step)
-        with clock("infer"):
-            batch = self._set.complete(batch, self._workers)
-        with clock("train"):
-            found = self._workers.run(ModelWorker.train, batch, self._set.loss_fn, self._set.role)
-        update = self._guard.taken(found, batch, self._set.name_of, self._set.role)
+        rows = self.training_set
+        with step.clock("train"):
+            found = self.workers.run(ModelWorker.train, batch, rows.loss_fn, rows.role)
+        return self.guard.taken(
+            found, batch, rows.name_of, rows.role, num_before=state.num_poisoned
+        )
+
+    def record(self, step: LoopStep, update: TrainMetrics | None, state: SupervisedState) -> None:
+        """Record a finished step.
+
+        Args:
+            step: that is done.
+            update: its optimizer step; None where it was left out.
+            state: after it.
+        """
         metrics = {
-            "training/global_step": float(step),
-            "training/epoch": self._order.epoch(step),
-            NUM_POISONED: float(self._guard.num_poisoned),
-            "timing_s/step": (step_s := clock.elapsed_s),
-            **self._workers.run(ModelWorker.performance_metrics),
+            "training/global_step": float(step.number),
+            "training/epoch": self.order.epoch(step.number),
+            NUM_POISONED: float(state.num_poisoned),
+            "timing_s/step": (step_s := step.clock.elapsed_s),
+            **self.workers.run(ModelWorker.performance_metrics),
         }
         if update is not None:
             metrics |= {
@@ -161,23 +155,48 @@ class SupervisedTrainer:
                 "train/grad_norm": update.grad_norm,
                 "train/lr": update.lr,
                 "train/global_tokens": float(update.num_tokens),
-                "perf/throughput": update.num_tokens / step_s / self._workers.world_size,
+                "perf/throughput": update.num_tokens / step_s / self.workers.world_size,
                 **update.metrics,
             }
-        self._progress.record(step, step, metrics, clock)
-        return None if update is None else update.loss
+        self.progress.record(step.number, step.number, metrics, step.clock)
 
-    def _reached_target(self, average: float | None) -> bool:
-        target = self._config.target_loss
-        return target is not None and average is not None and average <= target
+    def measure(self, step: int) -> Mapping[str, float]:
+        """What held-out rows say after a step, recorded with it; 0 is before the first one."""
+        with self.progress.clock("evaluate"):
+            found = self.training_set.measure(self.workers)
+        self.progress.measured(step, {f"val-core/{name}": each for name, each in found.items()})
+        return found
 
-    def batch(self, step: int) -> TokenBatch:
-        """The packed rows of a step; 1-based."""
-        return self._set.batch(self._order.batch(step - 1))
+    def checkpoint(self, state: SupervisedState) -> None:
+        """Look at held-out rows and publish a step checkpoint, where either is due."""
+        is_last, every = self.is_last(state), self.training_set.measures_every
+        # After the last step held-out rows are looked at once, by the weights that stay.
+        if every is not None and state.step % every == 0 and not is_last:
+            self.measure(state.step)
+        self.progress.checkpoint_when_due(
+            state.step, self.workers, values=state.values, last=is_last
+        )
 
 
-def moving_average(average: float | None, loss: float) -> float:
-    """Exponential moving average with decay 0.9; the first value stands for those before it."""
-    if average is None:
-        return loss
-    return LOSS_AVERAGE_DECAY * average + (1 - LOSS_AVERAGE_DECAY) * loss
+def train_supervised(stage: SupervisedStage) -> Trained:
+    """Every step that no step checkpoint holds yet, until the target loss is reached.
+
+    Args:
+        stage: its parts.
+
+    Returns:
+        What was done, over all attempts.
+
+    Raises:
+        NonFiniteError: more updates were left out than `max_num_poisoned_updates`.
+    """
+    state = stage.resumed()
+    while not stage.is_last(state):
+        step = LoopStep(state.step + 1, state.step + 1)
+        batch = stage.batch(step)
+        update = stage.train(step, batch, state)
+        state = state.after(update)
+        stage.record(step, update, state)
+        stage.checkpoint(state)
+    stage.progress.adopt_average(stage.workers)
+    return Trained(state.step, state.before, stage.measure(state.step))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.segments import Segment
-from engines.trainers.packing import pack
+from engines.trainers.samples.packing import pack
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams
 

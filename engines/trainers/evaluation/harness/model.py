@@ -25,7 +25,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from engines.trainers.prompts import sample_seeds
+from engines.trainers.samples.prompts import sample_seeds
 from engines.types import Completion, ModelOutputs, RolloutRequest, SamplingParams, TokenBatch
 from infra.errors import ConfigError
 

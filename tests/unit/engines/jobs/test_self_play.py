@@ -30,7 +30,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import NothingToTrainOnError
 from engines.jobs import self_play as job
 from engines.rewards.base import Score
-from engines.trainers.phases import PhaseClock
+from engines.trainers.loop.phases import PhaseClock
 from engines.types import Completion, RolloutRequest
 from infra.errors import ConfigError
 

@@ -30,13 +30,14 @@ from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
+from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards.probe import probe_prompt
-from engines.trainers.phases import PhaseClock
-from engines.trainers.progress import StageProgress
-from engines.trainers.prompts import PromptSource
-from engines.trainers.rl import RLTrainer
-from engines.trainers.scoring import CompletionScorer
-from engines.trainers.trained_steps import TrainedSteps
+from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.loop.progress import StageProgress
+from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.rl import train_round
+from engines.trainers.samples.prompts import PromptSource
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.training.roles import (
     CRITIC,
     POLICY,
@@ -257,9 +258,9 @@ def _run(
         )
         source = PromptSource(prompts, config, 0, images)
         prompt = probe_prompt(model, config.model.max_length)
-        RLTrainer(
-            config, workers, rollout, source, scorer, progress, prompt, vocab_size, before, work,
-            teacher,
-        ).run()  # fmt: skip
+        inputs = RoundInputs(
+            workers, rollout, source, scorer, progress, prompt, vocab_size, before, work, teacher
+        )
+        train_round(assemble(config, inputs))
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

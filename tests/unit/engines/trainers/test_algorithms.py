@@ -14,9 +14,9 @@ from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
-from engines.trainers.experience import KL_IN_REWARD, Experience
-from engines.trainers.kept_samples import SampleKeeper
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.step.experience import KL_IN_REWARD, Experience
+from engines.trainers.step.kept_samples import SampleKeeper
 from engines.types import RolloutRequest, TokenBatch
 
 Round = Callable[..., list[dict[str, float]]]

@@ -12,9 +12,10 @@ from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.config.rules.components import resolved_algorithm
 from engines.config.sections import RLConfig
 from engines.errors import RewardError
-from engines.trainers.experience import Collector, Experience
-from engines.trainers.rl_metrics import experience_metrics
-from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.trainers.samples.scored import ScoredBatch, ScoredSample
+from engines.trainers.step.collector import Collector
+from engines.trainers.step.experience import Experience
+from engines.trainers.step.metrics import experience_metrics
 from engines.trajectory import Prompt, Segment, Trajectory
 
 

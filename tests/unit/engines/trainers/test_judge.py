@@ -24,7 +24,7 @@ from engines.rewards.judges.judgement import score
 from engines.rewards.judges.question import question
 from engines.rollout.service import RolloutService
 from engines.trainers.judges.generative import GenerativeJudge
-from engines.trainers.sampling import sampling_params
+from engines.trainers.samples.params import sampling_params
 from engines.types import Completion, RolloutRequest
 from infra.errors import ConfigError
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.trainers import kept_samples
-from engines.trainers.kept_samples import token_texts
+from engines.trainers.step import kept_samples
+from engines.trainers.step.kept_samples import token_texts
 from infra.tracking.samples import KeptStep
 
 Run = Callable[..., list[dict[str, float]]]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.trainers import phases
-from engines.trainers.phases import PhaseClock
+from engines.trainers.loop import phases
+from engines.trainers.loop.phases import PhaseClock
 
 
 def test_phases_add_up_and_errors_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:

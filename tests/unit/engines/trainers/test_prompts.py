@@ -6,7 +6,7 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.structured_output import StructuredOutput
-from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
+from engines.trainers.samples.prompts import PromptSource, derive_seed, sample_seeds
 
 NUM_ROWS = 10
 SEED_OF_SAMPLE = 3_111_465_727_103_462_667

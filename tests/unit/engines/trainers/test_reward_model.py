@@ -22,7 +22,7 @@ from engines.jobs.serving.judges import asked_judges
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import Judges
 from engines.trainers.judges.reward_model import RewardModelJudge
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.training.roles import REWARD, ModelSource, RoleSpec
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 from infra.errors import ConfigError

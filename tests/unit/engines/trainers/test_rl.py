@@ -83,6 +83,7 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
         "engines/training/base.py",
         "engines/controller/model_worker.py",
         "engines/controller/in_process.py",
+        "engines/trainers/step/updater.py",
         "engines/trainers/rl.py",
     ]
 
@@ -100,6 +101,7 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
             "engines/rollout/transformers/engine.py",
             "engines/rollout/event_loop.py",
             "engines/rollout/service.py",
+            "engines/trainers/step/sampler.py",
             "engines/trainers/rl.py",
         ]
 

@@ -6,8 +6,8 @@ from engines.config.algorithm import OverlongConfig, RewardConfig
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.errors import RewardError
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.prompts import PromptBatch
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.prompts import PromptBatch
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 

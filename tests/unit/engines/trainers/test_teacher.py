@@ -23,7 +23,7 @@ from engines.errors import RolloutError
 from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.jobs.serving.teacher import asked_teacher
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
-from engines.trainers.teacher import RankTeacher, ServedTeacher, Teacher
+from engines.trainers.step.teacher import RankTeacher, ServedTeacher, Teacher
 from engines.training.roles import TEACHER, ModelSource, RoleSpec
 from engines.types import TokenBatch
 

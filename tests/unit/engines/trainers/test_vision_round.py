@@ -28,7 +28,7 @@ from engines.images import ImagePatches
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.evaluation.evaluator import Evaluator
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.samples.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest
 from engines.vision.processor import PromptImages, prompt_images
 from hardware.cpu import CPUPlatform

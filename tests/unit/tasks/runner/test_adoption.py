@@ -20,7 +20,7 @@ from tasks.runner.identity import StageRequest
 from tasks.runner.numeric_code import numeric_sources
 from tasks.runner.submission import Submission
 
-EDITED = "engines.trainers.progress"
+EDITED = "engines.trainers.loop.progress"
 
 
 class Jobs:

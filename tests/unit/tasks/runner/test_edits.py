@@ -59,7 +59,7 @@ NOTHING = (
     "engines/config/rules/algorithm.py",
     "engines/errors.py",
     "engines/jobs/process/runtime.py",
-    "engines/trainers/phases.py",
+    "engines/trainers/loop/phases.py",
     "hardware/detection.py",
     "hardware/survey.py",
 )

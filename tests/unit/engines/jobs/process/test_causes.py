@@ -8,7 +8,7 @@ import torch
 
 from engines.errors import NonFiniteError, WorkerError
 from engines.jobs.process.causes import job_problem
-from engines.trainers.phases import PhaseClock
+from engines.trainers.loop.phases import PhaseClock
 from infra import waiting
 from infra.errors import ConfigError, DeadlineError
 from infra.store.work_channel import Cause, JobProblem

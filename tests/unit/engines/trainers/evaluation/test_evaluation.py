@@ -27,7 +27,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
 )
 from engines.trainers.evaluation.files import write_evaluation
-from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.trainers.samples.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import ConfigError
 

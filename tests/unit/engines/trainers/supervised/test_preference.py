@@ -21,8 +21,8 @@ from engines.data.read.chat import RenderedConversation
 from engines.data.read.pairs import Pair, as_policy, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.trainers.phases import PhaseClock
-from engines.trainers.progress import StageProgress
+from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.loop.progress import StageProgress
 from engines.trainers.supervised.preference import (
     PolicyPairs,
     RewardPairs,
@@ -30,7 +30,7 @@ from engines.trainers.supervised.preference import (
     measured,
     packed,
 )
-from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
+from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
 from engines.training.roles import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.types import TokenBatch
 from infra.store.heartbeat import Heartbeat
@@ -105,9 +105,9 @@ def train(tiny_model: Path, pairs: Callable[[int, int], tuple[Pair, ...]]) -> Ca
         ):
             heartbeat = Heartbeat(work / "heartbeat.json", 60.0)
             progress = StageProgress(journal, heartbeat, checkpoints, 100, num_steps, PhaseClock())
-            trained = SupervisedTrainer(
-                config, examples, 8, workers, progress, 0, "preference"
-            ).run()
+            trained = train_supervised(
+                SupervisedStage.of(config, examples, 8, workers, progress, 0, "preference")
+            )
         records, _ = read_records(work / "journal.jsonl", 0)
         metrics: dict[int, dict[str, float]] = {}
         for record in records:

@@ -21,9 +21,11 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.read.examples import SFTExamples, sft_examples
 from engines.data.read.rows import Message, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.trainers.phases import PhaseClock
-from engines.trainers.progress import StageProgress
-from engines.trainers.supervised.trainer import LOSS_AVERAGE, SupervisedTrainer, moving_average
+from engines.trainers.loop.loop_step import LoopStep
+from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.loop.progress import StageProgress
+from engines.trainers.supervised.state import LOSS_AVERAGE, moving_average
+from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
 from engines.trainers.supervised.training_set import Conversations
 from engines.training.roles import POLICY, ModelSource, RoleSpec
 from engines.types import PoisonedUpdate, TokenBatch
@@ -93,7 +95,9 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
                 journal, heartbeat, checkpoints, every_num_steps, num_steps, PhaseClock()
             )
             rows = Conversations(examples)
-            done = SupervisedTrainer(config, rows, 4, workers, progress, 0, "sft").run().num_steps
+            done = train_supervised(
+                SupervisedStage.of(config, rows, 4, workers, progress, 0, "sft")
+            ).num_steps
             committed = progress.last_checkpoint()
         records, _ = read_records(work / "journal.jsonl", 0)
         losses = {
@@ -240,15 +244,15 @@ def test_a_spoiled_update_is_left_out_named_and_limited(
     train: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step whose loss mask is infinite for one row: the next step starts where this one did."""
-    whole = SupervisedTrainer.batch
+    whole = SupervisedStage.batch
 
-    def spoiled(trainer: SupervisedTrainer, step: int) -> TokenBatch:
-        batch = whole(trainer, step)
+    def spoiled(stage: SupervisedStage, step: LoopStep) -> TokenBatch:
+        batch = whole(stage, step)
         mask_T = batch.columns["loss_mask"].clone()
-        mask_T[batch.cu_seqlens[1] - 1] = torch.inf if step == 2 else 1.0
+        mask_T[batch.cu_seqlens[1] - 1] = torch.inf if step.number == 2 else 1.0
         return batch.with_columns(loss_mask=mask_T)
 
-    monkeypatch.setattr(SupervisedTrainer, "batch", spoiled)
+    monkeypatch.setattr(SupervisedStage, "batch", spoiled)
     monkeypatch.setattr(
         ModelWorker, "train", poisoned_where_the_mask_is_infinite(ModelWorker.train)
     )

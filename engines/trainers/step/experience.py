@@ -1,8 +1,6 @@
-"""From scored completions to the packed batch that is trained on.
+"""The samples of a step beside their packed tokens, and how they become mini-batches.
 
-Promises: a sample that could not be scored, or was aborted, is counted and left out, never
-scored 0; with dynamic sampling, groups that teach nothing are left out too; every sample keeps
-the group of its prompt. The order of samples is the order of the prompts and their samples.
+Promises: every sample keeps the group of its prompt, and its place among the samples.
 Letters: B samples, K of them kept, T tokens, G groups (prompts).
 """
 
@@ -15,15 +13,13 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.advantage import SCORE, advantages
-from engines.algorithms.filtering import informative_samples
 from engines.algorithms.reward_kl import reward_kl
 from engines.algorithms.sequences import on_last_token
-from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.config.algorithm import AlgorithmConfig
 from engines.config.rules.components import KEYS, compared_components
 from engines.errors import RewardError
-from engines.trainers.packing import See, pack, segment_rewards_T
-from engines.trainers.prompts import GREEDY_SCORES
-from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.trainers.samples.packing import segment_rewards_T
+from engines.trainers.samples.scored import ScoredSample
 from engines.types import TokenBatch
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
@@ -181,75 +177,3 @@ class Experience:
         for _ in range(num_epochs):
             for number in range(num_batches):
                 yield self.batch.select(sample_K[batch_K == number].tolist())
-
-
-class Collector:
-    """Gathers the groups of one RL step, generation batch by generation batch.
-
-    Args:
-        num_groups: prompts that the step trains on.
-        filter_groups: dynamic sampling; switched off, the first batch fills the step.
-        see: makes patches of the samples' images; None: they show none.
-    """
-
-    def __init__(
-        self, num_groups: int, filter_groups: FilterGroupsConfig, see: See | None = None
-    ) -> None:
-        self._wanted = num_groups
-        self._filter = filter_groups
-        self._see = see
-        self._kept: list[list[ScoredSample]] = []
-        self.batches: list[ScoredBatch] = []
-        self.num_evicted = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether another generation batch is pointless."""
-        return len(self._kept) >= self._wanted or not self._filter.enable
-
-    @property
-    def num_surplus_groups(self) -> int:
-        """Groups that were kept and are more than the step trains on."""
-        return max(0, len(self._kept) - self._wanted)
-
-    def add(self, batch: ScoredBatch) -> None:
-        """Take one generation batch and filter its groups."""
-        self.batches.append(batch)
-        samples = batch.samples
-        groups: dict[int, list[ScoredSample]] = {}
-        keep_B = informative_samples(
-            self._filter,
-            torch.tensor([sample.score for sample in samples], dtype=torch.float64),
-            torch.tensor([sample.group for sample in samples], dtype=torch.int64),
-        )
-        for sample, keep in zip(samples, keep_B.tolist(), strict=True):
-            if keep:
-                groups.setdefault(sample.group, []).append(sample)
-            else:
-                self.num_evicted += 1
-        self._kept.extend(groups.values())
-
-    def experience(self) -> Experience:
-        """The first `num_groups` groups that were kept; it may be empty."""
-        chosen = self._kept[: self._wanted]
-        samples = tuple(sample for group in chosen for sample in group)
-        index = [place for place, group in enumerate(chosen) for _ in group]
-        return Experience(
-            samples, torch.tensor(index, dtype=torch.int64), _packed(samples, self._see)
-        )
-
-    def scored(self) -> Experience:
-        """Everything that was scored, kept or not."""
-        samples = tuple(sample for batch in self.batches for sample in batch.samples)
-        index = [sample.group for sample in samples]
-        return Experience(
-            samples, torch.tensor(index, dtype=torch.int64), _packed(samples, self._see)
-        )
-
-
-def _packed(samples: Sequence[ScoredSample], see: See | None) -> TokenBatch:
-    batch = pack([sample.trajectory for sample in samples], see)
-    greedy = [sample.greedy_reward for sample in samples if sample.greedy_reward is not None]
-    if not greedy:
-        return batch
-    return batch.with_rows(**{GREEDY_SCORES: torch.tensor(greedy, dtype=torch.float64)})

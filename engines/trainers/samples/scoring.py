@@ -15,8 +15,8 @@ from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import SampledTokens, Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.judges.asking import NO_JUDGES, Judges
-from engines.trainers.prompts import PromptBatch
-from engines.trainers.samples import ScoredBatch, ScoredSample
+from engines.trainers.samples.prompts import PromptBatch
+from engines.trainers.samples.scored import ScoredBatch, ScoredSample
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest
 

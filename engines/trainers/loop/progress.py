@@ -13,7 +13,7 @@ from engines.checkpoint.background import BackgroundSave
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.trainers.phases import PhaseClock
+from engines.trainers.loop.phases import PhaseClock
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.trainers.experience import Experience
-from engines.trainers.phases import PhaseClock
+from engines.trainers.loop.loop_step import LoopStep
+from engines.trainers.step.experience import Experience
 from infra.tracking.samples import KeptSample, KeptStep, write_samples
 
 MAX_NUM_TOKENS = 2048
@@ -54,19 +54,19 @@ class SampleKeeper:
         # It keeps what it inferred last for the update to repeat: nothing may come between.
         self._may_infer = not config.training.options.get("router_replay")
 
-    def keep(self, experience: Experience, clock: PhaseClock, global_step: int) -> None:
+    def keep(self, step: LoopStep, experience: Experience) -> None:
         """Keep the first samples of a step, if it is one of those. Collective over the ranks.
 
         Args:
+            step: phase `keep_samples`.
             experience: of the step, before its first update.
-            clock: phase `keep_samples`.
-            global_step: over all rounds.
         """
+        global_step = step.global_number
         chosen = range(min(self._config.num_per_step, len(experience.samples)))
         due = global_step in self._ends or global_step % self._config.every_num_steps == 0
         if self._attempt_dir is None or not chosen or not due:
             return
-        with clock("keep_samples"):
+        with step.clock("keep_samples"):
             first = experience.take(chosen)
             if "old_logprobs" not in first.batch.columns and self._may_infer:
                 logprobs_T = self._run(ModelWorker.infer_logprobs, first.batch)

@@ -1,33 +1,14 @@
 """The metrics of one RL step, by the names that users of verl know."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from engines.algorithms.groups import group_statistics
-from engines.trainers.experience import Collector, Experience
-from engines.trainers.phases import PhaseClock
-from engines.training.roles import CRITIC, RoleName
-from engines.types import TokenBatch, TrainMetrics
-
-
-@dataclass(frozen=True)
-class Updates:
-    """The optimizer steps of one RL step that were taken, in their order.
-
-    Attributes:
-        policy: of the policy; none while a critic warms up.
-        critic: of the critic, where there is one.
-    """
-
-    policy: list[TrainMetrics] = field(default_factory=list)
-    critic: list[TrainMetrics] = field(default_factory=list)
-
-    def of(self, role: RoleName) -> list[TrainMetrics]:
-        """Of a role that is trained."""
-        return self.critic if role == CRITIC else self.policy
+from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.step.collector import Collector
+from engines.trainers.step.experience import Experience
+from engines.trainers.step.updates import Updates, update_metrics
+from engines.types import TokenBatch
 
 
 def step_metrics(
@@ -112,33 +93,6 @@ def _extra_scores(experience: Experience) -> dict[str, float]:
         for name, value in sample.extras.items():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(values.items())}
-
-
-def update_metrics(prefix: str, updates: Sequence[TrainMetrics]) -> dict[str, float]:
-    """The optimizer steps of a role in one RL step: their mean, and the largest of every maximum.
-
-    Args:
-        prefix: of the names: `actor` or `critic`.
-        updates: that were taken.
-
-    Returns:
-        Nothing where there was none.
-    """
-    if not updates:
-        return {}
-    merged: dict[str, list[float]] = {}
-    for update in updates:
-        own = {f"{prefix}/loss": update.loss, f"{prefix}/grad_norm": update.grad_norm}
-        for name, value in {**own, **update.metrics}.items():
-            merged.setdefault(name, []).append(value)
-    return {
-        **{
-            name: max(values) if name.endswith("_max") else sum(values) / len(values)
-            for name, values in merged.items()
-        },
-        f"{prefix}/lr": updates[-1].lr,
-        f"{prefix}/num_updates": float(len(updates)),
-    }
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

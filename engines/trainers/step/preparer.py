@@ -1,4 +1,4 @@
-"""The columns that the parts of an algorithm read, computed for the samples of one RL step.
+"""Fills in the columns that the parts of an algorithm read: logprobs, values, what a teacher says.
 
 Promises: what the rows of the parts name is computed, and nothing else; what is drawn depends on
 the seed and the step alone, not on ranks or on what was drawn before.
@@ -14,10 +14,10 @@ from torch import Tensor
 from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.config.sections import RLConfig
 from engines.controller.model_worker import ModelWorker
-from engines.trainers.experience import Experience
-from engines.trainers.phases import PhaseClock
-from engines.trainers.prompts import derive_seed
-from engines.trainers.teacher import RankTeacher, Teacher
+from engines.trainers.loop.loop_step import LoopStep
+from engines.trainers.samples.prompts import derive_seed
+from engines.trainers.step.experience import Experience
+from engines.trainers.step.teacher import RankTeacher, Teacher
 from engines.training.roles import CRITIC, REFERENCE
 from engines.types import Readouts
 
@@ -26,8 +26,8 @@ UNIFORM, POSITIVE = "uniform", "positive"
 VALUES, LAST_VALUES = "values", "last_values"
 
 
-class StepColumns:
-    """Computes the columns of a configuration.
+class Preparer:
+    """See the module.
 
     Args:
         config: names the parts.
@@ -58,18 +58,20 @@ class StepColumns:
             *({POSITIVE} if algorithm.positive_nll_coef else ()),
         }
 
-    def fill(self, experience: Experience, clock: PhaseClock, global_step: int) -> Experience:
+    def fill(self, step: LoopStep, experience: Experience) -> Experience:
         """The same samples with every column that is read before they are cut into updates.
 
         Args:
+            step: phases `old_log_prob`, `ref`, `teacher` and `values`.
             experience: of the step.
-            clock: phases `old_log_prob`, `ref`, `teacher` and `values`.
-            global_step: over all rounds.
 
         Returns:
             With what the parts name; `old_logprobs` also where there is more than one update.
+            Without samples as it was.
         """
-        columns: dict[str, Tensor] = {}
+        if not experience.num_groups:
+            return experience
+        clock, columns = step.clock, dict[str, Tensor]()
         with clock("old_log_prob"):
             if OLD in self._needed or self._several_updates(experience):
                 readouts = Readouts(sum_pi_squared=SQUARES in self._needed)
@@ -88,7 +90,7 @@ class StepColumns:
             if VALUES in self._needed:
                 experience = self._with_values(experience)
         if UNIFORM in self._needed:
-            columns[UNIFORM] = self._uniform_T(experience.batch.num_tokens, global_step)
+            columns[UNIFORM] = self._uniform_T(experience.batch.num_tokens, step.global_number)
         if POSITIVE in self._needed:
             columns[POSITIVE] = experience.positive_T
         return experience.with_columns(**columns)

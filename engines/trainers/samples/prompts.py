@@ -16,7 +16,7 @@ from engines.data.order.training_order import VisitedRow, order_of
 from engines.data.read.by_place import Made
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import RLRow
-from engines.trainers.sampling import sampling_params
+from engines.trainers.samples.params import sampling_params
 from engines.types import RolloutRequest
 from engines.vision.processor import PromptImages
 

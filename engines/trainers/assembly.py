@@ -1,0 +1,88 @@
+"""Puts a round together: from its configuration and what was launched to the parts of the loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.controller.model_worker import ModelWorker
+from engines.controller.rollout import Rollout
+from engines.controller.worker_group import WorkerGroup
+from engines.trainers.guards.mismatch import MismatchGate
+from engines.trainers.guards.poison import PoisonGuard
+from engines.trainers.guards.probe import WeightProbe
+from engines.trainers.loop.progress import StageProgress
+from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.rl import RLRound
+from engines.trainers.samples.prompts import PromptSource
+from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.step.kept_samples import SampleKeeper
+from engines.trainers.step.loop_state import LoopState
+from engines.trainers.step.objective import RoundObjective
+from engines.trainers.step.preparer import Preparer
+from engines.trainers.step.recorder import Recorder
+from engines.trainers.step.sampler import Sampler
+from engines.trainers.step.teacher import Teacher
+from engines.trainers.step.updater import Updater
+
+
+@dataclass(frozen=True)
+class RoundInputs:
+    """What a round is made of, beside its configuration.
+
+    Attributes:
+        workers: ranks that hold the policy, with the round's first weights loaded.
+        rollout: samples from the weights that it was last given.
+        prompts: what is sampled in each step.
+        scorer: turns completions into scored samples.
+        progress: journal, step checkpoints and job clock.
+        probe_prompt: what every engine must continue as the trainer would, after each sync.
+        vocab_size: of the policy.
+        before: what the round before left; None for the first.
+        attempt_dir: where samples are kept for people; None keeps none.
+        teacher: as in `Preparer`.
+    """
+
+    workers: WorkerGroup
+    rollout: Rollout
+    prompts: PromptSource
+    scorer: CompletionScorer
+    progress: StageProgress
+    probe_prompt: Sequence[int]
+    vocab_size: int
+    before: TrainedSteps | None = None
+    attempt_dir: Path | None = None
+    teacher: Teacher | None = None
+
+
+def assemble(config: RLRoundStageConfig, inputs: RoundInputs) -> RLRound:
+    """The parts of a round.
+
+    Args:
+        config: of the round.
+        inputs: what was launched and loaded.
+
+    Returns:
+        Before its first step.
+    """
+    rl, workers, prompts = config.rl, inputs.workers, inputs.prompts
+    training_dtype = config.training.dtype
+    rollout_dtype = config.rollout.dtype or training_dtype
+    gate = MismatchGate.of(rl.mismatch, training_dtype, rollout_dtype)
+    infer_logprobs = partial(workers.run, ModelWorker.infer_logprobs)
+    probe = WeightProbe(inputs.probe_prompt, rl.sampling.temperature, gate, infer_logprobs)
+    setting = "rl.max_num_poisoned_updates"
+    guard = PoisonGuard(workers, rl.max_num_poisoned_updates, setting, inputs.progress.say)
+    keeper = SampleKeeper(config, workers.run, inputs.scorer.tokenizer, inputs.attempt_dir)
+    return RLRound(
+        num_steps=rl.num_steps_per_round,
+        start=LoopState.at_start(rl, config.round, inputs.before),
+        workers=workers,
+        sampler=Sampler(config, inputs.rollout, prompts, inputs.scorer, probe),
+        preparer=Preparer(rl, workers.run, prompts.seed, inputs.vocab_size, inputs.teacher),
+        objective=RoundObjective(rl, prompts.seed),
+        updater=Updater(rl, workers, gate, guard),
+        recorder=Recorder(rl, workers, inputs.rollout, prompts, gate, keeper, inputs.progress),
+        progress=inputs.progress,
+    )

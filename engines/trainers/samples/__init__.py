@@ -1,0 +1,1 @@
+"""From prompts to scored samples, packed for the ranks."""
