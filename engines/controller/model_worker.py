@@ -173,7 +173,7 @@ class ModelWorker:
             number, and the weights are as before.
         """
         try:
-            return self._engine(role).train_batch(batch, loss_fn)
+            return self._engine(role).train_batch(batch.widened(), loss_fn)
         except NonFiniteError as error:
             return PoisonedUpdate(str(error))
 
@@ -188,13 +188,13 @@ class ModelWorker:
     ) -> ModelOutputs:
         """What a role says of a batch as it is now, on the CPU."""
         with self._speaking_as(role) as engine:
-            return engine.infer_batch(batch, readouts)
+            return engine.infer_batch(batch.widened(), readouts)
 
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch, role: RoleName = POLICY) -> Tensor:
         """Logprobs of a role as it is now: (T,) float32 on the CPU."""
         with self._speaking_as(role) as engine:
-            return engine.infer_batch(batch).logprobs_T
+            return engine.infer_batch(batch.widened()).logprobs_T
 
     @dispatch(Dispatch.SPLIT_ALL)
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:

@@ -1,11 +1,13 @@
 """From trajectories to the packed batch that ranks train on.
 
 Promises: the loss is over the tokens of trained segments, those of a shared prefix in one
-trajectory only; what a segment earned stands on an action of the policy.
+trajectory only; what a segment earned stands on an action of the policy; a token costs 9 bytes,
+and not twice: `viewed` trajectories share the memory of their batch.
 Letters: B trajectories, T tokens of all of them, S segments, prompts among them.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,21 +32,22 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
         see: makes the patches of their images; None: they show none.
 
     Returns:
-        Columns `loss_mask` (1 on tokens that are trained on), `rollout_logprobs` and those of the
-        segments; 0 on prompts, and in segments without such a column.
+        Narrow, see `TokenBatch.widened`: ids int32, and bool the column `loss_mask` (on tokens
+        that are trained on). Beside it `rollout_logprobs` and the columns of the segments, float32;
+        0 on prompts, and in segments without such a column.
     """
     segments = [part for each in trajectories for part in _parts(each)]
     lengths_B = torch.tensor(
         [0, *(len(each.prompt.token_ids_P) + each.num_sampled for each in trajectories)]
     )
     ends_B = lengths_B.cumsum(0)
-    trained_T = _joined([np.full(part.num_tokens, part.trained, np.float32) for part in segments])
+    trained_T = _joined([np.full(part.num_tokens, part.trained) for part in segments])
     for each, start in zip(trajectories, ends_B.tolist(), strict=False):
         behind = start + len(each.prompt.token_ids_P)
-        trained_T[behind : behind + each.branch_point] = 0
+        trained_T[behind : behind + each.branch_point] = False
     names = sorted({name for part in segments for name in part.columns})
     return TokenBatch(
-        _joined([part.token_ids_N for part in segments]).to(torch.int64),
+        _joined([part.token_ids_N for part in segments]),
         ends_B.to(torch.int32),
         {
             "loss_mask": trained_T,
@@ -53,6 +56,30 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
         },
         see([each.images for each in trajectories]) if see else None,
     )
+
+
+def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajectory]:
+    """The same trajectories, whose ids and logprobs are views of their batch.
+
+    Args:
+        trajectories: B of them.
+        batch: of these, by `pack`.
+
+    Returns:
+        B; nothing else of theirs is copied.
+    """
+    ids_T = batch.input_ids_T.numpy()
+    logprobs_T = batch.columns["rollout_logprobs"].numpy()
+    found: list[Trajectory] = []
+    for each, start in zip(trajectories, batch.cu_seqlens.tolist(), strict=False):
+        end, segments = start + len(each.prompt.token_ids_P), list[Segment]()
+        for segment in each.segments:
+            own = slice(end, end + segment.num_tokens)
+            end = own.stop
+            arrays = {"token_ids_N": ids_T[own], "logprobs_N": logprobs_T[own]}
+            segments.append(replace(segment, **arrays))
+        found.append(replace(each, segments=tuple(segments)))
+    return found
 
 
 def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:

@@ -5,13 +5,14 @@ scored 0; with dynamic sampling, groups that teach nothing are left out too. The
 is the order of the prompts and their samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from engines.algorithms.filtering import informative_samples
 from engines.config.algorithm import FilterGroupsConfig
-from engines.trainers.samples.packing import See, pack
+from engines.trainers.samples.packing import See, pack, viewed
 from engines.trainers.samples.prompts import GREEDY_SCORES
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
 from engines.trainers.step.experience import Experience
@@ -70,13 +71,29 @@ class Collector:
         self._kept.extend(groups.values())
 
     def experience(self) -> Experience:
-        """The first `num_groups` groups that were kept; it may be empty."""
+        """The first `num_groups` groups that were kept; it may be empty.
+
+        From here on their tokens are held once, in the batch.
+        """
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index = [place for place, group in enumerate(chosen) for _ in group]
-        return Experience(
-            samples, torch.tensor(index, dtype=torch.int64), _packed(samples, self._see)
+        batch = _packed(samples, self._see)
+        trajectories = viewed([sample.trajectory for sample in samples], batch)
+        views = tuple(
+            replace(sample, trajectory=trajectory)
+            for sample, trajectory in zip(samples, trajectories, strict=True)
         )
+        self._hold(dict(zip(map(id, samples), views, strict=True)))
+        return Experience(views, torch.tensor(index, dtype=torch.int64), batch)
+
+    def _hold(self, views: Mapping[int, ScoredSample]) -> None:
+        """Hold these in place of the samples of the same id."""
+        self._kept = [[views.get(id(each), each) for each in group] for group in self._kept]
+        self.batches = [
+            replace(each, samples=tuple(views.get(id(sample), sample) for sample in each.samples))
+            for each in self.batches
+        ]
 
     def scored(self) -> Experience:
         """Everything that was scored, kept or not."""

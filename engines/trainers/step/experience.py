@@ -139,7 +139,7 @@ class Experience:
             kl_metrics = {KL_IN_REWARD: kl, f"{KL_IN_REWARD}_coeff": kl_coef}
         found = advantages(
             algorithm,
-            self.batch,
+            self.batch.widened(),
             rewards_T,
             self.group_index_B,
             scores_BR=self.scores_BR,
