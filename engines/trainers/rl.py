@@ -189,12 +189,13 @@ class RLTrainer:
             self.config.batch_size_prompts, self.config.algorithm.filter_groups, self.see
         )
         for prompts in self.prompts.generation_batches(global_step):
-            with clock("gen"):
-                completions = self.rollout.generate(prompts.all_requests)
-            check_versions(completions, self.version)
-            check_aborted(completions, self.config.max_aborted_frac, self.timeout_s)
-            with clock("reward"):
-                scored = self.scorer.score(prompts, completions)
+            with self.scorer.begin(prompts) as scoring:
+                with clock("gen"):
+                    completions = self.rollout.generate(prompts.all_requests, scoring.accept)
+                check_versions(completions, self.version)
+                check_aborted(completions, self.config.max_aborted_frac, self.timeout_s)
+                with clock("reward"):
+                    scored = scoring.finish(completions)
             collector.add(scored)
             if collector.full:
                 break
