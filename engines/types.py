@@ -28,9 +28,9 @@ class TokenBatch:
         input_ids_T: (T,) int64, or int32 where nothing computes with it, see `widened`.
         cu_seqlens: (B + 1,) int32, cumulative lengths; starts at 0, ends at T.
         columns: per-token columns by name, each (T,) or (T, K), of any dtype; float32 unless said
-            otherwise. The names in use: `loss_mask` (1 where the token is trained on; see `widened`),
-            `advantages`, `old_logprobs` (training engine, before the update),
-            `rollout_logprobs`, `ref_logprobs`.
+            otherwise. The names in use: `loss_mask` (1 where the token is trained on; bool in a
+            batch that is to be `widened`), `advantages`, `old_logprobs` (training engine, before
+            the update), `rollout_logprobs`, `ref_logprobs`.
         images: of the sequences, for a model that sees; None when there are none. Their
             placeholder tokens are in `input_ids_T`.
         rows: values of whole sequences by name, each (B,) or (B, K), of any dtype.

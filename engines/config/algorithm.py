@@ -192,8 +192,9 @@ class RewardConfig(RewardFunction):
     stage's identity, as other deadlines do not: what is unscored does not train."""
     max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
     """Share of unscored samples in a step above which the run stops."""
-    num_workers: Annotated[int, NotIdentity] = Field(default=1, ge=1)
-    """Scoring processes: how many samples are judged at once."""
+    num_workers: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
+    """Scoring processes: how many samples are judged at once. Null: at most 16 and as many as the
+    job's machine has cores, of which one starts with the stage and others when samples wait."""
     cache_size: Annotated[int, NotIdentity] = Field(default=0, ge=0)
     """Scores kept for samples that come again, within a stage; for a function that always judges a
     sample alike, and costs much."""

@@ -21,6 +21,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from engines.controller.dispatch import Dispatch, dispatch
 from engines.errors import NonFiniteError, RolloutError
+from engines.rollout.collect import Receive
 from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine
@@ -197,11 +198,14 @@ class ModelWorker:
             return engine.infer_batch(batch.widened()).logprobs_T
 
     @dispatch(Dispatch.SPLIT_ALL)
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
+    ) -> list[list[Completion]]:
         """Sample every request.
 
         Args:
             requests: with ids that differ.
+            on_completion: as in `RolloutService.generate`; a caller in another process has none.
 
         Returns:
             For each request its completions, in the order of its seeds.
@@ -210,7 +214,7 @@ class ModelWorker:
             DeadlineError: the batch was not finished in `rollout.timeout_s`.
             RolloutError: a sample came back twice or not at all.
         """
-        return self._served().generate(requests)
+        return self._served().generate(requests, on_completion)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:

@@ -8,17 +8,20 @@ Does not know: rewards, data, or what is trained.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
 
 from engines.checkpoint.hub_names import served_float32_names
 from engines.config.rollout import RoutingName
+from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker
 from engines.controller.pool import Place, this_address
 from engines.controller.replica import ReplicaSpec
 from engines.controller.worker_group import WorkerGroup
 from engines.rollout.base import RolloutEngine
+from engines.rollout.collect import Receive
 from engines.rollout.publishing import NewTransport, Passage, Probe
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
@@ -34,8 +37,18 @@ from infra.errors import ConfigError
 class Rollout(Protocol):
     """What a trainer sees of its rollout engines."""
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        """Sample every request; for each its completions, in the order of its seeds."""
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
+    ) -> list[list[Completion]]:
+        """Sample every request and wait for all of it.
+
+        Args:
+            requests: with ids that differ.
+            on_completion: as in `RolloutService.generate`.
+
+        Returns:
+            For each request its completions, in the order of its seeds.
+        """
         ...
 
     @property
@@ -74,6 +87,9 @@ class Rollout(Protocol):
 class RankRollout:
     """An engine inside each training rank; every rank samples its share.
 
+    Does not promise: samples before the last one, where the ranks are processes of their own: a
+    call of theirs has one answer.
+
     Args:
         workers: ranks that were built with a rollout engine.
     """
@@ -81,9 +97,17 @@ class RankRollout:
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
+    ) -> list[list[Completion]]:
         """See `Rollout`."""
-        return self._workers.run(ModelWorker.generate, requests)
+        if isinstance(self._workers, InProcessGroup):
+            return self._workers.run(ModelWorker.generate, requests, on_completion)
+        rows = self._workers.run(ModelWorker.generate, requests)
+        for completion in chain.from_iterable(rows):
+            if on_completion is not None and completion.finish_reason != "abort":
+                on_completion(completion)
+        return rows
 
     @property
     def num_restarts(self) -> int:

@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.rewards.answers.extraction import ANSWER
 
@@ -98,6 +98,25 @@ class Unscored:
     """
 
     reason: str
+
+
+class Judging(Protocol):
+    """What judges the requests of one batch while they come, in this process or in others.
+
+    For one thread; a batch ends with `results` or `close`, and nothing is added behind that.
+    """
+
+    def add(self, request: ScoreRequest) -> int:
+        """Hand over a request; its number in the batch: 0, 1, ..."""
+        ...
+
+    def results(self) -> list[Score | Unscored]:
+        """Wait for the last result, and end the batch; one result per request, by number."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is not judged. Harmless when repeated, or behind `results`."""
+        ...
 
 
 def interpret(returned: object) -> Score | Unscored:

@@ -7,13 +7,10 @@ not be scored is asked for again. Whether a function judges a sample always alik
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 
-from engines.rewards.base import Score, ScoreRequest, Unscored
+from engines.rewards.base import Judging, Score, ScoreRequest, Unscored
 from engines.rewards.forms import Form
 from engines.rewards.worker import message_of
-
-Results = list[Score | Unscored]
 
 
 class ScoreCache:
@@ -27,43 +24,62 @@ class ScoreCache:
         self._size = size
         self._scores: OrderedDict[bytes, Score] = OrderedDict()
 
-    def score(
-        self,
-        requests: Sequence[ScoreRequest],
-        form: Form,
-        judge: Callable[[Sequence[ScoreRequest]], Results],
-    ) -> Results:
-        """Judge what is not known; equal requests of one call are judged once.
+    def find(self, key: bytes) -> Score | None:
+        """The score of what has this digest, if it is known."""
+        return self._scores.get(key)
 
-        Args:
-            requests: any number.
-            form: of the function: what of a request it sees.
-            judge: gives one result per request.
-
-        Returns:
-            One result per request, in order.
-        """
-        keys = [_key(request, form) for request in requests]
-        unknown = {
-            key: request
-            for key, request in zip(keys, requests, strict=True)
-            if key not in self._scores
-        }
-        found: dict[bytes, Score | Unscored] = {
-            key: self._scores[key] for key in keys if key in self._scores
-        }
-        found.update(zip(unknown, judge(list(unknown.values())), strict=True))
-        for key in dict.fromkeys(keys):
-            self._keep(key, found[key])
-        return [found[key] for key in keys]
-
-    def _keep(self, key: bytes, result: Score | Unscored) -> None:
+    def keep(self, key: bytes, result: Score | Unscored) -> None:
+        """Note that it was asked for; only a score is kept."""
         if not isinstance(result, Score):
             return
         self._scores[key] = result
         self._scores.move_to_end(key)
         if len(self._scores) > self._size:
             self._scores.popitem(last=False)
+
+
+class CachedJudging:
+    """A batch of which only what is not known is judged, and equal requests once.
+
+    Args:
+        cache: what is known.
+        form: of the function: what of a request it sees.
+        judging: judges the rest.
+    """
+
+    def __init__(self, cache: ScoreCache, form: Form, judging: Judging) -> None:
+        self._cache, self._judging = cache, judging
+        self._form: Form = form
+        self._keys: list[bytes] = []
+        self._known: dict[bytes, Score] = {}
+        self._asked: dict[bytes, int] = {}
+
+    def add(self, request: ScoreRequest) -> int:
+        """See `Judging`."""
+        key = _key(request, self._form)
+        self._keys.append(key)
+        if key not in self._known and key not in self._asked:
+            known = self._cache.find(key)
+            if known is None:
+                self._asked[key] = self._judging.add(request)
+            else:
+                self._known[key] = known
+        return len(self._keys) - 1
+
+    def results(self) -> list[Score | Unscored]:
+        """See `Judging`."""
+        judged = self._judging.results()
+        found: dict[bytes, Score | Unscored] = {
+            **self._known,
+            **{key: judged[number] for key, number in self._asked.items()},
+        }
+        for key in dict.fromkeys(self._keys):
+            self._cache.keep(key, found[key])
+        return [found[key] for key in self._keys]
+
+    def close(self) -> None:
+        """See `Judging`."""
+        self._judging.close()
 
 
 def _key(request: ScoreRequest, form: Form) -> bytes:

@@ -1,12 +1,15 @@
 """Scoring processes with a hard deadline per sample.
 
-Promises: `score` returns one result per request whatever the function does; a sample that hangs,
-crashes its process or floods its reply is `Unscored`, and the others are not touched; a process
-past its deadline is killed with its process group; at most `num_workers` processes exist, and
-none after `close` (or when the pool is garbage-collected, or the interpreter ends).
+Promises: a batch yields one result per request whatever the function does, and is worked on while
+further requests are handed over; a sample that hangs, crashes its process or floods its reply is
+`Unscored`, and the others are not touched; a process past its deadline is killed with its process
+group; at most `max_workers` processes exist, and none after `close` (or when the pool is
+garbage-collected, or the interpreter ends); a batch that has ended leaves no thread.
+Does not promise: several batches at once, or calls from several threads.
 Not a sandbox: no protection against code that means harm (a child in a new session survives).
 """
 
+import os
 import selectors
 import threading
 import weakref
@@ -17,51 +20,53 @@ from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.forms import Form
 from engines.rewards.process import ScoringProcess, WorkerSetup
+from infra.errors import DeadlineError
 
 _POLL_S = 0.2
+_THREAD_DEADLINE_S = 60.0
+"""Of the thread's last turn, which may kill a process and start another."""
+_WORTH = 2.0
+"""A further process starts when the rest would take the others so many times its start."""
 
 
 class ScoringPool:
-    """Scoring processes; started at once, so that their imports overlap other work.
+    """Scoring processes; the first start at once, so that their imports overlap other work.
 
     Args:
         setup: the function and its limits.
-        num_workers: processes.
+        max_workers: processes.
+        min_workers: of them, those that start at once; the others as they pay. None: all.
     """
 
-    def __init__(self, setup: WorkerSetup, num_workers: int) -> None:
+    def __init__(
+        self, setup: WorkerSetup, max_workers: int, min_workers: int | None = None
+    ) -> None:
         self._setup = setup
-        self._lock = threading.Lock()
+        self._max_workers = max_workers
         self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._processes: list[ScoringProcess] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._processes, self._selector)
-        for _ in range(num_workers):
+        self._open: PoolBatch | None = None
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._selector, self._wake)
+        for _ in range(max_workers if min_workers is None else min_workers):
             self._processes.append(ScoringProcess(setup, self._selector))
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Score | Unscored]:
-        """Score every request; blocks until the last result, in the order of the requests.
-
-        Args:
-            requests: any number.
+    def batch(self) -> "PoolBatch":
+        """Begin a batch.
 
         Returns:
-            One result per request.
+            It has no requests yet.
 
         Raises:
-            RewardError: the function cannot be loaded, or a process does not start.
+            RewardError: the pool is closed, or another batch has not ended.
         """
-        with self._lock:
-            if not self._finalizer.alive:
-                raise RewardError("the scoring pool is closed")
-            batch = _Batch(requests)
-            try:
-                while batch.num_open:
-                    self._turn(batch)
-            except BaseException:
-                # A process may hold a request of this batch; its reply must not meet the next one.
-                self._finalizer()
-                raise
-            return batch.results()
+        if not self._finalizer.alive:
+            raise RewardError("the scoring pool is closed")
+        if self._open is not None:
+            raise RewardError("the scoring pool has a batch that has not ended")
+        self._open = PoolBatch(self)
+        return self._open
 
     @property
     def form(self) -> Form:
@@ -72,59 +77,169 @@ class ScoringPool:
         return "sample"
 
     def close(self) -> None:
-        """End every process. May be called twice."""
-        with self._lock:
-            self._finalizer()
+        """End every process, and a batch that has not ended. May be called twice."""
+        if self._open is not None:
+            self._open.close()
+        self._finalizer()
 
-    def _turn(self, batch: "_Batch") -> None:
+    def _turn(self, batch: "PoolBatch") -> None:
         """Hand out work, wait a moment, take in what happened."""
         for process in self._processes:
             if process.is_idle and batch.waiting:
-                index = batch.waiting.popleft()
-                process.submit(index, batch.requests[index])
+                process.submit(*batch.waiting.popleft())
+        while len(self._processes) < self._max_workers and another_pays(
+            self._processes, len(batch.waiting)
+        ):
+            self._processes.append(ScoringProcess(self._setup, self._selector))
         wait_s = min(process.seconds_left() for process in self._processes)
         for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
-            process: ScoringProcess = key.data
+            process: ScoringProcess | None = key.data
+            if process is None:
+                os.eventfd_read(self._wake)
+                continue
             if events & selectors.EVENT_WRITE:
                 process.write()
             if events & selectors.EVENT_READ:
                 process.read()
         for place, process in enumerate(self._processes):
             failure = process.failure()
-            for index, result in process.take_results():
-                batch.set(index, result)
+            batch.found.update(process.take_results())
             if failure is not None:
                 self._replace(place, failure, batch)
 
-    def _replace(self, place: int, failure: str, batch: "_Batch") -> None:
+    def _replace(self, place: int, failure: str, batch: "PoolBatch") -> None:
         process = self._processes[place]
         if not process.was_ready:
             raise RewardError(f"the reward function cannot be loaded: {failure}")
         if process.index is not None:
-            batch.set(process.index, Unscored(failure))
+            batch.found[process.index] = Unscored(failure)
         process.kill()
         self._processes[place] = ScoringProcess(self._setup, self._selector)
 
 
-class _Batch:
-    """Requests, those still waiting for a process, and the results so far."""
+class PoolBatch:
+    """Requests, judged from the first one on; it ends with `results` or `close`.
 
-    def __init__(self, requests: Sequence[ScoreRequest]) -> None:
-        self.requests = requests
-        self.waiting = deque(range(len(requests)))
-        self.num_open = len(requests)
-        self._results: list[Score | Unscored | None] = [None] * len(requests)
+    Until `results` a thread works on them, then the caller's own.
 
-    def set(self, index: int, result: Score | Unscored) -> None:
-        self._results[index] = result
-        self.num_open -= 1
+    Args:
+        pool: whose processes judge.
+
+    Attributes:
+        waiting: requests for which no process was free yet, by their numbers.
+        found: results by number.
+    """
+
+    def __init__(self, pool: ScoringPool) -> None:
+        self._pool = pool
+        self._num_added = 0
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._error: BaseException | None = None
+        self.waiting: deque[tuple[int, ScoreRequest]] = deque()
+        self.found: dict[int, Score | Unscored] = {}
+
+    def add(self, request: ScoreRequest) -> int:
+        """Hand over a request.
+
+        Args:
+            request: what is to be judged.
+
+        Returns:
+            Its number: 0, 1, ...
+
+        Raises:
+            RewardError: the function cannot be loaded, or a process does not start.
+        """
+        self._raise_error()
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
+        number = self._num_added
+        self._num_added += 1
+        self.waiting.append((number, request))
+        if self._thread is None:
+            # A daemon: a batch that nobody ends must not keep a job alive.
+            self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+            self._thread.start()
+        os.eventfd_write(self._pool._wake, 1)
+        return number
 
     def results(self) -> list[Score | Unscored]:
-        return [result for result in self._results if result is not None]
+        """Wait for the last result, and end the batch.
+
+        Returns:
+            One result per request, by number.
+
+        Raises:
+            RewardError: as of `add`.
+        """
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
+        try:
+            self._stop()
+            self._raise_error()
+            while len(self.found) < self._num_added:
+                self._pool._turn(self)
+        except BaseException:
+            self.close()
+            raise
+        self._pool._open = None
+        return [self.found[number] for number in range(self._num_added)]
+
+    def close(self) -> None:
+        """End the batch; unless all is judged, the pool with it. May be called twice.
+
+        A process may hold a request of this batch; its reply must not meet the next one.
+        """
+        if self._pool._open is not self:
+            return
+        self._pool._open = None
+        try:
+            self._stop()
+        finally:
+            if self._error is not None or len(self.found) < self._num_added:
+                self._pool._finalizer()
+
+    def _work(self) -> None:
+        try:
+            while not self._stopped:
+                self._pool._turn(self)
+        except BaseException as error:  # noqa: BLE001 - thread boundary: raised in the caller's
+            self._error = error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        if self._thread is not None:
+            os.eventfd_write(self._pool._wake, 1)
+            self._thread.join(_THREAD_DEADLINE_S)
+            if self._thread.is_alive():
+                raise DeadlineError("the scoring thread to end", _THREAD_DEADLINE_S)
 
 
-def _kill_all(processes: list[ScoringProcess], selector: selectors.BaseSelector) -> None:
+def another_pays(processes: Sequence[ScoringProcess], num_waiting: int) -> bool:
+    """Whether a further process is worth its start.
+
+    Args:
+        processes: that there are, those that start included.
+        num_waiting: requests for which none of them is free.
+
+    Returns:
+        Whether those would take them longer, by the time that requests took so far.
+    """
+    start_s = max((process.start_s or 0.0 for process in processes), default=0.0)
+    num_timed = sum(max(0, process.num_judged - 1) for process in processes)
+    request_s = sum(process.timed_s for process in processes) / max(1, num_timed)
+    return 0.0 < _WORTH * start_s < num_waiting * request_s / len(processes)
+
+
+def _end(processes: list[ScoringProcess], selector: selectors.BaseSelector, wake: int) -> None:
     for process in processes:
         process.kill()
     processes.clear()
     selector.close()
+    os.close(wake)

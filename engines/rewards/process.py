@@ -57,7 +57,9 @@ class ScoringProcess:
     Attributes:
         form: of the function; None until it is ready.
         was_ready: it has loaded the function.
+        start_s: processor time that it took for that; None until then.
         index: of the request in flight.
+        num_judged: requests that it has answered.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
@@ -77,7 +79,11 @@ class ScoringProcess:
             os.set_blocking(pipe.fileno(), False)
         selector.register(self._stdout, selectors.EVENT_READ, self)
         self.was_ready = False
+        self.start_s: float | None = None
         self.index: int | None = None
+        self.num_judged = 0
+        self._timed_s = 0.0
+        self._submitted_s = 0.0
         self._outgoing = memoryview(b"")
         self._incoming = b""
         self.form: Form | None = None
@@ -95,8 +101,14 @@ class ScoringProcess:
     def submit(self, index: int, request: ScoreRequest) -> None:
         """Hand over a request; it must be idle. `index` comes back with the result."""
         self.index = index
-        self._deadline = time.monotonic() + self._timeout_s
+        self._submitted_s = time.monotonic()
+        self._deadline = self._submitted_s + self._timeout_s
         self._send(worker.message_of(request, self.form or "text"))
+
+    @property
+    def timed_s(self) -> float:
+        """What requests took, and the one in flight so far; without the first: functions import."""
+        return self._timed_s + self._in_flight_s()
 
     def seconds_left(self) -> float:
         """Until the deadline of what it is doing; infinite while idle."""
@@ -164,6 +176,10 @@ class ScoringProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._wait()
 
+    def _in_flight_s(self) -> float:
+        timed = self.index is not None and self.num_judged > 0
+        return time.monotonic() - self._submitted_s if timed else 0.0
+
     def _drain(self) -> None:
         """Take in what arrived between the last look and now."""
         while not self._ended and self._broken is None and self.read():
@@ -184,7 +200,7 @@ class ScoringProcess:
             self._broken = reply["failed"]
         elif "ready" in reply:
             self.was_ready = True
-            self.form = reply["form"]
+            self.form, self.start_s = reply["form"], reply["start_s"]
         elif self.index is not None:
             unscored = reply.get("unscored")
             if unscored is None:
@@ -192,6 +208,8 @@ class ScoringProcess:
             else:
                 result = Unscored(str(unscored))
             self._results.append((self.index, result))
+            self._timed_s += self._in_flight_s()
+            self.num_judged += 1
             self.index = None
 
     def _watch_stdin(self, wanted: bool) -> None:

@@ -1,28 +1,110 @@
 """Scores batches of completions with the configured reward function.
 
 Promises: one result per sample, in order; a sample that could not be scored is `Unscored` with a
-reason and never 0; too many of those stop the run. `exact` costs microseconds a sample, in this
-process; every other function runs in processes of its own, under a deadline per sample.
+reason and never 0; too many of those stop the run; a batch is judged while its samples come.
+`exact` costs microseconds a sample, in this process; every other function runs in processes of its
+own, under a deadline per sample.
 """
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Self
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
-from engines.rewards.base import ComputeScore, Score, ScoreRequest, Unscored, describe
-from engines.rewards.cache import ScoreCache
+from engines.rewards.base import ComputeScore, Judging, Score, ScoreRequest, Unscored, describe
+from engines.rewards.cache import CachedJudging, ScoreCache
 from engines.rewards.forms import Form, form_of, judge
 from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
 from engines.rewards.resolve import load, resolve
 
 _SHOWN_REASONS = 3
+_MAX_WORKERS = 16
+"""Of a recipe that names no number."""
+
+
+class JudgingHere:
+    """Judges each request when it is handed over.
+
+    Args:
+        judge: one request.
+    """
+
+    def __init__(self, judge: Callable[[ScoreRequest], Score | Unscored]) -> None:
+        self._judge = judge
+        self._results: list[Score | Unscored] = []
+
+    def add(self, request: ScoreRequest) -> int:
+        """See `Judging`."""
+        self._results.append(self._judge(request))
+        return len(self._results) - 1
+
+    def results(self) -> list[Score | Unscored]:
+        """See `Judging`."""
+        return self._results
+
+    def close(self) -> None:
+        """See `Judging`; there is nothing to end."""
+
+
+class ScoringBatch:
+    """The samples of one step, judged from the first one on; a context manager, for one thread.
+
+    Args:
+        judging: judges them.
+        max_unscored_frac: as in `check_unscored`.
+    """
+
+    def __init__(self, judging: Judging, max_unscored_frac: float) -> None:
+        self._judging = judging
+        self._max_unscored_frac = max_unscored_frac
+        self._numbers: dict[Hashable, int] = {}
+
+    def add(self, key: Hashable, sample: ScoreRequest) -> None:
+        """Hand over a sample.
+
+        Args:
+            key: its name; whatever came before under that name counts no more.
+            sample: what is to be judged.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
+        self._numbers[key] = self._judging.add(sample)
+
+    def results(self, keys: Sequence[Hashable]) -> list[Score | Unscored]:
+        """Wait for the last result, and end the batch.
+
+        Args:
+            keys: all samples of the step, since the share of unscored ones is judged over them.
+
+        Returns:
+            One result per key, in order.
+
+        Raises:
+            RewardError: the function cannot be loaded, or more than `max_unscored_frac` of the
+                samples could not be scored.
+        """
+        found = self._judging.results()
+        results = [found[self._numbers[key]] for key in keys]
+        check_unscored(results, self._max_unscored_frac)
+        return results
+
+    def close(self) -> None:
+        """End the batch; the processes too, unless all is judged. May be called twice."""
+        self._judging.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class RewardScorer:
-    """The reward of a run; a context manager. Its processes start when it is created.
+    """The reward of a run; a context manager. Its first process starts when it is created.
 
     Args:
         config: the function, its options and limits.
@@ -47,7 +129,12 @@ class RewardScorer:
                 function.target, self._kwargs, config.timeout_s,
                 function.memory_limit_bytes, config.environment,
             )  # fmt: skip
-            self._pool = ScoringPool(setup, config.num_workers)
+            num_cores = len(os.sched_getaffinity(0))
+            self._pool = ScoringPool(
+                setup,
+                config.num_workers or min(num_cores, _MAX_WORKERS),
+                config.num_workers or 1,
+            )
 
     def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
         """Score the samples of one step.
@@ -62,13 +149,27 @@ class RewardScorer:
             RewardError: the function cannot be loaded, or more than `max_unscored_frac` of the
                 samples could not be scored.
         """
+        with self.batch() as batch:
+            for place, sample in enumerate(samples):
+                batch.add(place, sample)
+            return batch.results(range(len(samples)))
+
+    def batch(self) -> ScoringBatch:
+        """Begin to score a step whose samples come one by one.
+
+        Returns:
+            It has no samples yet; it must end before the next one begins.
+
+        Raises:
+            RewardError: the scorer is closed, or another batch has not ended.
+        """
+        # What a function sees is fixed for the batch: else equal samples could count as different.
+        form = self._form if self._pool is None else self._pool.form
+        judging: Judging
+        judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
         if self._cache is not None:
-            form = self._form if self._pool is None else self._pool.form
-            results = self._cache.score(samples, form, self._judge)
-        else:
-            results = self._judge(samples)
-        check_unscored(results, self._config.max_unscored_frac)
-        return results
+            judging = CachedJudging(self._cache, form, judging)
+        return ScoringBatch(judging, self._config.max_unscored_frac)
 
     def close(self) -> None:
         """End the scoring processes. May be called twice."""
@@ -80,11 +181,6 @@ class RewardScorer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _judge(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
-        if self._pool is not None:
-            return self._pool.score(samples)
-        return [self._score_here(sample) for sample in samples]
 
     def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
         assert self._function is not None  # noqa: S101 - no pool means a function

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import sys
+import time
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -48,7 +49,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> int:
     except BaseException as error:  # noqa: BLE001 - process boundary: reported to the parent
         _reply(replies, {"failed": describe(error)})
         return 1
-    _reply(replies, {"ready": True, "form": form})
+    _reply(replies, {"ready": True, "form": form, "start_s": time.process_time()})
     for line in requests:
         faulthandler.dump_traceback_later(setup["timeout_s"] + GRACE_S, exit=True)
         reply = _score(function, form, _request_of(json.loads(line)), setup["kwargs"])

@@ -9,7 +9,9 @@ Does not know: replicas, or why something is sampled again.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from engines.errors import RolloutError
@@ -19,6 +21,8 @@ from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
 Request = TypeVar("Request", RolloutRequest, PromptRequest)
+Receive = Callable[[Completion], None]
+"""Takes a sample."""
 
 
 class Ledger(Protocol[Request]):
@@ -41,17 +45,55 @@ class Ledger(Protocol[Request]):
         ...
 
 
+class Arrivals:
+    """Finished samples on their way from the event loop to the thread that waits for their batch.
+
+    Args:
+        receive: is called once for each of them, in that thread; None: nobody asks.
+        news: wakes that thread.
+
+    Attributes:
+        refused: `receive` raised an error.
+        over: the event loop works on the batch no more.
+    """
+
+    def __init__(self, receive: Receive | None, news: Callable[[], None]) -> None:
+        self._receive, self._news = receive, news
+        self._arrived: deque[Completion] = deque()
+        self.refused = False
+        self.over = threading.Event()
+
+    def note(self, completion: Completion) -> None:
+        """Take in a sample, in the event loop; one that was aborted is nobody's."""
+        if self._receive is not None and completion.finish_reason != "abort":
+            self._arrived.append(completion)
+            self._news()
+
+    def hand_over(self) -> None:
+        """Pass on what was noted, in the thread that waits; what `receive` raises, it raises."""
+        while self._receive is not None and self._arrived:
+            try:
+                self._receive(self._arrived.popleft())
+            except BaseException:
+                self.refused = True
+                raise
+
+
 class SampleLedger:
     """Which samples of a batch are there.
 
     Args:
         requests: the batch; the ids must differ.
+        on_sample: is told of each when it is accepted, aborted ones too.
 
     Raises:
         RolloutError: two requests have one id.
     """
 
-    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
+    def __init__(
+        self, requests: Sequence[RolloutRequest], on_sample: Receive | None = None
+    ) -> None:
+        self._on_sample = on_sample
         self._wanted = [request.sample_keys for request in requests]
         self._found: dict[tuple[str, int], Completion] = {}
         _check_ids(requests)
@@ -68,7 +110,11 @@ class SampleLedger:
 
     def accept(self, completion: Completion) -> None:
         """Take a sample, unless it is there already."""
-        self._found.setdefault((completion.request_id, completion.sample_index), completion)
+        key = (completion.request_id, completion.sample_index)
+        if key not in self._found:
+            self._found[key] = completion
+            if self._on_sample is not None:
+                self._on_sample(completion)
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """These requests for the samples that are not there; those that are complete are not."""

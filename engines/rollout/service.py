@@ -4,20 +4,22 @@ Promises: every sample of every request exactly once, in the order asked for; al
 take requests serve one version, and nothing is sampled from weights that were not confirmed by
 digest and, where there is a probe, by what they say of a prompt; a replica that is lost is
 replaced, so often as allowed, and given the published weights before it serves.
-Does not promise: that samples are finished. At the deadline they come out as `abort`.
+Does not promise: that samples are finished. At the deadline they come out as `abort`. Nor that a
+receiver of samples which never returns is interrupted.
 """
 
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from engines.config.rollout import RoutingName
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.base import Health, RolloutEngine
 from engines.rollout.batch_run import ABORT_DEADLINE_S, BatchRun, SampleRun
-from engines.rollout.collect import PromptLedger, Request, SampleLedger
+from engines.rollout.collect import Arrivals, PromptLedger, Receive, Request, SampleLedger
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.publishing import (
@@ -34,7 +36,7 @@ from engines.rollout.replica_state import ReplicaSlot, ReplicaState
 from engines.rollout.routing import ByPlace, LeastLoaded, Routing
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import SyncReport
-from infra.errors import DeadlineError
+from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
 
@@ -75,11 +77,17 @@ class RolloutService:
         """How many replicas were lost and replaced."""
         return self._pool.num_restarts
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
+    ) -> list[list[Completion]]:
         """Sample every request and wait for all of it.
 
         Args:
             requests: with ids that differ.
+            on_completion: is called with each sample once, in this thread and in the order in
+                which they finish, while others are sampled; never with one that comes out as
+                `abort`. It shall be quick: replicas that start meanwhile wait for it. What it
+                raises ends the batch.
 
         Returns:
             For each request its completions, in the order of its seeds; those that were not
@@ -90,10 +98,21 @@ class RolloutService:
                 doubled a sample; or one was lost and no other may start.
             DeadlineError: not one sample was finished at the deadline.
         """
-        ledger = SampleLedger(requests)
+        arrivals = Arrivals(on_completion, self._news.set)
+        ledger = SampleLedger(requests, arrivals.note)
         deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
         what = f"{len(requests)} requests to be sampled"
-        self._attend(lambda: self._sample(requests, ledger), what, deadline_s)
+        try:
+            self._attend(
+                lambda: self._sample(requests, ledger, arrivals),
+                what,
+                deadline_s,
+                arrivals.hand_over,
+            )
+        except BaseException:
+            if arrivals.refused:
+                self._end_early(arrivals)
+            raise
         return ledger.rows()
 
     def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
@@ -182,9 +201,16 @@ class RolloutService:
             self._loop.close()
 
     def _attend(
-        self, work: Callable[[], Coroutine[Any, Any, None]], what: str, deadline_s: float
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        what: str,
+        deadline_s: float,
+        hand_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for work of the replicas, and give those that come up meanwhile their weights."""
+        """Wait for work of the replicas, and give those that come up meanwhile their weights.
+
+        What they have made is handed over whenever there are news.
+        """
         if self._publisher.published is None:
             raise RolloutError("the replicas have no confirmed weights; send them first")
         end = time.monotonic() + deadline_s
@@ -194,16 +220,29 @@ class RolloutService:
             while not working.done():
                 # Here, not in the loop: the trainer sends, whose thread this is.
                 self._publisher.renew()
+                hand_over()
                 if not self._news.wait(max(0.0, end - time.monotonic())):
                     raise DeadlineError(what, deadline_s)
                 self._news.clear()
             working.result()
+            hand_over()
         finally:
             working.cancel()
 
-    async def _sample(self, requests: Sequence[RolloutRequest], ledger: SampleLedger) -> None:
-        with self._pool.listening(self._news.set):
-            await SampleRun(self._pool, self._routing(requests), ledger, self.timeout_s).run()
+    async def _sample(
+        self, requests: Sequence[RolloutRequest], ledger: SampleLedger, arrivals: Arrivals
+    ) -> None:
+        try:
+            with self._pool.listening(self._news.set):
+                await SampleRun(self._pool, self._routing(requests), ledger, self.timeout_s).run()
+        finally:
+            arrivals.over.set()
+
+    def _end_early(self, arrivals: Arrivals) -> None:
+        """End what replicas still sample of a batch that was cancelled."""
+        arrivals.over.wait(ANSWER_DEADLINE_S)
+        with suppress(PipelineError):  # what ended the batch is the error to tell
+            self.abort()
 
     async def _ask(self, requests: Sequence[PromptRequest], ledger: PromptLedger) -> None:
         with self._pool.listening(self._news.set):

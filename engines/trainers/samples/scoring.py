@@ -1,10 +1,13 @@
 """From completions to scored samples: text, reward function, shaping.
 
 Promises: a completion that was aborted or could not be scored is counted and left out; the score
-stays what the reward function said, and shaping (the overlong punishment) is added beside it.
+stays what the reward function said, and shaping (the overlong punishment) is added beside it. A
+batch that is scored while others of its samples are generated becomes what it would behind them,
+whatever came first. A reward is a function of one sample; none waits for the rest of its group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 
@@ -13,7 +16,7 @@ from engines.config.algorithm import OverlongConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import SampledTokens, Score, ScoreRequest
-from engines.rewards.scorer import RewardScorer
+from engines.rewards.scorer import RewardScorer, ScoringBatch
 from engines.trainers.judges.asking import NO_JUDGES, Judges
 from engines.trainers.samples.prompts import PromptBatch
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
@@ -21,6 +24,13 @@ from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest
 
 NO_SHAPING = OverlongConfig()
+
+Completions = Sequence[Sequence[Completion]]
+"""Of each request."""
+Scores = list[list[Score | None]]
+"""Of `Completions`, in their layout; None where there is none."""
+Place = tuple[int, int]
+"""A request's, and of the completion among its own."""
 
 
 class CompletionScorer:
@@ -55,9 +65,9 @@ class CompletionScorer:
     def judge(
         self,
         rows: Sequence[RLRow],
-        completions: Sequence[Sequence[Completion]],
+        completions: Completions,
         requests: Sequence[RolloutRequest],
-    ) -> list[list[Score | None]]:
+    ) -> Scores:
         """Score every completion.
 
         Args:
@@ -71,25 +81,11 @@ class CompletionScorer:
         Raises:
             RewardError: the reward function is broken, or left too many samples unscored.
         """
-        places = [
-            (row, sample)
-            for row, samples in enumerate(completions)
-            for sample, completion in enumerate(samples)
-            if completion.finish_reason != "abort"
-        ]
-        samples = [
-            self._request(rows[row], completions[row][sample], requests[row])
-            for row, sample in places
-        ]
-        samples = self._judges.ask([rows[row].prompt for row, _ in places], samples)
-        scores: list[list[Score | None]] = [[None] * len(samples) for samples in completions]
-        for (row, sample), result in zip(places, self._rewards.score(samples), strict=True):
-            scores[row][sample] = result if isinstance(result, Score) else None
-        return scores
+        batch = self._rewards.batch()
+        with ArrivingScores(rows, requests, batch, self.decode, self._judges) as arriving:
+            return arriving.scores(completions)
 
-    def score(
-        self, prompts: PromptBatch, completions: Sequence[Sequence[Completion]]
-    ) -> ScoredBatch:
+    def score(self, prompts: PromptBatch, completions: Completions) -> ScoredBatch:
         """Score the completions of one generation batch.
 
         Args:
@@ -98,8 +94,29 @@ class CompletionScorer:
 
         Returns:
             The samples that have a score and, where there are greedy answers, a scored one.
+
+        Raises:
+            RewardError: as of `judge`.
         """
-        scores = self.judge(prompts.asked_rows, completions, prompts.all_requests)
+        with self.begin(prompts) as scoring:
+            return scoring.finish(completions)
+
+    def begin(self, prompts: PromptBatch) -> "BatchScoring":
+        """Begin to score a generation batch whose completions come one by one.
+
+        Args:
+            prompts: what is asked for.
+
+        Returns:
+            A context manager; it must end before the next one begins.
+        """
+        batch = self._rewards.batch()
+        return BatchScoring(prompts, batch, self.decode, self._judges, self._scored)
+
+    def _scored(
+        self, prompts: PromptBatch, completions: Completions, scores: Scores
+    ) -> ScoredBatch:
+        """What became of a generation batch whose completions have these scores."""
         num_prompts = len(prompts.requests)
         greedy = [
             self._reward(row[0], of_row[0])
@@ -133,10 +150,94 @@ class CompletionScorer:
             num_aborted=num_aborted,
         )
 
-    def _request(self, row: RLRow, completion: Completion, asked: RolloutRequest) -> ScoreRequest:
-        return ScoreRequest(
+    def _reward(self, completion: Completion, score: Score | None) -> float | None:
+        return None if score is None else score.value + self._shaping(completion)
+
+    def _shaping(self, completion: Completion) -> float:
+        if not self._overlong.enable:
+            return 0.0
+        length = torch.tensor([len(completion.token_ids)])
+        return float(overlong_penalty(length, self._max_new_tokens, self._overlong))
+
+
+class ArrivingScores:
+    """Scores of completions that may come one by one; a context manager, for one thread.
+
+    Each completion is decoded once. Where models judge, only that is done early: they are asked
+    about all completions at once, before the reward function is.
+
+    Args:
+        rows: one per request.
+        requests: that ask for the completions.
+        batch: of the reward function.
+        decode: gives the text of a completion.
+        judges: models that are asked first.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RLRow],
+        requests: Sequence[RolloutRequest],
+        batch: ScoringBatch,
+        decode: Callable[[Completion], str],
+        judges: Judges,
+    ) -> None:
+        self._rows, self._requests = rows, requests
+        self._batch, self._decode, self._judges = batch, decode, judges
+        self._places: dict[tuple[str, int], Place] = {
+            key: (row, sample)
+            for row, request in enumerate(requests)
+            for sample, key in enumerate(request.sample_keys)
+        }
+        self._taken: dict[Place, tuple[Completion, ScoreRequest]] = {}
+
+    def accept(self, completion: Completion) -> None:
+        """Take a completion before the others are there; one that was aborted counts nothing."""
+        if completion.finish_reason != "abort":
+            self._take(self._places[completion.request_id, completion.sample_index], completion)
+
+    def scores(self, completions: Completions) -> Scores:
+        """Score what was not accepted, wait for all of it, and end.
+
+        Args:
+            completions: of each request, those that were accepted too.
+
+        Returns:
+            In the same layout; None where there is no score.
+
+        Raises:
+            RewardError: as of `CompletionScorer.judge`.
+        """
+        places: list[Place] = []
+        for row, samples in enumerate(completions):
+            for sample, completion in enumerate(samples):
+                place = (row, sample)
+                if completion.finish_reason == "abort":
+                    continue
+                if place not in self._taken or self._taken[place][0] is not completion:
+                    self._take(place, completion)
+                places.append(place)
+        if self._judges != NO_JUDGES:
+            asked = [self._taken[place][1] for place in places]
+            told = self._judges.ask([self._rows[row].prompt for row, _ in places], asked)
+            for place, sample in zip(places, told, strict=True):
+                self._batch.add(place, sample)
+        scores: Scores = [[None] * len(samples) for samples in completions]
+        for (row, sample), result in zip(places, self._batch.results(places), strict=True):
+            scores[row][sample] = result if isinstance(result, Score) else None
+        return scores
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._batch.close()
+
+    def _take(self, place: Place, completion: Completion) -> None:
+        row, asked = self._rows[place[0]], self._requests[place[0]]
+        sample = ScoreRequest(
             data_source=row.data_source,
-            solution_str=self.decode(completion),
+            solution_str=self._decode(completion),
             ground_truth=row.reward_model.ground_truth,
             extra_info=row.extra_info,
             tokens=SampledTokens(
@@ -146,15 +247,40 @@ class CompletionScorer:
                 completion.finish_reason,
             ),
         )
+        self._taken[place] = (completion, sample)
+        if self._judges == NO_JUDGES:
+            self._batch.add(place, sample)
 
-    def _reward(self, completion: Completion, score: Score | None) -> float | None:
-        return None if score is None else score.value + self._shaping(completion)
 
-    def _shaping(self, completion: Completion) -> float:
-        if not self._overlong.enable:
-            return 0.0
-        length = torch.tensor([len(completion.token_ids)])
-        return float(overlong_penalty(length, self._max_new_tokens, self._overlong))
+class BatchScoring(ArrivingScores):
+    """One generation batch that is scored while it is generated.
+
+        with scorer.begin(prompts) as scoring:
+            completions = rollout.generate(prompts.all_requests, scoring.accept)
+            scored = scoring.finish(completions)
+
+    Args:
+        prompts: what is asked for.
+        batch: as in `ArrivingScores`.
+        decode: likewise.
+        judges: likewise.
+        scored: makes the scored batch.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptBatch,
+        batch: ScoringBatch,
+        decode: Callable[[Completion], str],
+        judges: Judges,
+        scored: Callable[[PromptBatch, Completions, Scores], ScoredBatch],
+    ) -> None:
+        super().__init__(prompts.asked_rows, prompts.all_requests, batch, decode, judges)
+        self._prompts, self._scored = prompts, scored
+
+    def finish(self, completions: Completions) -> ScoredBatch:
+        """What `CompletionScorer.score` gives; those that were never accepted are scored now."""
+        return self._scored(self._prompts, completions, self.scores(completions))
 
 
 def is_correct(score: Score) -> bool:

@@ -62,12 +62,13 @@ class Sampler:
         config = self._config
         collector = Collector(config.batch_size_prompts, config.algorithm.filter_groups, self._see)
         for prompts in self._prompts.generation_batches(step.global_number):
-            with step.clock("gen"):
-                completions = self._rollout.generate(prompts.all_requests)
-            check_versions(completions, version)
-            check_aborted(completions, config.max_aborted_frac, self._timeout_s)
-            with step.clock("reward"):
-                collector.add(self._scorer.score(prompts, completions))
+            with self._scorer.begin(prompts) as scoring:
+                with step.clock("gen"):
+                    completions = self._rollout.generate(prompts.all_requests, scoring.accept)
+                check_versions(completions, version)
+                check_aborted(completions, config.max_aborted_frac, self._timeout_s)
+                with step.clock("reward"):
+                    collector.add(scoring.finish(completions))
             if collector.full:
                 break
         if collector.num_groups:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
 from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.cache import Results, ScoreCache
-from engines.rewards.scorer import RewardScorer
+from engines.rewards.cache import CachedJudging, ScoreCache
+from engines.rewards.forms import Form
+from engines.rewards.scorer import JudgingHere, RewardScorer
 
 
 def ask(solution: str, logprob: float = -1.0) -> ScoreRequest:
@@ -19,32 +20,39 @@ class Judge:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __call__(self, requests: Sequence[ScoreRequest]) -> Results:
-        self.asked += [request.solution_str for request in requests]
-        return [
-            Score(float(len(request.solution_str))) if request.solution_str else Unscored("empty")
-            for request in requests
-        ]
+    def __call__(self, request: ScoreRequest) -> Score | Unscored:
+        self.asked.append(request.solution_str)
+        if not request.solution_str:
+            return Unscored("empty")
+        return Score(float(len(request.solution_str)))
+
+
+def score(
+    cache: ScoreCache, requests: Sequence[ScoreRequest], form: Form, judge: Judge
+) -> list[Score | Unscored]:
+    batch = CachedJudging(cache, form, JudgingHere(judge))
+    assert [batch.add(request) for request in requests] == list(range(len(requests)))
+    return batch.results()
 
 
 def test_equal_samples_are_judged_once_and_what_failed_again() -> None:
     cache, judge = ScoreCache(10), Judge()
-    first = cache.score([ask("a"), ask("bb"), ask("a", -2.0), ask("")], "text", judge)
+    first = score(cache, [ask("a"), ask("bb"), ask("a", -2.0), ask("")], "text", judge)
     assert first == [Score(1.0), Score(2.0), Score(1.0), Unscored("empty")]
-    assert cache.score([ask(""), ask("bb")], "text", judge) == [Unscored("empty"), Score(2.0)]
+    assert score(cache, [ask(""), ask("bb")], "text", judge) == [Unscored("empty"), Score(2.0)]
     assert judge.asked == ["a", "bb", "", ""]
 
 
 def test_a_function_that_sees_tokens_is_asked_for_other_tokens() -> None:
     cache, judge = ScoreCache(10), Judge()
-    cache.score([ask("a"), ask("a", -2.0), ask("a")], "sample", judge)
+    score(cache, [ask("a"), ask("a", -2.0), ask("a")], "sample", judge)
     assert judge.asked == ["a", "a"]
 
 
 def test_the_least_recently_asked_for_is_forgotten() -> None:
     cache, judge = ScoreCache(2), Judge()
     for text in ("a", "bb", "a", "ccc", "a", "bb"):
-        cache.score([ask(text)], "text", judge)
+        score(cache, [ask(text)], "text", judge)
     assert judge.asked == ["a", "bb", "ccc", "bb"]
 
 
@@ -57,7 +65,7 @@ def test_a_scorer_keeps_scores_over_steps(tmp_path: Path) -> None:
         "        file.write(solution_str)\n"
         "    return float(solution_str == ground_truth)\n"
     )
-    config = RewardConfig(function=str(function), cache_size=8)
+    config = RewardConfig(function=str(function), cache_size=8, num_workers=1)
     with RewardScorer(config) as scorer:
         # Which form the function has is known from the second step on.
         scorer.score([ask("x")])

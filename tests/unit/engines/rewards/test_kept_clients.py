@@ -92,8 +92,16 @@ def ask(server: Server, *solutions: str) -> list[ScoreRequest]:
     return [ScoreRequest("d", solution, url) for solution in solutions]
 
 
+def score(pool: ScoringPool, requests: list[ScoreRequest]) -> list[Score | Unscored]:
+    batch = pool.batch()
+    for request in requests:
+        batch.add(request)
+    return batch.results()
+
+
 def test_a_kept_client_scores_every_sample_over_one_connection(file: Path, server: Server) -> None:
-    with RewardScorer(RewardConfig(function=str(file), timeout_s=60)) as scorer:
+    config = RewardConfig(function=str(file), timeout_s=60, num_workers=1)
+    with RewardScorer(config) as scorer:
         found = scorer.score(ask(server, *("a" * n for n in range(1, 7))))
     assert found == [Score(float(n)) for n in range(1, 7)]
     assert server.num_connections == 1
@@ -101,7 +109,7 @@ def test_a_kept_client_scores_every_sample_over_one_connection(file: Path, serve
 
 def test_what_ends_one_sample_leaves_the_loop_of_the_next(file: Path, server: Server) -> None:
     pool = ScoringPool(WorkerSetup(f"{file}:compute_score", {}, 5.0, None), 1)
-    found = pool.score(ask(server, "a", "raise", "bb", "sleep", "ccc", "dddd"))
+    found = score(pool, ask(server, "a", "raise", "bb", "sleep", "ccc", "dddd"))
     pool.close()
     assert found == [
         Score(1.0), Unscored("raised SystemExit"), Score(2.0),
@@ -120,7 +128,7 @@ def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(
 ) -> None:
     """Its input ends, as when its parent is gone."""
     pool = ScoringPool(WorkerSetup(f"{file}:stubborn", {}, 60.0, None), 1)
-    assert pool.score(ask(server, "a")) == [Score(1.0)]
+    assert score(pool, ask(server, "a")) == [Score(1.0)]
     [child] = [
         each
         for each in psutil.Process(os.getpid()).children()

@@ -1,6 +1,7 @@
 """The scorer: simple where it can be, and loud when too much is unscored."""
 
 import functools
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards import exact
+from engines.rewards import scorer as scorer_module
 from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.exact import compute_score
 from engines.rewards.scorer import RewardScorer, check_unscored
@@ -62,6 +64,35 @@ def test_math_separates_wrong_answers_from_broken_rows() -> None:
         results = scorer.score(requests)
     assert [r.value for r in results if isinstance(r, Score)] == [1.0, 0.0, 1.0, 0.0]
     assert results[2] == Unscored("raised ValueError: the ground truth is empty")
+
+
+@pytest.mark.parametrize("function", ["exact", "math"])
+def test_a_batch_gives_the_results_that_it_is_asked_for_in_that_order(function: str) -> None:
+    config = RewardConfig(function=function, cache_size=2, max_unscored_frac=0.0, timeout_s=600)
+    with RewardScorer(config) as scorer:
+        samples = {text: ScoreRequest("d", text, "3") for text in ("1", "2", "3")}
+        for _ in range(2):
+            with scorer.batch() as batch:
+                batch.add("first", samples["3"])
+                for text, sample in samples.items():
+                    batch.add(text, sample)
+                batch.add("first", samples["1"])
+                # Nobody asks for it, so that it does not count as unscored.
+                batch.add("stale", ScoreRequest("d", "1", {"no": "text"}))
+                keys = ["3", "first", "2", "3"]
+                assert batch.results(keys) == [Score(1.0), Score(0.0), Score(0.0), Score(1.0)]
+
+
+def test_a_recipe_without_a_number_has_a_process_for_each_core_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(scorer_module, "ScoringPool", lambda _, *numbers: made.append(numbers))
+    for num_cores in (1, 8, 400):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=num_cores: set(range(n)))
+        RewardScorer(RewardConfig(function="math"))
+        RewardScorer(RewardConfig(function="math", num_workers=3))
+    assert made == [(1, 1), (3, 3), (8, 1), (3, 3), (16, 1), (3, 3)]
 
 
 def test_too_many_unscored_samples_stop_the_run(tmp_path: Path) -> None:

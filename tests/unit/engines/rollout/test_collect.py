@@ -4,6 +4,7 @@ import pytest
 from rlhf.testing.rollout_calls import generate_all
 
 from engines.errors import RolloutError
+from engines.rollout.collect import Arrivals, SampleLedger
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 
@@ -39,3 +40,27 @@ def test_completions_stand_in_the_order_of_the_requests():
 def test_lost_and_doubled_samples_are_errors(answers):
     with pytest.raises(RolloutError, match="asked for 2 samples"):
         generate_all(ScriptedEngine(answers), requests("a"))
+
+
+def test_a_sample_that_comes_again_is_handed_over_once_and_an_aborted_one_never():
+    found: list[Completion] = []
+    news: list[None] = []
+    arrivals = Arrivals(found.append, lambda: news.append(None))
+    ledger = SampleLedger(requests("a"), arrivals.note)
+    first, again = (Completion("a", 0, (1,), (-0.5,), (0,), "stop") for _ in range(2))
+    ledger.accept(first)
+    ledger.accept(again)
+    ledger.abort_missing()
+    assert (found, len(news)) == ([], 1)
+    arrivals.hand_over()
+    arrivals.hand_over()
+    assert [each is first for each in found] == [True]
+    assert [each.finish_reason for each in ledger.rows()[0]] == ["stop", "abort"]
+
+
+def test_nothing_is_kept_for_nobody():
+    news: list[None] = []
+    arrivals = Arrivals(None, lambda: news.append(None))
+    arrivals.note(Completion("a", 0, (1,), (-0.5,), (0,), "stop"))
+    arrivals.hand_over()
+    assert news == []

@@ -110,6 +110,17 @@ def test_fault_row_5_samples_of_a_replica_that_died_come_from_the_next(lab, rout
         assert found == expected
 
 
+@pytest.mark.parametrize("routing", ["by_place", "least_loaded"])
+def test_a_sample_is_handed_over_once_whichever_replica_was_lost(lab, routing: str) -> None:
+    requests = lab.requests(5, 3)
+    found: list[Completion] = []
+    with serving(lab, dies_after(lab.bare_engine(), 4), routing=routing) as (service, spare):
+        publish(service, lab.model)
+        rows = service.generate(requests, found.append)
+        assert spare.replaced == [0]
+    assert sorted(map(id, found)) == sorted(id(each) for row in rows for each in row)
+
+
 def test_fault_row_4_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
     with serving(lab, hangs(lab.bare_engine()), silence_s=1.0) as (service, spare):
         publish(service, lab.model)
@@ -169,7 +180,9 @@ def test_at_the_deadline_samples_are_aborted_and_the_next_batch_goes_on(build_la
     long = RolloutRequest("long", long.prompt_ids, long.sampling, long.seeds)
     with serving(lab, lab.bare_engine(), timeout_s=2.0) as (service, spare):
         publish(service, lab.model)
-        rows = service.generate([*short, long])
+        finished: list[Completion] = []
+        rows = service.generate([*short, long], finished.append)
+        assert finished == rows[0]
         assert [c.finish_reason for c in rows[0]] == ["length"]
         assert [c.finish_reason for c in rows[1]] == ["abort", "abort"]
         assert all(len(c.token_ids) == len(c.logprobs) > 2 for c in rows[1])

@@ -17,6 +17,7 @@ from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.replica_state import ReplicaState
 from engines.rollout.service import RolloutService
+from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightSource
 from engines.weight_sync.in_process import InProcessTransport
 from infra.errors import DeadlineError
@@ -87,6 +88,65 @@ def test_replicas_share_the_requests_and_come_back_as_one(lab) -> None:
     ]
     ids = [request.request_id for request in requests]
     assert asked == [ids[0::3], ids[1::3], ids[2::3]]
+
+
+def test_samples_are_handed_over_as_they_finish_by_the_thread_that_waits(build_lab) -> None:
+    lab = build_lab(eos_token_id=None)
+    engine, other = lab.bare_engine(), lab.bare_engine()
+    may_end = threading.Event()
+    whole = other.generate
+
+    async def holds_back(requests):
+        async for completion in whole(requests):
+            while not may_end.is_set():
+                await asyncio.sleep(0.001)
+            yield completion
+
+    other.generate = holds_back
+    found: list[Completion] = []
+
+    def receive(completion: Completion) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        found.append(completion)
+        if len(found) == 6:
+            # Three of five requests: all that the first replica has.
+            may_end.set()
+
+    with serving(engine, other) as service:
+        publish(service, lab.model, 3)
+        rows = service.generate(lab.requests(5, 2), receive)
+    assert may_end.is_set()
+    assert {c.request_id for c in found[:6]} == {row[0].request_id for row in rows[0::2]}
+    assert sorted(map(id, found)) == sorted(id(each) for row in rows for each in row)
+
+
+def test_an_error_of_who_receives_ends_the_batch_and_nothing_of_it_is_left(build_lab) -> None:
+    lab = build_lab(eos_token_id=None, max_position_embeddings=4096)
+    (long,) = lab.requests(1, 2, max_new_tokens=4000)
+    long = replace(long, request_id="long")
+    received: list[Completion] = []
+
+    def fail(completion: Completion) -> None:
+        received.append(completion)
+        raise ZeroDivisionError("the reward")
+
+    for routing in ("by_place", "least_loaded"):
+        engines = [lab.bare_engine(max_num_sequences=4) for _ in range(2)]
+        with closing(RolloutService(engines, 600.0, routing)) as service:
+            publish(service, lab.model, 0)
+            with pytest.raises(ZeroDivisionError, match="the reward"):
+                service.generate(
+                    [*lab.requests(4, 2, max_new_tokens=2), long, long_too(long)], fail
+                )
+            assert [health.num_running for health in service.health()] == [0, 0]
+            # The ids are free again, and so are the replicas.
+            assert service.generate(lab.requests(4, 2, max_new_tokens=2))
+            service.sleep()
+    assert len(received) == 2
+
+
+def long_too(request: RolloutRequest) -> RolloutRequest:
+    return replace(request, request_id="long too")
 
 
 def test_one_replica_that_holds_something_else_stops_all(lab) -> None:
@@ -168,7 +228,10 @@ def test_it_is_asked_for_its_health_and_aborted_while_it_generates(build_lab) ->
         publish(service, lab.model, 0)
         requests = lab.requests(4, 4, max_new_tokens=4000)
         rows: list = []
-        sampling = threading.Thread(target=lambda: rows.extend(service.generate(requests)))
+        found: list[Completion] = []
+        sampling = threading.Thread(
+            target=lambda: rows.extend(service.generate(requests, found.append))
+        )
         sampling.start()
         deadline = time.monotonic() + 60
         while service.health()[0].num_running != 16:
@@ -176,6 +239,7 @@ def test_it_is_asked_for_its_health_and_aborted_while_it_generates(build_lab) ->
         service.abort()
         sampling.join(timeout=60)
         assert {c.finish_reason for row in rows for c in row} == {"abort"}
+        assert found == []
         assert service.health()[0].num_running == 0
 
 

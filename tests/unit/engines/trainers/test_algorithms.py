@@ -14,7 +14,7 @@ from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
-from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.samples.scoring import ArrivingScores
 from engines.trainers.step.experience import KL_IN_REWARD, Experience
 from engines.trainers.step.kept_samples import SampleKeeper
 from engines.types import RolloutRequest, TokenBatch
@@ -50,15 +50,15 @@ def test_remax_samples_one_greedy_answer_for_each_prompt(
     asked: list[Sequence[RolloutRequest]] = []
     judged: list[list[list[Score | None]]] = []
     trained: list[Experience] = []
-    generate, judge = ServedRollout.generate, CompletionScorer.judge
+    generate, score = ServedRollout.generate, ArrivingScores.scores
     estimate = Experience.with_advantages
 
-    def spy_generate(rollout: ServedRollout, requests: Sequence[RolloutRequest]):
+    def spy_generate(rollout: ServedRollout, requests: Sequence[RolloutRequest], *receive: Any):
         asked.append(requests)
-        return generate(rollout, requests)
+        return generate(rollout, requests, *receive)
 
-    def spy_judge(*args: Any) -> list[list[Score | None]]:
-        judged.append(judge(*args))
+    def spy_scores(*args: Any) -> list[list[Score | None]]:
+        judged.append(score(*args))
         return judged[-1]
 
     def spy_estimate(experience: Experience, *args: Any) -> Experience:
@@ -66,7 +66,7 @@ def test_remax_samples_one_greedy_answer_for_each_prompt(
         return trained[-1]
 
     monkeypatch.setattr(ServedRollout, "generate", spy_generate)
-    monkeypatch.setattr(CompletionScorer, "judge", spy_judge)
+    monkeypatch.setattr(ArrivingScores, "scores", spy_scores)
     monkeypatch.setattr(Experience, "with_advantages", spy_estimate)
     run_round("odd_length", algorithm={"adv_estimator": "remax"})
     for requests, scores, experience in zip(asked, judged, trained, strict=True):

@@ -14,11 +14,13 @@ from engines.errors import NothingToTrainOnError, RewardError, RolloutError, Wei
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.guards.mismatch import LOGPROB_MEAN
 from engines.trainers.guards.probe import WeightProbe
+from engines.trainers.samples.scoring import BatchScoring
 from engines.types import Completion
 from engines.weight_sync.base import SyncReport
 from infra.tracking.journal import read_records
 
 PUBLISHING = "engines/rollout/publishing.py"
+COLLECT = "engines/rollout/collect.py"
 TRUNCATED = {"max_new_tokens": 5, "top_k": 3}
 
 
@@ -46,6 +48,35 @@ def test_a_step_trains_and_reports_finite_numbers(run_round) -> None:
     assert first["critic/score/max"] == 1
     # One update per batch: the ratio is 1, and advantages sum to 0 in every group.
     assert first["actor/ppo_kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_samples_are_scored_as_they_come_and_steps_are_the_same(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, accept = ServedRollout.generate, BatchScoring.accept
+    handed_over: list[list[Completion]] = []
+
+    def spy_accept(scoring: BatchScoring, completion: Completion) -> None:
+        handed_over[-1].append(completion)
+        accept(scoring, completion)
+
+    def early(rollout: ServedRollout, requests, receive):
+        handed_over.append([])
+        rows = generate(rollout, requests, receive)
+        assert {*map(id, handed_over[-1])} == {id(each) for row in rows for each in row}
+        return rows
+
+    def late(rollout: ServedRollout, requests, _):
+        return generate(rollout, requests)
+
+    monkeypatch.setattr(BatchScoring, "accept", spy_accept)
+    monkeypatch.setattr(ServedRollout, "generate", early)
+    found = run_round("odd_length", work="early")
+    assert [len(each) for each in handed_over] == [16, 16]
+    monkeypatch.setattr(ServedRollout, "generate", late)
+    for one, other in zip(found, run_round("odd_length", work="late"), strict=True):
+        assert one["actor/grad_norm"] == other["actor/grad_norm"]
+        assert one["critic/score/mean"] == other["critic/score/mean"]
 
 
 def test_while_a_step_trains_its_sampler_holds_neither_weights_nor_cache(
@@ -91,9 +122,11 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
 def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_stacks) -> None:
     """The loop's thread and the one that samples for it, together."""
     run_round("odd_length")
-    sampled = [files for files in sampling_stacks if PUBLISHING not in files]
+    answered = [files for files in sampling_stacks if PUBLISHING not in files]
+    assert len(answered) < len(sampling_stacks)  # the probes after a sync
+    # The loop's thread waits, or takes samples that are finished.
+    sampled = [files for files in answered if COLLECT not in files]
     assert sampled
-    assert len(sampled) < len(sampling_stacks)  # the probes after a sync
     for files in sampled:
         assert files[: files.index("engines/trainers/rl.py") + 1] == [
             "engines/rollout/transformers/sampling.py",
@@ -157,8 +190,8 @@ def test_a_round_stops_rather_than_train_on_its_shortest_answers(
     """Half of each group is unfinished at the deadline; the probe's requests ask for one sample."""
     generate = ServedRollout.generate
 
-    def late(rollout: ServedRollout, requests):
-        rows = generate(rollout, requests)
+    def late(*args):
+        rows = generate(*args)
         return [
             [
                 changed(each, finish_reason="abort") if place > 1 else each
@@ -257,11 +290,12 @@ def test_fault_row_13_a_slow_drift_is_told_each_step_and_stopped(
     """A sampler whose temperature leaves the trainer's by 5e-5, then by twice as much each step."""
     generate, num_calls = ServedRollout.generate, itertools.count()
 
-    def drifting(rollout: ServedRollout, requests):
+    def drifting(rollout: ServedRollout, requests, receive):
         off = 1 + 5e-5 * 2 ** next(num_calls)
         return generate(
             rollout,
             [replace(r, sampling=replace(r.sampling, temperature=off)) for r in requests],
+            receive,
         )
 
     monkeypatch.setattr(ServedRollout, "generate", drifting)

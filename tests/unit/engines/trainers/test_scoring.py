@@ -1,31 +1,50 @@
 """Completions to scored samples: shaping beside the score, unscored and aborted left out."""
 
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.config.algorithm import OverlongConfig, RewardConfig
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.errors import RewardError
+from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.judges.asking import Judges
 from engines.trainers.samples.prompts import PromptBatch
 from engines.trainers.samples.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest, SamplingParams
+from infra.waiting import wait_for
 
 
 class Digits:
     """Token i is the digit i."""
 
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
     def decode(self, token_ids, *, skip_special_tokens: bool = False) -> str:
+        self.num_decoded += 1
         return "".join(str(token) for token in token_ids)
 
 
-def prompt_batch(*truths) -> PromptBatch:
+def prompt_batch(*truths, greedy: bool = False) -> PromptBatch:
     rows = tuple(
         RLRow("s", (Message("user", "q"),), "", RewardModel("rule", truth)) for truth in truths
     )
     requests = tuple(
         RolloutRequest(f"p{i}", (5, 6), SamplingParams(8), (1, 2)) for i in range(len(truths))
     )
-    return PromptBatch(4, rows, requests)
+    asked_greedily = tuple(
+        RolloutRequest(f"{each.request_id}/greedy", (5, 6), SamplingParams(8), (1,))
+        for each in requests
+        if greedy
+    )
+    return PromptBatch(4, rows, requests, asked_greedily)
 
 
 def completion(*tokens: int, reason: str = "stop") -> Completion:
@@ -63,3 +82,126 @@ def test_too_many_unscored_samples_stop_the_run() -> None:
         pytest.raises(RewardError, match="could not be scored"),
     ):
         scorer(rewards).score(prompt_batch({"no": "text"}), [[completion(1), completion(2)]])
+
+
+TRUTHS = ("12", "3", {"not": "comparable"})
+ANSWERS = st.tuples(
+    st.sampled_from([(1, 2), (3,), (1, 2, 3, 4, 5, 6)]),
+    st.sampled_from(["stop", "length", "abort"]),
+)
+
+
+@given(
+    st.booleans(),
+    st.sampled_from([0, 2]),
+    st.lists(ANSWERS, min_size=9, max_size=9),
+    st.sets(st.integers(0, 8)),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_in_which_samples_come_changes_nothing(
+    greedy: bool,
+    cache_size: int,
+    answers: list[tuple[tuple[int, ...], str]],
+    never_accepted: set[int],
+    shuffle: random.Random,
+) -> None:
+    prompts = prompt_batch(*TRUTHS, greedy=greedy)
+    keys = [key for request in prompts.all_requests for key in request.sample_keys]
+    made = [
+        Completion(*key, tokens, [-0.5] * len(tokens), [3] * len(tokens), reason)
+        for key, (tokens, reason) in zip(keys, answers, strict=False)
+    ]
+    left = iter(made)
+    rows = [[next(left) for _ in request.seeds] for request in prompts.all_requests]
+    coming = [each for place, each in enumerate(made) if place not in never_accepted]
+    shuffle.shuffle(coming)
+    overlong = {"enable": True, "buffer_length": 4, "penalty_factor": 1.0}
+    config = RewardConfig(function="exact", max_unscored_frac=1.0, cache_size=cache_size)
+    with RewardScorer(config) as rewards:
+        expected = scorer(rewards, **overlong).score(prompts, rows)
+    with RewardScorer(config) as rewards:
+        scoring_in = scorer(rewards, **overlong)
+        with scoring_in.begin(prompts) as scoring:
+            for completion in coming:
+                scoring.accept(completion)
+            found = scoring.finish(rows)
+    # Arrays and all, to the last digit; trajectories are compared by identity.
+    assert repr(found) == repr(expected)
+    num_whole = sum(each.finish_reason != "abort" for each in made)
+    assert scoring_in.tokenizer.num_decoded == num_whole  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def answers_of(prompts: PromptBatch, tokens: tuple[int, ...]) -> list[list[Completion]]:
+    return [
+        [Completion(*key, tokens, [0] * len(tokens), [0] * len(tokens), "stop") for key in keys]
+        for keys in (request.sample_keys for request in prompts.all_requests)
+    ]
+
+
+def test_samples_are_judged_before_the_last_one_is_generated(tmp_path: Path) -> None:
+    """In processes of their own; what was replaced since it was accepted is judged anew."""
+    judged = tmp_path / "judged"
+    judged.touch()
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def compute_score(solution_str, ground_truth, **rest):\n"
+        f"    with open({str(judged)!r}, 'a') as file: file.write(solution_str + ' ')\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    prompts = prompt_batch("1", "2", "3")
+    first = answers_of(prompts, (1,))
+    *early, last = [each for row in first for each in row]
+    with RewardScorer(RewardConfig(function=str(file), num_workers=1)) as rewards:
+        scoring_in = scorer(rewards)
+        with scoring_in.begin(prompts) as scoring:
+            for completion in early:
+                scoring.accept(completion)
+            wait_for(lambda: judged.read_text() == "1 " * len(early), "all but the last", 600.0)
+            scoring.accept(last)
+            again = completion_of(first[1][0], 2)
+            found = scoring.finish([first[0], [again, first[1][1]], first[2]])
+    assert [sample.score for sample in found.samples] == [1, 1, 1, 0, 0, 0]
+    assert judged.read_text().split() == ["1"] * 6 + ["2"]
+
+
+def completion_of(completion: Completion, *tokens: int) -> Completion:
+    zeros = (0,) * len(tokens)
+    name, index = completion.request_id, completion.sample_index
+    return Completion(name, index, tokens, zeros, zeros, "stop")
+
+
+def test_a_batch_that_is_given_up_ends_the_scoring_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ndef compute_score(**rest): time.sleep(600)\n")
+    prompts = prompt_batch("1")
+    with RewardScorer(RewardConfig(function=str(file), timeout_s=600)) as rewards:
+        with scorer(rewards).begin(prompts) as scoring:
+            scoring.accept(answers_of(prompts, (1,))[0][0])
+        with pytest.raises(RewardError, match="closed"):
+            scorer(rewards).score(prompts, answers_of(prompts, (1,)))
+
+
+def test_models_that_judge_are_asked_about_the_whole_batch_before_anything_is_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = prompt_batch("1", "2")
+    rows = answers_of(prompts, (1,))
+    asked: list[int] = []
+
+    def scores(_, texts: list[str]) -> list[float]:
+        asked.append(len(texts))
+        return [float(place) for place in range(len(texts))]
+
+    model: Any = SimpleNamespace(scores=scores)
+    with RewardScorer(RewardConfig(function="exact")) as rewards:
+        # The reward of the role `reward`, without one.
+        monkeypatch.setattr(rewards, "_score_here", lambda sample: Score(sample.model_score))
+        digits = Digits()
+        judging = CompletionScorer(rewards, digits, judges=Judges(model))  # pyright: ignore[reportArgumentType]
+        with judging.begin(prompts) as scoring:
+            for completion in (rows[1][1], rows[0][0], rows[1][0]):
+                scoring.accept(completion)
+            assert (digits.num_decoded, asked) == (3, [])
+            found = scoring.finish(rows)
+    assert (digits.num_decoded, asked) == (4, [4])
+    assert [sample.score for sample in found.samples] == [0, 1, 2, 3]
