@@ -18,6 +18,7 @@ from engines.images import ImagePatches
 from engines.requests import Completion as Completion
 from engines.requests import RolloutRequest as RolloutRequest
 from engines.requests import SamplingParams as SamplingParams
+from engines.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,15 @@ class TokenBatch:
         if self.unit_B is not None:
             self._check_whole_units(self.unit_B, chosen)
         ends_B = self.lengths_B[chosen].to(torch.int64).cumsum(0)
+        tokens = RowSelection(index_T, self.cu_seqlens, sequences)
+        rows = RowSelection(chosen, torch.arange(len(self.cu_seqlens)), sequences)
         return TokenBatch(
-            self.input_ids_T[index_T],
+            tokens.of(self.input_ids_T),
             torch.cat([ends_B.new_zeros(1), ends_B]).to(torch.int32),
-            {name: column[index_T] for name, column in self.columns.items()},
+            {name: tokens.of(column) for name, column in self.columns.items()},
             self.images.select(sequences) if self.images is not None else None,
-            {name: row[chosen] for name, row in self.rows.items()},
-            self.unit_B[chosen] if self.unit_B is not None else None,
+            {name: rows.of(row) for name, row in self.rows.items()},
+            rows.of(self.unit_B) if self.unit_B is not None else None,
         )
 
     @staticmethod

@@ -15,6 +15,7 @@ import torch
 
 from engines import driver_disk
 from engines.collectives import close_process_group
+from engines.controller.batches.placed import Array, Share
 from engines.controller.process_group import Rendezvous, TCPStore, join
 from engines.controller.process_log import log_to
 from engines.controller.seats import Seat, use_interface_of
@@ -124,10 +125,15 @@ class RankProcess:
         self._worker.initialize()
         return int(self._worker.data_parallel_rank)
 
-    def call(self, name: str, arguments: Arguments) -> Any:
-        """Call a method of the worker."""
+    def call(self, name: str, arguments: Arguments, *arrays: Array) -> Any:
+        """Call a method of the worker; with arrays, on the batch that its share makes of them.
+
+        Ray has brought them before it calls, so that no wait of its own is needed here.
+        """
         logger.info("%s", name)
         args, kwargs = arguments
+        if args and isinstance(share := args[0], Share):
+            args = (share.batch(arrays), *args[1:])
         return getattr(self._worker, name)(*args, **kwargs)
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate
 
+from engines.controller.batches.placed import TensorStore
 from engines.controller.dispatch import (
     Dispatch,
     collect,
@@ -30,11 +31,14 @@ from engines.controller.seats import seat_environment, seats
 from engines.controller.worker_group import P, R
 from engines.driver_disk import access_for
 from engines.errors import WorkerError
+from engines.types import TokenBatch
 from infra.errors import DeadlineError, PipelineError
 from infra.host.stacks import ask_for_stacks
 from infra.store.heartbeat import BeatWatch, read_beat
 
 WorkerFactory = Callable[[], Any]
+Call = tuple[Arguments, Sequence[Any]]
+"""Arguments, and references to the arrays that a share among them names."""
 
 POLL_S = 0.5
 NODE_SILENCE_S = 15.0
@@ -62,6 +66,7 @@ class RayWorkerGroup:
         self._at: tuple[Place, ...] = ()
         self._actors: list[Any] = []
         self._places: list[int] = [0] * options.world_size
+        self._tensors = TensorStore()
         self._watches = [
             BeatWatch(partial(read_beat, options.heartbeat_path(rank)))
             for rank in range(options.world_size)
@@ -86,12 +91,17 @@ class RayWorkerGroup:
         deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
         mode = dispatch_mode(method)
         if mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
-            results = self._call_all(name, [(args, kwargs)], [0] * self.world_size, deadline_s)
+            call = (args, kwargs), ()
+            results = self._call_all(name, [call], [0] * self.world_size, deadline_s)
             return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
         whole, *rest = args
         places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
         parts = split_plan(whole, max(places) + 1)
-        calls = [((take(whole, items), *rest), kwargs) for items in parts]
+        if isinstance(whole, TokenBatch):
+            shares = self._tensors.shares(whole, parts)
+        else:
+            shares = [(take(whole, items), ()) for items in parts]
+        calls = [(((share, *rest), kwargs), arrays) for share, arrays in shares]
         results = self._call_all(name, calls, places, deadline_s)
         first_ranks = [places.index(place) for place in range(len(parts))]
         return collect(whole, parts, [results[rank] for rank in first_ranks])
@@ -144,7 +154,7 @@ class RayWorkerGroup:
             )
 
     def _call_all(
-        self, name: str, calls: Sequence[Arguments], places: Sequence[int], deadline_s: float
+        self, name: str, calls: Sequence[Call], places: Sequence[int], deadline_s: float
     ) -> list[Any]:
         """Send each rank the call of its place; a call of several ranks is held once for all.
 
@@ -153,10 +163,11 @@ class RayWorkerGroup:
         import ray
 
         sent = [
-            ray.put(call) if places.count(place) > 1 else call for place, call in enumerate(calls)
+            ray.put(arguments) if places.count(place) > 1 else arguments
+            for place, (arguments, _) in enumerate(calls)
         ]
         ranks = zip(self._actors, places, strict=True)
-        refs = [actor.call.remote(name, sent[place]) for actor, place in ranks]
+        refs = [actor.call.remote(name, sent[place], *calls[place][1]) for actor, place in ranks]
         return self._await(refs, name, deadline_s)
 
     def _await(self, refs: Sequence[Any], what: str, deadline_s: float) -> list[Any]:
@@ -246,6 +257,7 @@ class RayWorkerGroup:
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []
+        self._tensors.clear()
         if actors:
             import ray
 

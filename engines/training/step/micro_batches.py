@@ -78,10 +78,19 @@ def filler(batch: TokenBatch) -> MicroBatch:
     Ranks must run equally many micro-batches, for each is a set of collectives; a rank with
     too few sequences runs fillers.
     """
+    return MicroBatch(untrained(batch.select(shortest_unit(batch))), None)
+
+
+def shortest_unit(batch: TokenBatch) -> list[int]:
+    """The sequences of the unit with the fewest tokens, the first of several."""
     lengths = batch.lengths_B.tolist()
-    micro = batch.select(min(batch.units, key=lambda unit: sum(lengths[i] for i in unit)))
-    mask = torch.zeros(micro.num_tokens, dtype=torch.float32, device=micro.input_ids_T.device)
-    return MicroBatch(micro.with_columns(loss_mask=mask), None)
+    return min(batch.units, key=lambda unit: sum(lengths[i] for i in unit))
+
+
+def untrained(batch: TokenBatch) -> TokenBatch:
+    """The same batch with its loss mask at 0."""
+    mask = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.input_ids_T.device)
+    return batch.with_columns(loss_mask=mask)
 
 
 def _take(batch: TokenBatch, sequences: Sequence[int]) -> MicroBatch:

@@ -1,0 +1,1 @@
+"""How the tensors of a batch reach the ranks of a group."""
