@@ -18,6 +18,7 @@ from engines.images import ImagePatches
 from engines.requests import Completion as Completion
 from engines.requests import RolloutRequest as RolloutRequest
 from engines.requests import SamplingParams as SamplingParams
+from engines.requests import StructuredOutput as StructuredOutput
 from engines.selection import RowSelection
 
 

@@ -30,8 +30,7 @@ from rlhf.testing.test_rollout_engine import MAX_LOGPROB_DIFFERENCE, engine_name
 
 from engines.errors import RolloutError
 from engines.rollout.base import Capability
-from engines.structured_output import StructuredOutput
-from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 
 __all__ = ["engine_name"]  # pytest finds the fixture by its name in this module
 

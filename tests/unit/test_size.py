@@ -98,9 +98,9 @@ to write where a column, a source or a CPU is missing; 164 with a database of ML
 beside its place, and one that cannot be migrated, which is told from one of other programs; 152
 with answers as arrays, and trajectories of segments, which are trained on or not; 169 with the
 parts of a round's step in modules of a page, each with its imports, and a loop's state as one
-value; 222 with samples that are scored while others are generated, by processes that start as they
-pay; 154 with tensors that are put once for all ranks, and where a selection was made; 31 with tokens
-that a driver holds once.
+value; 222 with samples that are scored while others are generated, by processes that start as
+they pay; 154 with tensors that are put once for all ranks, and where a selection was made; 31 with
+tokens that a driver holds once.
 What is added is paid for by what it replaces or makes needless. A part of a new kind may raise it,
 in a commit that says by how much and why."""
 

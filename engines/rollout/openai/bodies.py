@@ -18,8 +18,7 @@ from engines.config.base import StrictModel
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.structured_output import StructuredOutput
-from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 
 MODEL = "policy"
 """Name of the served model: the weights of the run, whichever version."""

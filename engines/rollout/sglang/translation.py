@@ -15,8 +15,7 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
-from engines.structured_output import StructuredOutput
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5
 """SGLang takes a smaller one for 0."""

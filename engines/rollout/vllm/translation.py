@@ -13,8 +13,7 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
-from engines.structured_output import StructuredOutput
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises a smaller positive temperature to this, and takes the smallest for 0; a larger one

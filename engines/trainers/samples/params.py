@@ -3,8 +3,7 @@
 import json
 
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
-from engines.structured_output import StructuredOutput
-from engines.types import SamplingParams
+from engines.types import SamplingParams, StructuredOutput
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:

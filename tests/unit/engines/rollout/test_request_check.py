@@ -6,8 +6,7 @@ import pytest
 
 from engines.errors import RolloutError
 from engines.rollout.request_check import check_request, check_requests
-from engines.structured_output import StructuredOutput
-from engines.types import RolloutRequest, SamplingParams
+from engines.types import RolloutRequest, SamplingParams, StructuredOutput
 
 FORM = StructuredOutput(choice=("a", "b"))
 GOOD = RolloutRequest("r=1", (1, 2, 3), SamplingParams(5, 0.0, 1.0, 0), (7,))

@@ -5,8 +5,8 @@ from collections import Counter
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, RewardModel, RLRow
-from engines.structured_output import StructuredOutput
 from engines.trainers.samples.prompts import PromptSource, derive_seed, sample_seeds
+from engines.types import StructuredOutput
 
 NUM_ROWS = 10
 SEED_OF_SAMPLE = 3_111_465_727_103_462_667

@@ -34,8 +34,7 @@ from engines.rollout.sglang.translation import (
     stream_start,
 )
 from engines.rollout.transformers.sampling import stream_starts, uniforms
-from engines.structured_output import StructuredOutput
-from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
