@@ -48,6 +48,9 @@ from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 
 MAX_WIRE_BYTES, MAX_DRIVER_S, MAX_RESIDENT_BYTES = 9.0, 1.5, 12.0
 NUM_RANKS = 2
+CHARACTERS = "0123456789+=. "
+NUM_TOKENS = 4 + len(CHARACTERS)
+"""Of the tokenizer: special ones, then a token for each character."""
 
 
 class NotingWorker:
@@ -154,15 +157,16 @@ class DriverStep:
         rewards: RewardScorer,
     ) -> None:
         config = round_config(options)
-        digits = ["0123456789+=. "]
         tokenizer = DirectoryTokenizer.load(
-            train_tokenizer(TokenizerConfig(), digits, directory / "tokenizer", max_length=65536)
+            train_tokenizer(
+                TokenizerConfig(), [CHARACTERS], directory / "tokenizer", max_length=65536
+            )
         )
         rows = [
             RLRow("s", (Message("user", f"{i}+{i}="),), "", RewardModel("rule", str(2 * i)))
             for i in range(options.prompts)
         ]
-        self._rollout = StandInRollout(tokenizer.vocab_size, options.generation_s)
+        self._rollout = StandInRollout(NUM_TOKENS, options.generation_s)
         prompts = PromptSource(rl_prompts(rows, tokenizer), config, 0)
         scorer = CompletionScorer(rewards, tokenizer)
         inputs = RoundInputs(
@@ -172,7 +176,7 @@ class DriverStep:
             scorer,
             cast(Any, Quiet()),
             [4, 5],
-            tokenizer.vocab_size,
+            NUM_TOKENS,
         )
         self._workers, self._round, self._number = workers, assemble(config, inputs), 0
 
@@ -249,7 +253,7 @@ def main() -> None:
     ray.init(num_cpus=NUM_RANKS, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        group_options = RayGroupOptions(NUM_RANKS, "gloo", 1, directory / "logs")
+        group_options = RayGroupOptions(NUM_RANKS, "gloo", 1, directory / "logs", {"num_cpus": 1})
         workers = RayWorkerGroup(NotingWorker, group_options)
         try:
             with RewardScorer(RewardConfig.model_validate({"function": "math"})) as rewards:

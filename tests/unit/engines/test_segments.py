@@ -1,16 +1,21 @@
 """Segments: runs of versions, equality, and what a token costs."""
 
+import gc
 import pickle
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.config.algorithm import FilterGroupsConfig
 from engines.segments import Segment
 from engines.trainers.samples.packing import pack
+from engines.trainers.samples.scored import ScoredBatch, ScoredSample
+from engines.trainers.step.collector import Collector
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams
 
@@ -61,3 +66,42 @@ def test_no_token_is_a_python_object_between_an_answer_and_a_batch() -> None:
     batch = pack([Trajectory.of(prompt, answer) for answer in answers])
     assert sys.getallocatedblocks() - before < NUM_TOKENS
     assert batch.num_tokens == num_samples * (NUM_TOKENS + 4)
+
+
+def held_bytes(*roots: object) -> int:
+    """Bytes of the arrays and tensors that can be reached, each block of memory once."""
+    blocks: dict[int, int] = {}
+    seen, open_ones = set(), list(roots)
+    while open_ones:
+        value = open_ones.pop()
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            blocks[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, np.ndarray):
+            whole = value
+            while isinstance(whole.base, np.ndarray):
+                whole = whole.base
+            blocks[whole.__array_interface__["data"][0]] = whole.nbytes
+        else:
+            open_ones.extend(gc.get_referents(value))
+    return sum(blocks.values())
+
+
+def test_a_driver_holds_a_token_of_a_step_once_in_nine_bytes() -> None:
+    prompt = Prompt("prompt=0", np.arange(4, dtype=np.int32))
+    samples = tuple(
+        ScoredSample(0, Trajectory(prompt, index, (answer,), "stop"), 1.0, 1.0)
+        for index in range(8)
+        for answer in [Segment.sampled(np.arange(NUM_TOKENS), np.zeros(NUM_TOKENS), [])]
+    )
+    collector = Collector(1, FilterGroupsConfig())
+    collector.add(ScoredBatch(samples, len(samples), 0, 0))
+    num_tokens = len(samples) * NUM_TOKENS
+    assert held_bytes(collector) >= 8 * num_tokens
+    experience = collector.experience()
+    del samples
+    assert held_bytes(collector, experience) <= 9.01 * num_tokens
+    assert all(sample.trajectory.token_ids[9] == 9 for sample in collector.scored().samples)

@@ -13,7 +13,7 @@ from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig
-from engines.trainers.samples.packing import pack, segment_rewards_T
+from engines.trainers.samples.packing import pack, segment_rewards_T, viewed
 from engines.trajectory import Prompt, Segment, Trajectory
 from engines.types import GlobalCounts, ModelOutputs
 
@@ -83,6 +83,21 @@ def _earn(tokens: list[PlainToken], reward: float) -> None:
             old = tokens[place]
             tokens[place] = PlainToken(old.token_id, old.logprob, True, old.earned + reward)
             return
+
+
+@given(families())
+def test_viewed_trajectories_are_equal_and_share_the_memory_of_their_batch(
+    family: list[Trajectory],
+) -> None:
+    batch = pack(family)
+    for own, view in zip(family, viewed(family, batch), strict=True):
+        assert view.segments == own.segments
+        assert (view.name, view.finish, view.parent) == (own.name, own.finish, own.parent)
+        assert (view.branch_point, view.images) == (own.branch_point, own.images)
+        for segment in (each for each in view.segments if each.num_tokens):
+            assert np.shares_memory(segment.token_ids_N, batch.input_ids_T.numpy())
+            logprobs_T = batch.columns["rollout_logprobs"].numpy()
+            assert np.shares_memory(segment.logprobs_N, logprobs_T)
 
 
 @given(families())
